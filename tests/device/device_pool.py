@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+
+from sidelane.cli.launch import HOST, store_on_loopback
 
 START_S = 90.0
 END_S = 10.0
@@ -30,14 +31,12 @@ class Pool:
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
         self.broken = False
         spawn = multiprocessing.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = store_on_loopback()  # here, so that no other process can take the port before a rank does
         self._pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = spawn.Pipe()
-            job = (rank, world_size, port, theirs, dict(environment or {}))
+            job = (rank, world_size, self._store.port, theirs, dict(environment or {}))
             process = spawn.Process(target=_rank_main, args=job, name=f"device-rank{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -130,8 +129,7 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: connection.Connectio
 
     try:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
-        # A store that outlives rank 0 would be nicer; no test kills rank 0.
+        store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         context = device_cases.Context(rank, world_size)
         pipe.send((True, None))

@@ -48,7 +48,7 @@ with cases.on_nodes(world, layout) as group:
     assert torch.ones(5).sum().item() == 5, "the device works on"
     store.set(f"named by {rank}", "")
     print("named", flush=True)
-    if rank == 0:  # the store goes with rank 0, which leaves last
+    if rank == 0:  # it leaves last, for nobody to miss it
         others = (1, 2, 3) if MODE == "stays_away" else (1,)
         store.wait([f"heard by {other}" for other in others], timedelta(seconds=60))
     store.set(f"heard by {rank}", "")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from as_torchrun import address
+
+from sidelane.cli.launch import store_on_loopback
 
 PROGRAM = Path(__file__).with_name("nodes_program.py")
 FAILING = PROGRAM.with_name("nodes_failing_program.py")
@@ -34,10 +36,8 @@ def test_two_gpus_as_two_nodes(ranks: int) -> None:
 @pytest.mark.parametrize("mode", ["dies", "stays_away"])
 def test_a_node_that_is_gone_is_named_before_nccl_gives_up(mode: str) -> None:
     """Not under torchrun, which ends all ranks with the first that dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    where = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    store = store_on_loopback()  # lives until the ranks have ended
+    where = {**address(store), "WORLD_SIZE": "4"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(FAILING), mode],

@@ -200,14 +200,18 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
             (
                 "llama-70b-like does not fit on 8 x NVIDIA H100 SXM (predicted: never run there).",
                 "Each GPU has 80 GB and needs about 152 GB under FSDP2, with layers recomputed.",
-                "Weights, gradients and Adam take 141 GB, activations 24, gathered layers 11.",
+                "Weights, gradients and Adam in float32 take 141 GB, activations 24, gathered layers 11.",
                 "It fits on 32 such GPUs (61 GB a GPU).",
                 "If it did: ",
                 "from sidelane import fsdp; enabled = fsdp.enable(model)",
             ),
         ),
         ("h200x8", LARGE, ("does not fit", "on 16 such GPUs", "here with 8-bit moments of Adam")),
-        ("h200x4", SMALL, ("llama-8b-like fits", "(measured on such machines)", "tokens a second with Sidelane")),
+        (
+            "h200x4",
+            SMALL,
+            ("llama-8b-like fits", "(measured on such machines)", "tokens a second of all GPUs with Sidelane"),
+        ),
         ("mi300x8", LARGE, ("fits", "predicted; Sidelane has never run on AMD GPUs", "what copy engines could give")),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     found = Counter((row["collective"], row["strategy"]) for row in rows)
     names = [strategy.name for strategy in strategies()]
     assert found == Counter(itertools.product(("all_gather", "all_to_all"), names))
+
+
+def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
+    options = sim_study.PredictionOptions("h200x4", strategies=("c3_sp", "c3_rp"))
+    sim_study.c3_main(options, [parse_workload("cb1_896M")])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
+    assert "c3_sp: two streams, the collective first; c3_rp: the GEMM first" in shown and "c3_base:" not in shown
 
 
 @pytest.mark.long

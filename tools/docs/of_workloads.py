@@ -61,6 +61,19 @@ def _ms(time: float | None) -> str:
     return short(time) if time is None or time < 100 else f"{time:.1f}"
 
 
+def halves(machine: str, launch: str = "graph") -> Cells:
+    """Milliseconds of an MLP with the whole batch and with two halves that take turns."""
+    rows = _rows(machine, "mlp")
+    ways = {"nccl": "NCCL", "nccl, halves": "NCCL, halves", "copies": "Sidelane", "copies, halves": "Sidelane, halves"}
+    cells = [["tokens of a batch", *ways.values(), "nothing communicated"]]
+    for size in _whole_sizes(rows):
+        there = _by_way(rows, size, launch)
+        times = [there[way]["step_ms"] for way in ways]
+        marked = [f"**{_ms(time)}**" if time == min(times) else _ms(time) for time in times]
+        cells.append([size.replace(" tokens", ""), *marked, _ms(there[NONE]["step_ms"])])
+    return cells
+
+
 def deep_ep(machine: str, launch: str = "graph") -> Cells:
     """Microseconds of DeepEP's dispatch and combine, and gigabytes a second that leave a GPU and that arrive."""
     rows = _rows(machine, "experts")

@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "e2e-decode-h200x2": lambda: of_workloads.steps("h200x2", "decode", ("nccl", "group", "gemv")),
     "e2e-experts-h200x2": lambda: of_workloads.steps("h200x2", "experts", ("nccl", "operators, routed")),
     "e2e-recommendation-h200x2": lambda: of_workloads.steps("h200x2", "recommendation", ("nccl",)),
+    "halves-h200x2": lambda: of_workloads.halves("h200x2"),
     "e2e-deep-ep-h200x2": lambda: of_workloads.deep_ep("h200x2"),
     "e2e-expert-parts-h200x2": lambda: of_workloads.expert_parts("h200x2"),
     "e2e-exposed-h200x2": lambda: of_workloads.exposed("h200x2"),

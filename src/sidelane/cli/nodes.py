@@ -124,7 +124,7 @@ def explain_nodes(
         write_json(json, found.to_dict())
     console = tables_console(json)
     many = f", {tensors} tensors" if tensors is not None else ""
-    say(console, f"takes {found.choice.name}: {found.choice.reason}", style="bold")
+    say(console, f"a process group takes {found.choice.name}: {found.choice.reason}", style="bold")
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(there.of)} ranks, {dtype}{many}")
     say(console, f"on {there}, by the rules of process groups and fsdp.enable")
     if not found.steps:

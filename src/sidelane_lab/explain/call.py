@@ -37,7 +37,7 @@ from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
-from sidelane_lab.explain.nodes import explain_on
+from sidelane_lab.explain.nodes import explain_on, times_as_fast
 from sidelane_lab.explain.reach import MAPPED, SAID, ReachMode, mappable, ways_of
 from sidelane_lab.explain.submitted import (
     CALLERS,
@@ -227,7 +227,11 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
     ]
     library = f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
     status = f" ({found.status})" if found.status else ""
-    say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}{library}{status}", style="bold")
+    taken = found.choice.candidate
+    mover = "a kernel" if taken.launches_kernels else "copy engines"
+    say(console, f"auto takes {mover} ({taken}): {found.choice.reason}{library}{status}", style="bold")
+    if times := times_as_fast(dict(found.choice.table).get(taken), found.library_us):
+        say(console, f"Keep the vendor's library for this call: {times} times as fast, as predicted.", style="bold")
     say(console, ", ".join(words))
     say(console, f"on {found.where}")
     say(console, f"by {found.by.where}")
@@ -265,9 +269,11 @@ def _table(found: Explanation) -> Table:
     ]
     reasons = grouped(found.excluded, lambda entry: entry[1], ordered=False)
     unmeasured = any(us is None for _, us in found.choice.table)
-    notes: tuple[str, ...] = ("-: not measured, and taken only where nothing was",) if unmeasured else ()
+    notes: tuple[str, ...] = ("dma: on copy engines; sm: by a kernel on SMs; variants: docs/guide/tuning.md",)
+    notes += ("-: not measured, and taken only where nothing was",) if unmeasured else ()
     notes += tuple(
-        f"not legal here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}" for reason, alike in reasons
+        f"not possible here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}"
+        for reason, alike in reasons
     )
     return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes, keys=2)
 

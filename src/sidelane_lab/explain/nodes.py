@@ -23,11 +23,15 @@ from sidelane_lab.papers.numbers import write_report
 SIZES = tuple(1 << power for power in range(12, 31, 2))
 """Bytes of the collectives in the tables of ``sidelane collective``."""
 
+WORTH_SAYING = 1.05
+"""Ratio of times from which the vendor's library is recommended; predictions are not more exact."""
+
 NOTE = (
-    "simulated; flat: the vendor library's rings among all ranks, or its exchange; tree: its double binary tree, of a "
-    "broadcast a binary one; floor: one latency, and what a node must send or receive by all of its NICs. "
-    "Not modelled: near steps by kernels, which start sooner than copy engines; what the library's steps within a node "
-    "take beside their bytes; ranks that come late"
+    "simulated; hierarchical: in steps, by Sidelane within a node and by the vendor's library between nodes; flat: one "
+    "call of the library, by rings among all ranks, or its exchange; tree: by its double binary tree, of a broadcast a "
+    "binary one; floor: one latency, and what a node must send or receive by all of its NICs. "
+    "Not modelled: steps within a node by kernels, which start sooner than copy engines; what the library's steps "
+    "within a node take beside their bytes; ranks that come late"
 )
 
 
@@ -61,7 +65,11 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
         )
     console = tables_console(json)
     words = (f"{name.removesuffix('_us')} {us:.4g} us" for name, us in predicted(times).items() if us is not None)
-    say(console, f"takes {times.choice.name}: {', '.join(words)} ({machine.runs})", style="bold")
+    say(console, f"a process group takes {times.choice.name}: {', '.join(words)} ({machine.runs})", style="bold")
+    library_us = min(us for us in (times.flat_us, times.tree_us) if us is not None)
+    slower = times.choice.name != FLAT and times_as_fast(times.hierarchical_us, library_us)
+    if slower:
+        say(console, f"Keep the vendor's library for this call: {slower} times as fast, as predicted.", style="bold")
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
     say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
     say(console, f"why {times.choice.name}: {times.choice.reason}")
@@ -81,6 +89,17 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
         console.print(Table(title, columns, lines, (NOTE,), keys=2).to_rich())
     else:
         say(console, f"note: {NOTE}")
+
+
+def times_as_fast(ours_us: float | None, library_us: float | None) -> str:
+    """Return how many times as fast the vendor's library is; empty if it is not by 5% and more, or nobody knows.
+
+    >>> times_as_fast(30.0, 20.0), times_as_fast(20.0, 20.0), times_as_fast(None, 20.0)
+    ('1.5', '', '')
+    """
+    if ours_us is None or library_us is None or ours_us < WORTH_SAYING * library_us:
+        return ""
+    return f"{ours_us / library_us:.1f}"
 
 
 def predicted(times: NodesTimes) -> dict[str, float | None]:

@@ -19,8 +19,8 @@ CALLERS = "stream 0 (of the caller)"
 HOW: Mapping[Protocol, str] = MappingProxyType(
     {
         Protocol.CELLS: "every 4 bytes with a flag of their own, into the peers' slots",
-        Protocol.PARCELS: "as it is, into places of the peers that are for it alone",
-        Protocol.RELAY: "a parcel for each peer, which passes it on to all others",
+        Protocol.PARCELS: "a part behind one flag, into a place of each peer that is for this rank alone",
+        Protocol.RELAY: "another part to each peer, which passes it on to all others",
         Protocol.PUSH: "into the peers' outputs",
         Protocol.STAGE: "into the peers' staging, and from there into each output",
         Protocol.PULL: "out of the peers' staging",
@@ -46,7 +46,7 @@ def launch_lines(program: AnyKernelProgram) -> tuple[str, ...]:
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
     return (
         f"launch the kernel {program.variant} on {program.blocks} thread blocks at most",
-        f"protocol {program.protocol}: {how}",
+        f"how bytes travel ({program.protocol}): {how}",
         f"{format_bytes(program.part_bytes)} from rank to rank{staging}",
     )
 

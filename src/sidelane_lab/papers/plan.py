@@ -221,7 +221,7 @@ def answer(
     ours, theirs = (tokens_per_s(machine, step, sharding, times) for times in (best, usual))
     condition = "" if is_enough else "If it did: "
     lines += [
-        f"{condition}{ours:,.0f} tokens a second with Sidelane, {theirs:,.0f} with the vendor's library.",
+        f"{condition}{ours:,.0f} tokens a second of all GPUs with Sidelane, {theirs:,.0f} with the vendor's library.",
         f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
     ]
     if machine.runs is RunStatus.UNSUPPORTED:
@@ -247,7 +247,8 @@ def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
     how = f"under {sharding}" + (", with layers recomputed" if step.recomputed else "")
     return [
         f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {total} GB {how}.",
-        f"Weights, gradients and Adam take {states} GB, activations {activations}, gathered layers {gathered}.",
+        f"Weights, gradients and Adam in float32 take {states} GB, activations {activations}, "
+        f"gathered layers {gathered}.",
     ]
 
 
@@ -439,10 +440,11 @@ def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
     title = f"{what}, FSDP on {machine.title}: predicted, ms"
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
-        "exposed: more than a step has that communicates nothing and copies out of buffers; straight: without copies",
+        "dma: on copy engines; both: all-gathers and reduce-scatters; straight: without copies out of buffers",
+        "exposed: more than a step has that communicates nothing and copies out of buffers",
         "library: any priority, since a collective is ready before the kernel that it runs beside",
         "own units: the best of powers of two, which nothing else runs on in the whole step; never measured",
-        "H200s: 37 of 59 steps were within 5%, all within 13%; single gains are rough (docs/lab/model.md)",
+        "how far predicted steps were off on two H200s: docs/lab/model.md",
     )
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", "plausible")
     return Table(title, columns, tuple(lines), notes)

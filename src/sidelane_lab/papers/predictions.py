@@ -177,13 +177,22 @@ def pairs_table(
         cells = [percent + units for percent, units in zip(percents, given, strict=True)]
         lines.append(Line((str(pair), str(first.c3_class), *times, *cells)))
     columns = ("<pair", "<class", "GEMM\nms", "lib.\nms", "ideal", *map(_heading, heads))
-    title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted (@: compute units given)"
+    title = f"{rows[0].workload.collective} on {machine.title}: percent of ideal, predicted"
+    example = next((row for row in rows if row.units and row.percent is not None), None)
     notes = (
-        "100: both at once in the time of the longer, with the faster of the library's collective and that of engines",
+        "100: both at once take as long as the longer alone; 0: as long as one after the other, by the faster of the "
+        "library's collective and that of copy engines",
         f"{UNDEFINED}: not defined, since there is less than 5% to gain, or more is lost than could be gained",
+        *([] if example is None else [_units_note(example)]),
+        "class: the longer of the two alone, the GEMM (G) or the collective (C); lib.: the vendor library's collective",
+        "strategies: " + "; ".join(f"{head}: {named(head).recipe.replace(';', ',')}" for head in heads),
         *further,
     )
     return Table(title, columns, tuple(lines), notes)
+
+
+def _units_note(row: Prediction) -> str:
+    return f"{row.percent:.0f}@{row.units}: {row.percent:.0f}, with {row.units} compute units for the collective alone"
 
 
 def _heading(name: str) -> str:
