@@ -14,10 +14,10 @@ from isolated_files import SIZE, collective, file_of, gemm, pair
 
 from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Movers, PairRequest, decide
 from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.measured_curves import gemm_of, isolated_times, parse_isolated
+from sidelane.c3.measured_curves import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import LaunchMode
-from sidelane.c3.workload import Bound, Gemm, Workload
+from sidelane.c3.workload import Bound, Gemm, Workload, gemm_of
 from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
