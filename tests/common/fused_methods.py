@@ -63,9 +63,9 @@ def compared(comm: Communicator) -> list[str]:
         assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
         assert f"; measured at {6 * n}, 8, 5, eager" in told
         assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
-    handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmReduce)]
+    handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmScatter)]
     pieces = [[pieces for _, pieces in handle._moved.routings.known] for handle in handles]
-    assert pieces == [[DEFAULT_PIECES, 3]] * 2, pieces
+    assert pieces == [[DEFAULT_PIECES, 3]], pieces
     assert {key[-1] for key in comm.kept if isinstance(key, tuple) and key[0] == SPLIT_GATHER} == {1, 3}
     large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
     assert large.shape == (2, 70_000) and bool((large == 2 * n).all())

@@ -141,9 +141,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
     with config.override(settings), Communicator(group, config=settings) as comm:
         n = comm.world_size
         x, weight = torch.ones(n, 4), torch.ones(8, 4)
-        refused(lambda: ops.gemm_all_reduce(comm, x, weight, method="split"))
+        refused(lambda: ops.gemm_reduce_scatter(comm, x, weight, method="split"))
         refused(lambda: ops.split_gemm_reduce_scatter(comm, x, weight))
-        refused(lambda: ops.gemm_all_reduce(comm, x, weight))
+        refused(lambda: ops.split_gemm_all_reduce(comm, x, weight))
         assert (
             ops.auto.agree(comm, "gemm_all_reduce", "auto", ops.auto.OperatorCall((), (1, 1, 1), 4)).name == "unfused"
         )

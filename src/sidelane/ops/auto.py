@@ -145,7 +145,7 @@ def prepare(comm: Communicator, op: str, method: str, question: Hashable, check:
         return known
     with telling_refusals(comm, op):
         check_method(comm, op, method)
-        if method == SPLIT and op in SUMS:
+        if method == SPLIT and op == "gemm_reduce_scatter":
             refuse_split(comm, op)
         call = check()
     found = agree(comm, op, method, call)

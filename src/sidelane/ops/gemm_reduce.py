@@ -1,15 +1,23 @@
 """gemm_reduce_scatter and gemm_all_reduce: row-parallel linear layers for many tokens.
 
 Equivalent: ``y = x @ weight.T``, then a reduce-scatter of its rows, or an all-reduce (``reference``), which is the
-method ``unfused``. The method ``split`` runs the library's GEMM in parts that travel as those of ``split_gemm`` do.
-Every rank gets its rows from all ranks, adds them up (in float32, rounded once more) and, for an all-reduce, gathers.
-Two ranks::
+method ``unfused``. The method ``split`` runs the library's GEMM in parts.
 
-    compute      rows of 1 | rows of 0           | add rows of 0 | gather
+Parts before a reduce-scatter travel as those of ``split_gemm`` do. Every rank gets its rows from all ranks and adds
+them up in float32, rounded once more. Two ranks::
+
+    compute      rows of 1 | rows of 0           | add rows of 0
     copy engine            | rows of 1 -> 1      |
+
+Parts before an all-reduce are rows, and an asynchronous all-reduce of each runs beside the product of the next one::
+
+    compute       first rows | next rows            | last rows           |
+    all-reduce               | of the first rows    | of the next rows    | of the last rows
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 
@@ -20,29 +28,28 @@ from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
-from sidelane.session import Communicator
+from sidelane.session import Communicator, Work
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
+TILE_ROWS = 128
+"""Number of rows of a tile of the library's GEMM, or a multiple of it."""
 
 
-class SplitGemmReduce:
-    """Buffers of :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce` for one shape. Collective.
+class SplitGemmScatter:
+    """Buffers of :func:`split_gemm_reduce_scatter` for one shape. Collective.
 
     Args:
         comm: communicator of the ranks.
-        rows: M, number of rows of the whole result.
+        rows: M, number of rows of the whole result, a multiple of the ranks.
         columns: H, number of columns of the result.
         dtype: dtype of x, weight and result: float32, float16 or bfloat16.
-        gathers: every rank gets the whole result: an all-reduce.
     """
 
-    def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype, *, gathers: bool) -> None:
+    def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> None:
         n = comm.world_size
-        self.comm, self._rows, self._each = comm, rows, -(-rows // n)
-        owned = tuple(max(0, min(self._each, rows - owner * self._each)) for owner in range(n))
-        self._table, self._owned = (owned,) * n, owned[comm.rank]
-        self._moved = SplitGemmAllToAll(comm, n * self._each, columns, dtype)
-        self._gathered = comm.empty(n * self._each, columns, dtype=dtype) if gathers else None
+        self.comm, self._each = comm, rows // n
+        self._table = ((self._each,) * n,) * n
+        self._moved = SplitGemmAllToAll(comm, rows, columns, dtype)
         self._in_turn = in_turn(comm)
 
     def make(self, pieces: int) -> None:
@@ -52,19 +59,50 @@ class SplitGemmReduce:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_reduce_scatter`."""
         with self._in_turn:  # until the received parts have been added up
-            return self._run(x, weight, pieces)
+            self.make(pieces)
+            came = self._moved(x, weight, self._table, pieces)[: self.comm.world_size * self._each]
+            return came.view(self.comm.world_size, self._each, weight.shape[0]).sum(0)
 
-    def _run(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
-        comm, owned = self.comm, self._owned
-        self.make(pieces)
-        came = self._moved(x, weight, self._table, pieces)[: comm.world_size * owned]
-        parts = came.view(comm.world_size, owned, weight.shape[0])
-        if self._gathered is None:
-            return parts.sum(0)
-        mine = self._gathered[comm.rank * self._each : (comm.rank + 1) * self._each]
-        torch.sum(parts, 0, out=mine[:owned])
-        comm.all_gather(self._gathered, mine)
-        return self._gathered[: self._rows]
+
+class SplitGemmAllReduce:
+    """Buffer of :func:`split_gemm_all_reduce` for one shape. Collective.
+
+    Args:
+        comm: communicator of the ranks.
+        rows: M, number of rows of the result.
+        columns: H, number of columns of the result.
+        dtype: dtype of x, weight and result: float32, float16 or bfloat16.
+    """
+
+    def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.comm, self._values = comm, comm.empty(rows, columns, dtype=dtype)
+        self._in_turn = in_turn(comm)
+
+    def make(self, pieces: int) -> None:
+        """Make all resources of a capture, which the buffer is."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
+        """Run the operator. Arguments, result and errors are those of :func:`split_gemm_all_reduce`."""
+        transposed, works = weight.t(), []
+        with torch.no_grad(), self._in_turn:
+            for part in row_parts(x.shape[0], pieces):
+                computed = torch.mm(x[part], transposed, out=self._values[part])
+                works.append(self.comm.all_reduce(computed, async_op=True, beside="compute"))
+            for work in works:
+                cast("Work", work).wait()
+            return self._values
+
+
+def row_parts(rows: int, pieces: int) -> list[slice]:
+    """Return at most so many parts of rows of equal size, whole tiles of a GEMM if they are larger than one.
+
+    >>> [(part.start, part.stop) for rows in (1000, 5) for part in row_parts(rows, 3)]
+    [(0, 384), (384, 768), (768, 1000), (0, 2), (2, 4), (4, 5)]
+    """
+    size = -(-rows // pieces)
+    if size > TILE_ROWS:
+        size = -(-size // TILE_ROWS) * TILE_ROWS
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def gemm_reduce_scatter(
@@ -111,7 +149,12 @@ def split_gemm_reduce_scatter(
     Arguments, result and errors are those of :func:`gemm_reduce_scatter`; ``pieces`` is the number of pieces of the
     rows for each peer, the same on all ranks.
     """
-    return _split(comm, x, weight, pieces, gathers=False)
+    name = f"split_{SCATTER}"
+    with telling_refusals(comm, name):
+        refuse_split(comm, name)
+        check_pieces(name, pieces)
+        check_operands(name, comm, x, weight, scatters=True)
+    return _handle(comm, x, weight, gathers=False)(x, weight, pieces)
 
 
 def split_gemm_all_reduce(
@@ -119,10 +162,14 @@ def split_gemm_all_reduce(
 ) -> torch.Tensor:
     """Compute ``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
 
-    Arguments, result and errors are those of :func:`gemm_all_reduce`; ``pieces`` is the number of pieces of the rows
-    for each peer, the same on all ranks.
+    Arguments, result and errors are those of :func:`gemm_all_reduce`; ``pieces`` is the largest number of parts of the
+    rows, the same on all ranks.
     """
-    return _split(comm, x, weight, pieces, gathers=True)
+    name = f"split_{ALL}"
+    with telling_refusals(comm, name):
+        check_pieces(name, pieces)
+        check_operands(name, comm, x, weight, scatters=False)
+    return _handle(comm, x, weight, gathers=True)(x, weight, pieces)
 
 
 def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: str, *, gathers: bool) -> torch.Tensor:
@@ -132,7 +179,7 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
         check_operands(name, comm, x, weight, scatters=not gathers)
         (rows, depth), columns, dtype = x.shape, weight.shape[0], weight.dtype
 
-        def split(pieces: int) -> SplitGemmReduce:
+        def split(pieces: int) -> SplitGemmScatter | SplitGemmAllReduce:
             handle = _handle(comm, x, weight, gathers)
             handle.make(pieces or DEFAULT_PIECES)
             return handle
@@ -145,22 +192,16 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
 
     found, handle, _ = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
     if found.name == SPLIT:
-        parts: SplitGemmReduce = handle
+        parts: SplitGemmScatter | SplitGemmAllReduce = handle
         return parts(x, weight, found.pieces or DEFAULT_PIECES)
     return (unfused.gemm_all_reduce if gathers else unfused.gemm_reduce_scatter)(comm, x, weight)
 
 
-def _split(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
-    name = f"split_{ALL if gathers else SCATTER}"
-    with telling_refusals(comm, name):
-        refuse_split(comm, name)
-        check_pieces(name, pieces)
-        check_operands(name, comm, x, weight, scatters=not gathers)
-    return _handle(comm, x, weight, gathers)(x, weight, pieces)
-
-
-def _handle(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, gathers: bool) -> SplitGemmReduce:
+def _handle(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, gathers: bool
+) -> SplitGemmScatter | SplitGemmAllReduce:
     """Return the handle of the split operators for a shape; all ranks make it together if it is new."""
-    rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
-    key = (SplitGemmReduce, gathers, rows, columns, dtype)
-    return kept(comm, key, lambda: SplitGemmReduce(comm, rows, columns, dtype, gathers=gathers))
+    kind = SplitGemmAllReduce if gathers else SplitGemmScatter
+    shape = x.shape[0], weight.shape[0], weight.dtype
+    found: SplitGemmScatter | SplitGemmAllReduce = kept(comm, (kind, *shape), lambda: kind(comm, *shape))
+    return found
