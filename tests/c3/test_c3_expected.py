@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from isolated_files import SIZE, collective, file_of, gemm, pair
@@ -13,7 +17,7 @@ from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.measured_curves import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import LaunchMode
-from sidelane.c3.workload import Gemm, Workload
+from sidelane.c3.workload import Bound, Gemm, Workload, gemm_of
 from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
@@ -111,6 +115,47 @@ def test_a_gemm_that_is_unknown_gives_no_units_away() -> None:
     asked = dataclasses.replace(ASKED, gemm=None)
     names = expected_of(decide(asked, [named(n) for n in OF_LIBRARY], made_up("c3_rp"), H200, {}))
     assert set(names) == {"serial", "c3_base", "c3_sp", "priority", "conccl"}
+
+
+def test_units_are_taken_from_gemms_of_a_profiled_bound_only() -> None:
+    """The only profiled GEMM is compute-bound, so nobody knows what units cost one that is limited by its bytes."""
+    rows = [gemm(1000.0), gemm(1900.0, units=64), collective(800.0, "dma"), pair("serial", 1800.0, "dma", alone=800.0)]
+    rows += [gemm(1000.0, "target"), gemm(1900.0, "target", 64), collective(800.0, "nccl"), collective(900, "nccl", 64)]
+    rows += [pair("conccl", 1700.0, "dma"), pair("serial", 1800.0, "nccl", alone=800.0)]
+    known = parse_isolated(file_of(*rows), "made up")
+    able = [named(name) for name in OF_LIBRARY]
+    names = {}
+    for asked, us in ((Gemm(8192, 16384, 8192), 2000.0), (Gemm(64, 57344, 8192), 300.0)):
+        bound = known.bound(asked, us)[0]
+        names[bound] = {
+            name.split()[0] for name in expected_of(decide(PairRequest(us, asked, (MOVE,)), able, known, H200, {}))
+        }
+    assert names[Bound.COMPUTE] - names[Bound.MEMORY] == {"c3_rp", "c3_sp_rp", "c3_target"}
+    assert "conccl_rp" not in names[Bound.MEMORY] and "conccl" in names[Bound.MEMORY]
+
+
+def test_auto_beside_measured_pairs_of_every_class() -> None:
+    """By the file of two H200s, ``auto`` loses little to the best of each pair that was measured there."""
+    folder = Path(__file__).parents[2] / "results" / "h200x2"
+    known = isolated_times(folder / "isolated.json", "cuda", 2)
+    lost = []
+    for _, alike in itertools.groupby(
+        (row for row in json.loads((folder / "c3-classes.json").read_text())["rows"] if row["strategy"] != "auto"),
+        key=lambda row: (row["m"], row["n"], row["k"], row["collective"], row["bytes"]),
+    ):
+        rows = {row["strategy"]: row for row in alike}
+        one = gemm_of(types.SimpleNamespace(**rows["serial"]))
+        asked = PairRequest(rows["serial"]["gemm_us"], one, (_move(one, rows["serial"]),))
+        alone = {named(name).mover: row["comm_us"] for name, row in rows.items()}
+        chosen = decide(asked, [named(name) for name in rows], known, H200, alone).candidate
+        swept = [part.split() for part in rows[chosen.strategy.name]["sweep"].split(", ") if part]
+        times = {int(units): float(us) for units, us in swept} or {0: rows[chosen.strategy.name]["time_us"]}
+        lost.append(times[chosen.units] / min(row["time_us"] for row in rows.values()) - 1)
+    assert len(lost) == 42 and max(lost) < 0.02, sorted(lost)[-3:]
+
+
+def _move(one: Gemm, row: dict[str, Any]) -> Workload:
+    return Workload(one, Kind(row["collective"]), row["bytes"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"study": "c3", "rows": []}', '{"study": "isolated", "rows": [{}]}'])

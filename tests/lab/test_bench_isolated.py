@@ -13,9 +13,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sidelane.c3.measured_curves import gemm_of, isolated_file, isolated_of, isolated_times
+from sidelane.c3.measured_curves import isolated_file, isolated_of, isolated_times
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import Bound, Workload, parse_workload
+from sidelane.c3.workload import Bound, Workload, gemm_of, parse_workload
 from sidelane.cli import main
 from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind

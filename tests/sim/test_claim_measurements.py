@@ -68,6 +68,23 @@ def test_a_pair_is_read_as_papers_define_it(tmp_path: Path) -> None:
     assert not measure_claim("C3-SP-01", [file]), "no pair ran under c3_sp"
 
 
+def test_pairs_of_every_class_tell_if_units_are_worth_taking(tmp_path: Path) -> None:
+    def rows(beside: str, whole_us: float) -> list[dict[str, Any]]:
+        memory = {**C3, "collective": "all_gather", "bound": "memory", "gemm": "add", "sweep": ""}
+        swept = {**memory, "strategy": "conccl_rp", "time_us": 290.0, "units": 16, "sweep": beside}
+        others = [{**memory, "strategy": name, "time_us": us} for name, us in (("serial", 400.0), ("conccl", whole_us))]
+        compute = [{**row, "bound": "compute", "gemm": "cb1", "sweep": "8 1"} for row in (*others, swept)]
+        return [*others, swept, *compute]
+
+    file = write(tmp_path / "c3-classes.json", "c3", rows("8 310, 16 290, 32 295", 300.0))
+    assert measure_claim("C3-CU-09", [tmp_path])[0].value == 16
+    assert measure_claim("CC-05", [tmp_path])[0].value == {"conccl_rp": 113.8, "conccl": 100.0}
+    write(file, "c3", rows("8 310, 16 301", 300.0))
+    assert measure_claim("C3-CU-09", [file])[0].value == 0
+    file.rename(tmp_path / "c3.json")
+    assert not measure_claim("C3-CU-09", [tmp_path / "c3.json"]), "a file of other pairs"
+
+
 def test_wrong_rows_one_rank_and_predictions_do_not_count(tmp_path: Path) -> None:
     row = {**C3, "collective": "all_to_all", "strategy": "serial", "time_us": 400.0}
     wrong = write(tmp_path / "a" / "c3.json", "c3", [{**row, "correct": False}])

@@ -189,6 +189,33 @@ def test_measured_values_are_those_of_the_file(tmp_path: Path) -> None:
         comparison_of("3/13").evaluate([file])
 
 
+def test_pairs_of_every_class_are_bars_by_the_limit_of_the_gemm(tmp_path: Path) -> None:
+    usual = {"bytes": 1 << 20, "collective": "all_gather", "gemm_us": 100.0, "comm_us": 300.0, "correct": True}
+    rows = [
+        {**usual, "gemm": name, "bound": bound, "class": "C-long", "strategy": strategy, "time_us": us}
+        for name, bound in (("cb1", "compute"), ("add", "memory"), ("attend", "memory"))
+        for strategy, us in (("serial", 400.0), ("conccl", 320.0), ("conccl_rp", 320.0 if name == "cb1" else 400.0))
+    ]
+    content = {"study": "c3", "machine": "here", "device": "A GPU", "ranks": 2}
+    for name, some in (("c3-classes.json", rows), ("c3.json", rows[:3])):
+        (tmp_path / name).write_text(json.dumps({**content, "rows": some}))
+    values = comparison_of("000/10").evaluate([tmp_path])
+    (_, (first,)), (_, (second,)) = values.measured
+    assert list(first.x) == ["compute\nC-long\n(1)", "memory\nC-long\n(2)", "all\n(3)"]
+    assert first.curves["conccl_rp"].values == pytest.approx((1.25, 1.0, 1.25 / 3 + 2 / 3))
+    assert (first.title, list(second.x)) == ("2 x A GPU, all classes", ["all_gather\nC-long\n(1)", "all\n(1)"])
+    assert [row["title"] for row in values.to_dict()[MEASURED]["here"]] == [first.title, ""]
+
+
+def test_the_fastest_variant_has_those_beside_it_that_are_as_good(tmp_path: Path) -> None:
+    usual = {"collective": "all_gather", "launch": "graph", "in_place": False, "correct": True, "bytes": 1 << 20}
+    times = (("nccl", "", 9.0), ("dma", "pcpy", 10.1), ("dma", "bcst", 10.0), ("dma", "b2b", 10.3))
+    rows = [{**usual, "implementation": by, "variant": variant, "time_us": us} for by, variant, us in times]
+    content = {"study": "collectives", "machine": "here", "device": "A GPU", "ranks": 2, "rows": rows}
+    (tmp_path / "collectives.json").write_text(json.dumps(content))
+    assert comparison_of("003/T1").evaluate([tmp_path]).measured[0][1] == {"1M": "bcst (1 more within 2%)"}
+
+
 def test_what_a_machine_cannot_do_is_a_reason() -> None:
     nodes = comparison_of("000/8").evaluate([], named("h100x8x2"))
     assert "not predicted among nodes" in nodes.missing[PREDICTED]

@@ -38,7 +38,8 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Sel
 
     Args:
         comm: communicator that makes the collectives.
-        beside: computation next to them, from ``Communicator.beside``. Units are taken from GEMMs of known shape only.
+        beside: computation next to them, from ``Communicator.beside``. Units are taken only from GEMMs of known shape
+            of whose bound (compute or memory) the file has a GEMM with fewer units.
         moves: collectives with their bytes.
 
     Raises:

@@ -5,7 +5,8 @@ to either, and of the share that it hides. Shares are those of the pairs that ``
 without such a pair, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic
 assumes (V-C), and others nothing. If no pair was measured at all, constants give the hidden shares (``choice.hidden``),
 and no strategy that gives a collective units of its own is taken: on two H200s such strategies hid half of the
-heuristic's assumption. Equals are decided for serial, and then by preference.
+heuristic's assumption. Units are taken from a GEMM only by the slowdowns of one of the same bound. Equals are decided
+for serial, and then by preference.
 """
 
 from __future__ import annotations
@@ -168,13 +169,16 @@ def _alone(known: Isolated | None, asked: PairRequest, implementation: str) -> f
 def _partitioned(
     strategy: Strategy, asked: PairRequest, known: Isolated, comm_us: float, implementation: str
 ) -> list[StrategyCandidate]:
-    """Return a candidate for each number of units that both tables have."""
+    """Return a candidate for each number of units that both tables have; none if no GEMM of this bound was profiled."""
     assert strategy.partition is not None
     assert asked.gemm is not None
-    bound_by_memory = known.bound(asked.gemm, asked.gemm_us)[0] is Bound.MEMORY
+    bound = known.bound(asked.gemm, asked.gemm_us)[0]
     table = known.gemm_table(asked.gemm, strategy.partition.means, asked.gemm_us)
-    if table is None:
+    # Slowdowns of a compute-bound GEMM do not hold for a memory-bound one: on two H200s, `auto` gave away units by them
+    # and lost up to 37% (docs/lab/measured.md, "Memory-bound pairs").
+    if table is None or known.bound(table.gemm)[0] is not bound:
         return []
+    bound_by_memory = bound is Bound.MEMORY
     slower = table.slowdown()
     if not strategy.mover.takes_units:
         tried = [units for units in slower if strategy.partition.taken(units, bound_by_memory) == units]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane.c3.workload import NAMED, Gemm, parse_gemm
+from sidelane.c3.workload import gemm_of
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
@@ -103,16 +103,6 @@ def parse_isolated(text: str, where: str) -> Isolated:
         raise ValueError(
             f"isolated times: not such a file (value={where!r}, allowed=of sidelane tune --study c3): {problem!r}"
         ) from None
-
-
-def gemm_of(row: CurvePoint) -> Gemm:
-    """Return the GEMM of a row, by its name in the table if it has these sizes, divided or not."""
-    plain = Gemm(row.m, row.n, row.k, row.dtype)
-    tag, _, divisor = row.gemm.partition("/")
-    if tag not in NAMED:
-        return plain
-    named = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
-    return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else plain
 
 
 def isolated_of(rows: Sequence[CurvePoint]) -> Isolated:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.sizes import format_bytes, parse_bytes
@@ -53,7 +53,7 @@ BAG_READS = 4
 
 
 class ComputeKind(StrEnum):
-    """Computation beside a collective. All but ``product`` are limited by the bytes that they read.
+    """Computation beside a collective. All but ``product`` read far more than they compute.
 
     PRODUCT: ``C[m, n] = A[m, k] @ B[k, n]``. ADD: ``C[m, n] = A[m, n] + B[m, n]``, k is 1. BAG: ``m`` embedding bags of
     ``k`` rows each, of ``n`` elements. ATTEND: ``m`` queries of ``n`` elements, each over ``k`` keys and values of its
@@ -227,6 +227,31 @@ def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
     if not match:
         raise ValueError(f"parse_gemm: not a GEMM (value={text!r}, allowed={', '.join(NAMED)} or MxNxK)")
     return Gemm(int(match[1]), int(match[2]), int(match[3]), dtype)
+
+
+class GemmColumns(Protocol):
+    """Columns of a row of a result file that describe its GEMM."""
+
+    @property
+    def gemm(self) -> str: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def gemm_of(row: GemmColumns) -> Gemm:
+    """Return the GEMM of a row, by its name in the table if it has these sizes, divided or not."""
+    plain = Gemm(row.m, row.n, row.k, row.dtype)
+    tag, _, divisor = row.gemm.partition("/")
+    if tag not in NAMED:
+        return plain
+    named = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
+    return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else plain
 
 
 def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "bfloat16") -> Workload:

@@ -20,6 +20,7 @@ from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import REMOTE_FIRST, predict_fused
 from sidelane_lab.model.study import SIZES, TABLE_II
 from sidelane_lab.papers import conccl, dma, fused, overlap
+from sidelane_lab.papers.claim_measurements import CLASSES
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.dma import claimed_range
 from sidelane_lab.papers.figures import Panel, PaperFigure, TimelinePanel
@@ -209,6 +210,8 @@ CONCCL = (
         predict=_conccl("8"),
         study="c3",
         measure=panels.grouped(("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")),
+        further=CLASSES,
+        measure_further=panels.grouped_by_bound(("c3_base", "c3_sp", "c3_rp")),
         missing={PUBLISHED: NO_POINTS},
     ),
     FigureComparison(
@@ -229,6 +232,8 @@ CONCCL = (
         predict=_conccl("10"),
         study="c3",
         measure=panels.grouped(("c3_base", "conccl", "conccl_rp")),
+        further=CLASSES,
+        measure_further=panels.grouped_by_bound(("c3_base", "conccl", "conccl_rp")),
         missing={PUBLISHED: NO_POINTS},
     ),
 )

@@ -24,11 +24,11 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import RC, save_both
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.claim_measurements import FILES, MeasuredClaim, measure_claim
+from sidelane_lab.papers.claim_measurements import FILES, MeasuredClaim, files_of, measure_claim
 from sidelane_lab.papers.claims import published, value_text
 from sidelane_lab.papers.command import PAPERS
 from sidelane_lab.papers.figures import Panel, TimelinePanel
-from sidelane_lab.papers.measurements import ResultFile, find_results
+from sidelane_lab.papers.measurements import ResultFile
 
 AnyPanel = Panel | TimelinePanel
 SOURCES = PUBLISHED, PREDICTED, MEASURED = ("published", "predicted", "measured")
@@ -53,6 +53,8 @@ class FigureComparison:
         fuller: study whose file has more of it, and is taken where there is one; "" none.
         lacking: what the other study lacks, in a line.
         measure: makes panels of a result file, or the words of each line. None: ``missing`` has the reason.
+        further: key of files whose panels come before these; "" none.
+        measure_further: makes their panels.
         lines: of a table, the published words of each; None: it is a figure.
         heading: of a table's first column.
         missing: why one of ``SOURCES`` is missing, or which part of it, in a line each.
@@ -67,6 +69,8 @@ class FigureComparison:
     fuller: str = ""
     lacking: str = ""
     measure: Callable[[ResultFile], Any] | None = None
+    further: str = ""
+    measure_further: Callable[[ResultFile], Any] | None = None
     lines: Callable[[], Mapping[str, str]] | None = None
     heading: str = ""
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -108,6 +112,9 @@ class FigureComparison:
             except ValueError as problem:  # what is not modelled on this machine
                 missing[PREDICTED] = str(problem)
         measured = self._read(sources, missing) if self.measure is not None else []
+        if self.measure_further is not None:
+            files = files_of(self.further, sources)
+            measured = [(file, panels) for file in files if (panels := self.measure_further(file))] + measured
         claims = {claim_id: measure_claim(claim_id, sources) for claim_id in self.claims}
         where = own.title if own is not None else "the paper's machines"
         return FigureValues(self, where, predicted, measured, claims, missing)
@@ -116,7 +123,7 @@ class FigureComparison:
         assert self.measure is not None
         for study in filter(None, (self.fuller, self.study)):
             found = []
-            for file in find_results(sources, study, FILES[study]):
+            for file in files_of(study, sources):
                 try:
                     if values := self.measure(file):
                         found.append((file, values))
@@ -242,7 +249,9 @@ class FigureValues:
             found |= {"lines": dict(comparison.lines()), PREDICTED: dict(self.predicted or {})}
             return {**found, MEASURED: {file.machine: words for file, words in self.measured}}
         found[PREDICTED] = [_panel_rows(panel) for panel in self.predicted]
-        found[MEASURED] = {file.machine: [_panel_rows(panel) for panel in panels] for file, panels in self.measured}
+        found[MEASURED] = {}
+        for file, panels in self.measured:
+            found[MEASURED].setdefault(file.machine, []).extend(_panel_rows(panel) for panel in panels)
         return found
 
 

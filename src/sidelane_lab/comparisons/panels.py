@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sidelane.c3.workload import TABLE_I, parse_gemm
+from sidelane.c3.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.ranges import Band
@@ -26,6 +27,7 @@ from sidelane_lab.papers.dma import (
 from sidelane_lab.papers.figures import Panel, PublishedValue
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
 from sidelane_lab.papers.measurements import (
+    AS_GOOD,
     FIFTH,
     PRELAUNCHED,
     ChainReadings,
@@ -108,39 +110,54 @@ def grouped(strategies: Sequence[str]) -> Callable[[ResultFile], list[Panel]]:
 
     def panels(file: ResultFile) -> list[Panel]:
         pairs = PairReadings.of(file)
-        groups: dict[str, tuple[Kind | None, str | None]] = {
-            f"{kind}\n{c3_class}": (kind, c3_class) for kind in COLLECTIVES for c3_class in sorted(pairs.classes(kind))
+        groups = {
+            f"{kind}\n{c3_class}": pairs.part(kind, c3_class)
+            for kind in COLLECTIVES
+            for c3_class in sorted(pairs.classes(kind))
         }
-        groups["all"] = (None, None)
-        if not pairs.rows:
-            return []
-        names = [f"{name}\n({len(pairs.pairs(*group))})" for name, group in groups.items()]
-        curves = {
-            strategy: exact(
-                [
-                    pairs.mean_speedup(strategy, *group) if pairs.pairs(*group, strategy) else math.nan
-                    for group in groups.values()
-                ]
-            )
-            for strategy in strategies
-            if pairs.pairs(strategy=strategy)
-        }
-        ideals = tuple(statistics.fmean(map(pairs.ideal, pairs.pairs(*group))) for group in groups.values())
-        return [
-            Panel(
-                curves=curves,
-                x=names,
-                styles={strategy: (SHADES[strategy], 0) for strategy in strategies},
-                marks=[PublishedValue("ideal", ideals, tuple(range(len(names))), line="", point="_")],
-                level=1,
-                high=2.25,
-                xlabel="collective, which of the two takes longer, and how many pairs are so",
-                ylabel="mean speedup over serial",
-                legend={"ncols": len(strategies) + 1},
-            )
-        ]
+        return _speedup_bars({**groups, "all": pairs}, strategies)
 
     return panels
+
+
+def grouped_by_bound(strategies: Sequence[str]) -> Callable[[ResultFile], list[Panel]]:
+    """Figures 8 and 10 of the ConCCL paper with pairs of every class: by the limit of the GEMM and by class."""
+
+    def panels(file: ResultFile) -> list[Panel]:
+        pairs = PairReadings.of(file)
+        groups = {f"{bound}\n{c3_class}": pairs.part(None, c3_class, bound) for bound in Bound for c3_class in C3Class}
+        found = _speedup_bars({**groups, "all": pairs}, strategies)
+        return [dataclasses.replace(panel, title=f"{file.where}, all classes") for panel in found]
+
+    return panels
+
+
+def _speedup_bars(groups: Mapping[str, PairReadings], strategies: Sequence[str]) -> list[Panel]:
+    """Return a panel of mean speedups of groups of pairs; none without pairs."""
+    known = {f"{name}\n({len(part.rows)})": part for name, part in groups.items() if part.rows}
+    if not known:
+        return []
+    curves = {
+        strategy: exact(
+            [part.mean_speedup(strategy) if part.pairs(strategy=strategy) else math.nan for part in known.values()]
+        )
+        for strategy in strategies
+        if any(part.pairs(strategy=strategy) for part in known.values())
+    }
+    ideals = tuple(statistics.fmean(map(part.ideal, part.rows)) for part in known.values())
+    return [
+        Panel(
+            curves=curves,
+            x=list(known),
+            styles={strategy: (SHADES[strategy], 0) for strategy in strategies},
+            marks=[PublishedValue("ideal", ideals, tuple(range(len(known))), line="", point="_")],
+            level=1,
+            high=2.25,
+            xlabel="collective, or what limits the GEMM; which of the two takes longer; number of such pairs",
+            ylabel="mean speedup over serial",
+            legend={"ncols": len(strategies) + 1},
+        )
+    ]
 
 
 def isolated(file: ResultFile) -> list[Panel]:
@@ -299,13 +316,17 @@ def class_words(file: ResultFile) -> dict[str, str]:
 
 
 def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
-    """Tables 1 and 2 of the DMA collectives paper: the fastest variant of each size."""
+    """Tables 1 and 2 of the DMA collectives paper: the fastest variant of each size, and how many are as good."""
 
     def words(file: ResultFile) -> dict[str, str]:
         readings = CollectiveReadings(file)
         variants = tuple(variant_words(kind).values())
-        found = {n: readings.best(kind, variants, n) for n in readings.sizes(kind)}
-        return {format_bytes(n): variant.replace(PRELAUNCHED, ", prelaunch") for n, variant in found.items()}
+        found = {}
+        for nbytes in readings.sizes(kind):
+            best, *others = readings.as_good(kind, variants, nbytes)
+            rest = f" ({len(others)} more within {100 * AS_GOOD - 100:.0f}%)" if others else ""
+            found[format_bytes(nbytes)] = best.replace(PRELAUNCHED, ", prelaunch") + rest
+        return found
 
     return words
 

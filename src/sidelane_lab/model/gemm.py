@@ -30,6 +30,9 @@ STEEPNESS = 8
 """How fast it is lost around there."""
 LONG_SUM = 4096
 """Length of sums from which on few tiles are always split."""
+WARP, BAG_WARPS = 32, 8192
+"""Elements of a row that a warp of PyTorch's embedding bags sums up, and warps of its grid: 1024 blocks of 8 at any
+size (ATen, EmbeddingBag.cu)."""
 
 
 def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
@@ -48,7 +51,8 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
         tiles = 8 * units  # blocks enough for every unit
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
     operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
-    if matmul.persistent or tiles <= units or is_memory_bound(machine, gemm):
+    in_waves = gemm.operation is ComputeKind.PRODUCT and tiles > units and not is_memory_bound(machine, gemm)
+    if matmul.persistent or not in_waves:
         waves = began = 1 if matmul.persistent else max(1, round(tiles / usable))
         # Fewer tiles than units are split along k, so that they are no slower for it; they leave units free, though.
         workgroups = min(tiles, usable) if waves == 1 else usable * waves
@@ -86,13 +90,30 @@ def bound_of(machine: Machine, gemm: Gemm) -> Bound:
 
 
 def compute_us(machine: Machine, gemm: Gemm) -> float:
-    """Return the time of its operations on all compute units."""
+    """Return the time of its operations on all compute units; of embedding bags that of their rows."""
+    if gemm.operation is ComputeKind.BAG:
+        return bags_us(machine, gemm.m, gemm.n, gemm.k)
     if gemm.operation is not ComputeKind.PRODUCT:
         return 0.0  # its operations are hidden behind its bytes
     matmul, step = machine.matmul, int(machine.matmul.row_step)
     rows = math.ceil(gemm.m / step) * step
     flops = gemm.flops * rows / gemm.m * (1 + matmul.ramp_k / gemm.k)
     return flops / (machine.gpu.peak_tflops * matmul.efficiency * 1e6)
+
+
+def bags_us(machine: Machine, bags: int, elements: int, rows: float) -> float:
+    """Return the time of PyTorch's embedding bags by their rows, which a warp reads one after another; 0 if unknown.
+
+    Args:
+        machine: its figures of a row and of a bag (``fused``).
+        bags: number of bags.
+        elements: of a row, which several warps share.
+        rows: of a bag.
+    """
+    if machine.fused is None:
+        return 0.0
+    rounds = math.ceil(bags * math.ceil(elements / WARP) / BAG_WARPS)
+    return float(rounds * (rows * machine.fused.bag_row_us + machine.fused.bag_us))
 
 
 def bytes_us(machine: Machine, gemm: Gemm) -> float:

@@ -27,7 +27,7 @@ from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.fused import FusedKernel, FusedRun, KernelWork, run_fused
-from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.gemm import bags_us, gemm_us
 from sidelane_lab.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps
 
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
@@ -39,9 +39,6 @@ TILE = 128
 """Rows and columns of the result that a workgroup of a generic GEMM computes."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """The same of the kernel of :mod:`sidelane.ops`, a workgroup a unit (``ops.gemm.TileSizes``)."""
-WARP, BAG_WARPS = 32, 8192
-"""Elements of a row that a warp of PyTorch's embedding bags sums up, and warps of its grid: 1024 blocks of 8 at any
-size (ATen, EmbeddingBag.cu)."""
 FLAGGED = 2
 """Bytes of a word and its flag in cells, next to those of the word (``device/flagged.py``)."""
 NORM_BLOCK = 2
@@ -131,9 +128,7 @@ class Embedding(OperatorModel):
         kernels = 1 if self.at_once else self.tables
         bags = self.batch * self.tables // kernels
         one = _waves_us(bags, resident(machine), self._round_us(machine))
-        fused = fused_figures(machine)
-        rounds = math.ceil(bags * math.ceil(self.dim / WARP) / BAG_WARPS)  # a warp has a part of a bag at a time
-        one = max(one, rounds * (self.pooling * fused.bag_row_us + fused.bag_us))
+        one = max(one, bags_us(machine, bags, self.dim, self.pooling))
         return kernels * float(one + machine.matmul.launch_us)
 
     def alone_us(self, machine: Machine) -> float:

@@ -27,10 +27,11 @@ COMPUTATIONS = (
     *("cb1", "4096x8192x8192"),
     *("64x57344x8192", "128x16384x53248", "bag", "attend", "add"),
 )
-"""Computations to choose from: of each bound the first that count as such on the machine."""
+"""Computations of the pairs. Their bounds depend on the machine: an embedding bag is limited by its bytes where nothing
+is known of its rows."""
 
-EACH = {Bound.COMPUTE: 2, Bound.MEMORY: 5}
-"""Number of computations by bound. With two collectives, every class and bound has four pairs or more."""
+LEAST = 2
+"""Fewest computations of a bound. With two collectives, every class and bound has four pairs or more."""
 
 STEP_BYTES = 1 << 20
 
@@ -70,11 +71,11 @@ def pairs_by_class(machine: Machine) -> list[ClassPair]:
         raise ValueError(f"c3 --pairs-by-class: machine (value={machine.name}, allowed=two GPUs or more)")
     gemms = [parse_gemm(text) for text in COMPUTATIONS]
     found = []
-    for bound, count in EACH.items():
+    for bound in Bound:
         alike = [gemm for gemm in gemms if bound_of(machine, gemm) is bound]
-        if len(alike) < count:
+        if len(alike) < LEAST:
             raise ValueError(f"c3 --pairs-by-class: {machine.name} has {len(alike)} {bound}-bound of {COMPUTATIONS}")
-        found += [_pair(machine, gemm, wanted, bound) for gemm in alike[:count] for wanted in LENGTHS]
+        found += [_pair(machine, gemm, wanted, bound) for gemm in alike for wanted in LENGTHS]
     return found
 
 

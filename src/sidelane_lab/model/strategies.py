@@ -238,7 +238,7 @@ class PairAlone:
     """Measured times of both kernels of a pair, each alone, which a prediction may take for the description's.
 
     Attributes:
-        gemm_us: of the GEMM, with the units that the strategy leaves to it.
+        gemm_us: of the GEMM, with all units.
         comm_us: of the collective as the strategy runs it, with all units.
         library_units: workgroups of the library's kernels.
         out_of_place: input and output of the collective are different buffers.
@@ -265,12 +265,14 @@ def pair_kernels(
         machine: where.
         workload: the pair.
         strategy: the value that runs.
-        swept: units of a partition that is swept.
+        swept: units of a partition that is swept; with measured times those that it took.
         write_back: see :func:`predict`.
         alone: measured times alone; None: those of the description.
     """
     kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
-    taken = 0 if partition is None else partition.taken(swept, bound_of(machine, workload.gemm) is Bound.MEMORY)
+    taken = 0 if partition is None else swept  # a measured pair took as many, whatever its GEMM counts as
+    if partition is not None and alone is None:
+        taken = partition.taken(swept, bound_of(machine, workload.gemm) is Bound.MEMORY)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)

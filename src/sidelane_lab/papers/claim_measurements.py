@@ -21,14 +21,16 @@ import rich.console
 import rich.padding
 import rich.text
 
+from sidelane.c3.workload import Bound
 from sidelane.cli.output import write_json
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, geomean
 from sidelane_lab.papers.claims import numbers, published, value_text
 from sidelane_lab.papers.conccl import CB, MB
-from sidelane_lab.papers.dma import AS_GOOD, HALVED, NAMES, claimed_range, relative_text
+from sidelane_lab.papers.dma import HALVED, NAMES, claimed_range, relative_text
 from sidelane_lab.papers.measurements import (
+    AS_GOOD,
     BETWEEN_NODES,
     FIFTH,
     PRELAUNCHED,
@@ -50,10 +52,13 @@ KB, MB_BYTES, GB = 1 << 10, 1 << 20, 1 << 30
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
 TENTH = 32 / 304
 """Share of an MI300X's units that the ConCCL paper's collectives need at least."""
+CLASSES = "c3-classes"
+"""Pairs of every class and bound: a file of the study ``c3``."""
 FILES = {
     "collectives": "collectives.json",
     "prelaunch": "prelaunch.json",
     "c3": "c3.json",
+    CLASSES: "c3-classes.json",
     "heuristics": "heuristics.json",
     "isolated": "isolated.json",
     "phases": "phases.json",
@@ -71,7 +76,7 @@ class ClaimReading:
     """How a claim's quantity is read from our result files.
 
     Attributes:
-        study: whose file has it.
+        study: whose file has it, a key of ``FILES``.
         read: the value, in the claim's form and unit.
         differs: what is not as in the paper, in a few words, besides the machine.
     """
@@ -108,12 +113,19 @@ def measure_claim(claim_id: str, sources: Sequence[Path]) -> list[MeasuredClaim]
     if reading is None:
         return []
     found = []
-    for file in find_results(sources, reading.study, FILES[reading.study]):
+    for file in files_of(reading.study, sources):
         value = read_value(reading, file)
         if value is not None:
             ratio = ratio_of(published()[claim_id]["value"], value)
             found.append(MeasuredClaim(claim_id, file.machine, file.where, str(file.path), value, ratio))
     return found
+
+
+def files_of(key: str, sources: Sequence[Path]) -> list[ResultFile]:
+    """Return the result files of a key of ``FILES``, the one with the most rows first."""
+    if key != CLASSES:
+        return find_results(sources, key, FILES[key])
+    return [file for file in find_results(sources, "c3", FILES[key]) if file.path.name == FILES[key]]
 
 
 def read_value(reading: ClaimReading, file: ResultFile) -> Any:
@@ -220,6 +232,10 @@ def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReadi
     return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
 
 
+def _classes(read: Callable[[PairReadings], Any], differs: str) -> ClaimReading:
+    return ClaimReading(CLASSES, lambda file: read(PairReadings.of(file)), differs)
+
+
 def _units(read: Callable[[UnitReadings], Any], differs: str = "") -> ClaimReading:
     return ClaimReading("isolated", lambda file: read(UnitReadings(file)), differs)
 
@@ -274,6 +290,24 @@ LIBRARY_STRATEGIES = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
 def _group_range(pairs: PairReadings, strategy: str) -> list[float]:
     found = [pairs.mean_speedup(strategy, kind, one) for kind in (AG, AA) for one in pairs.classes(kind)]
     return [min(found), max(found)]
+
+
+def _units_to_gain(pairs: PairReadings) -> int:
+    """Return the units without which memory-bound computations gain most beside copy engines; 0 where none gains."""
+    mine = pairs.part(bound=Bound.MEMORY).ran_under("conccl", "conccl_rp").rows.values()
+    swept = [dict(map(_units_and_us, found["conccl_rp"]["sweep"].split(", "))) for found in mine]
+    whole = [found["conccl"]["time_us"] for found in mine]
+    slower = {
+        units: geomean(times[units] / us for times, us in zip(swept, whole, strict=True))
+        for units in set.intersection(*map(set, swept))
+    }
+    best = min(slower, key=slower.__getitem__)
+    return best if slower[best] < 1 else 0
+
+
+def _units_and_us(part: str) -> tuple[int, float]:
+    units, time_us = part.split()
+    return int(units), float(time_us)
 
 
 def _gain_over(pairs: PairReadings, strategy: str, other: str) -> float:
@@ -465,7 +499,7 @@ SMALL, LARGE = 32 * MB_BYTES - 1, 32 * MB_BYTES + 1
 BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
 UNPRELAUNCHED = "no variant of this file is prelaunched"
 COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
-NO_UNITS = "conccl_rp took no unit in any row, as no GEMM is memory-bound here"
+ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
 STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
 TWO_RANKS = "with two ranks a broadcast has one destination, and pcpy, bcst and b2b submit the same copies"
 SHARE = "the same share of the units is taken: 16 and 32 of 132"
@@ -491,6 +525,7 @@ READINGS: dict[str, ClaimReading] = {
         lambda u: max(u.at_share(tag, share) for tag in MB if tag in u.gemms for share in (TENTH, FIFTH)),
         COMPUTE_BOUND,
     ),
+    "C3-CU-09": _classes(_units_to_gain, f"{ALL_CLASSES}; 0: no number of units makes them faster on average"),
     "C3-ID-01": _pairs(lambda p: statistics.fmean(map(p.ideal, p.rows)), BY_CLASS),
     "C3-ID-02": _pairs(lambda p: [min(map(p.ideal, p.rows)), max(map(p.ideal, p.rows))]),
     "C3-BASE-01": _pairs(lambda p: p.mean_speedup("c3_base")),
@@ -512,9 +547,12 @@ READINGS: dict[str, ClaimReading] = {
     "CC-02": _collectives(lambda c: 1 / c.behind(AG, ("pcpy",), c.sizes(AG, 32 * MB_BYTES)), "pcpy in a graph"),
     "CC-03": _pairs(lambda p: p.percent("conccl")),
     "CC-04": _pairs(lambda p: p.mean_speedup("conccl", AA)),
-    "CC-05": _pairs(lambda p: p.percent("conccl_rp"), NO_UNITS),
+    "CC-05": _classes(
+        lambda p: {strategy: p.percent(strategy) for strategy in ("conccl_rp", "conccl")},
+        f"{ALL_CLASSES}; conccl of the same pairs stands beside it",
+    ),
     "CC-06": _pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl"))),
-    "CC-07": _pairs(_order_holds, NO_UNITS),
+    "CC-07": _classes(_order_holds, ALL_CLASSES),
     "FU-SUM-01": _fused(_extremes, STRONGER),
     "FU-EMB-01": _fused(_mean_lower(EMBEDDING), STRONGER),
     "FU-EMB-02": _fused(lambda f: max(f.lower(EMBEDDING)), STRONGER),
@@ -613,7 +651,6 @@ REASONS: dict[str, str] = {
     r"C3-T1-.*|RA-WL-.*|DM-RG-01|C3-HEU-0[34]": "a size or a number that our studies take over",
     r"C3-MET-.*|DM-PW-06|RA-10|FU-SIM-04": METHOD,
     r"C3-CU-06": "the smallest partition is a property of the GPU; green contexts have 8 units, too",
-    r"C3-CU-09": "no GEMM of ours is memory-bound, so that none has lost units to gain",
     r"C3-BW-0[12]": "needs counters of memory traffic, which no study reads",
     r"C3-PRI-.*|FU-PRI-.*|RA-09": "prior work on another machine",
     r"CC-08|DM-ENG-0[1-46]|DM-RG-02|FU-GRAN-.*": BY_CONSTRUCTION,

@@ -29,6 +29,8 @@ from sidelane_lab.studies.fused.shapes import HALF
 Row = Mapping[str, Any]
 FIFTH = 64 / 304
 """Share of the units that the ConCCL paper's collectives need at most, of an MI300X's 304."""
+AS_GOOD = 1.02
+"""Ratio of two times below which the longer counts as good as the shorter."""
 PRELAUNCHED = "+prelaunch"
 """End of the name of a variant that is prelaunched."""
 BETWEEN_NODES = "fused_between_nodes"
@@ -147,8 +149,15 @@ class CollectiveReadings:
 
     def best(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
         """Return the fastest of some variants."""
-        known = [variant for variant in variants if (kind, "dma", variant, nbytes) in self._us]
-        return min(known, key=lambda variant: self.us(kind, (variant,), nbytes))
+        return self.as_good(kind, variants, nbytes)[0]
+
+    def as_good(self, kind: Kind, variants: Iterable[str], nbytes: int) -> list[str]:
+        """Return the fastest of some variants, and those that take less than 2% longer."""
+        times = {
+            name: self._us[kind, "dma", name, nbytes] for name in variants if (kind, "dma", name, nbytes) in self._us
+        }
+        least = min(times.values())
+        return sorted((name for name, us in times.items() if us < AS_GOOD * least), key=times.__getitem__)
 
 
 Pair = tuple[str, int, str]
@@ -173,6 +182,11 @@ class PairReadings:
     def ran_under(self, *strategies: str) -> Self:
         """Return the pairs that ran under all of some strategies."""
         return type(self)({pair: found for pair, found in self.rows.items() if set(strategies) <= set(found)})
+
+    def part(self, kind: Kind | None = None, c3_class: str | None = None, bound: str | None = None) -> Self:
+        """Return the pairs of a collective, of a class, and of a GEMM's bound as the file has it; None: of any."""
+        mine = [pair for pair in self.pairs(kind, c3_class) if bound in (None, self.rows[pair]["serial"].get("bound"))]
+        return type(self)({pair: self.rows[pair] for pair in mine})
 
     def pairs(self, kind: Kind | None = None, c3_class: str | None = None, strategy: str = "serial") -> list[Pair]:
         """Return the pairs of a collective and a class that ran under a strategy; None: of any."""

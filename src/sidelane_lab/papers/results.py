@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sidelane.c3.workload import Gemm
+from sidelane.c3.workload import ComputeKind, Gemm, gemm_of
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
@@ -64,6 +64,8 @@ SMALLEST = 64 << 10
 SMALL, LARGE = 64 << 10, 256 << 20
 """Bytes up to which latency decides, and from which bandwidth does: ``fit_machine`` uses these rows."""
 FIRST_COMPARED = ("h200x4", "h200x2")
+CLASSES = "c3-classes"
+"""File with pairs of every class and bound."""
 AGAIN = "c3-strategies"
 """File with the GEMMs of ``c3.json`` once more: as rows alone they would count twice."""
 SET_APART = ("cb1_896M", "cb3_896M")
@@ -214,7 +216,7 @@ def _pair_role(machine: Machine, row: C3Row, found: object) -> ClaimRole:
 
     A serial one is their sum. That a copy of the own chunk waits for the GEMM is a rule that went in after the first
     rows of h200x4 had been compared; that NCCL takes turns with a GEMM or runs beside it, by chance, after those of
-    h200x2.
+    h200x2; that embedding bags take the time of their rows, after the pairs by class.
     """
     strategy = strategy_of(row)
     if strategy is not None and not strategy.concurrent:
@@ -222,7 +224,7 @@ def _pair_role(machine: Machine, row: C3Row, found: object) -> ClaimRole:
     if machine.name == "h200x2" and f"{row.gemm}_{format_bytes(row.bytes)}" in SET_APART:
         return ClaimRole.FITTED
     on_units = strategy is not None and strategy.mover.takes_units
-    rules = on_units or (OUT_OF_PLACE in row.note and machine.name == "h200x4")
+    rules = on_units or row.gemm == ComputeKind.BAG or (OUT_OF_PLACE in row.note and machine.name == "h200x4")
     return ClaimRole.SEEN if rules and machine.name in FIRST_COMPARED else ClaimRole.HELD_OUT
 
 
@@ -397,6 +399,7 @@ STEPS = RowJudge(
 )
 JUDGES: dict[str, RowJudge[Any]] = {
     "c3": PAIRS,
+    CLASSES: PAIRS,
     AGAIN: PAIRS,
     "collectives": COLLECTIVES,
     "occupancy": OCCUPANCY,
@@ -420,7 +423,10 @@ def gemm_times(rows: Sequence[object], ranks: int) -> list[GemmTime]:
     found: dict[tuple[Gemm, ...], list[float]] = {}
     for row in rows:
         if isinstance(row, C3Row) and row.gemm_us is not None:
-            found.setdefault((Gemm(row.m, row.n, row.k, row.dtype),), []).append(row.gemm_us)
+            gemm = gemm_of(row)
+            unnamed = Gemm(row.m, row.n, row.k, row.dtype)  # products have names in some files only
+            shape = unnamed if gemm.operation is ComputeKind.PRODUCT else gemm
+            found.setdefault((shape,), []).append(row.gemm_us)
         if isinstance(row, GemmRow) and row.time_us is not None:
             found.setdefault((Gemm(row.m, row.n, row.k, row.dtype),), []).append(row.time_us)
         if isinstance(row, ChainRow) and row.launch == "graph":
@@ -442,11 +448,16 @@ def judge_gemms(
         name=lambda time: " ".join(gemm.name for gemm in time.gemms),
         measured=lambda time: time.time_us,
         predict=predict_gemms,
-        role=lambda machine, time, found: role,
+        role=lambda machine, time, found: ClaimRole.SEEN if _has_bags(time) else role,
         limits=GEMM_LIMITS,
         what="measured time of GEMMs",
     )
     return judge.verdicts(machine, times, part)
+
+
+def _has_bags(time: GemmTime) -> bool:
+    """Tell if embedding bags are among them: by their rows after their first time had been compared."""
+    return any(gemm.operation is ComputeKind.BAG for gemm in time.gemms)
 
 
 def judge_layers(machine: Machine, rows: Sequence[object], *, fitted: bool) -> list[ClaimVerdict]:

@@ -12,7 +12,7 @@ import re
 
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Mover, Strategy
-from sidelane.c3.workload import Gemm, Workload
+from sidelane.c3.workload import Gemm, Workload, gemm_of
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine
@@ -72,10 +72,10 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
         return (row.gemm_us + row.comm_us,)
     if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
         return ()
-    shape, split = Gemm(row.m, row.n, row.k, row.dtype), strategy.partition
+    split = strategy.partition
     if split is not None and (objection(strategy, machine) or (split.units is None and not row.units)):
         return ()  # files of another version do not say how many units were taken
-    pair = Workload(shape, kind, row.bytes)
+    pair = Workload(gemm_of(row), kind, row.bytes)
     alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)
     launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
     return tuple(run_device(machine, kernels).time_us for kernels in launches)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import NAMED, C3Class, Gemm, Workload, parse_gemm
+from sidelane.c3.workload import C3Class, Workload, gemm_of
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
@@ -120,13 +120,8 @@ def _compare(machine: Machine, row: C3Row) -> Compared:
 
 
 def workload_of(row: C3Row) -> Workload:
-    """The pair of a row, its GEMM by its name in the table if it has these sizes, divided or not."""
-    gemm = Gemm(row.m, row.n, row.k, row.dtype)
-    tag, _, divisor = row.gemm.partition("/")
-    if tag in NAMED:
-        known = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
-        gemm = known if (known.m, known.n, known.k) == (row.m, row.n, row.k) else gemm
-    return Workload(gemm, Kind(row.collective), row.bytes)
+    """The pair of a row."""
+    return Workload(gemm_of(row), Kind(row.collective), row.bytes)
 
 
 def speedups(compared: Sequence[Compared]) -> dict[tuple[str, str, int, str], float]:
