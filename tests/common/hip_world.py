@@ -104,8 +104,9 @@ class StandinDriver(HipDriver):
         if not nbytes:
             return lambda: 0, ()
         sources = (ctypes.c_uint64 * len(srcs))(*srcs)
+        divisor = 0 if reduction.dtype != "float32" else len(srcs) if reduction.op == "avg" else 1
         arguments = (ctypes.c_void_p(dst), sources, ctypes.c_uint(len(srcs)), ctypes.c_size_t(nbytes))
-        return self.library.standin_add, (*arguments, ctypes.c_void_p(stream))
+        return self.library.standin_add, (*arguments, ctypes.c_uint(divisor), ctypes.c_void_p(stream))
 
     def array(self, nbytes: int) -> np.ndarray:
         """Return device memory as an array."""
