@@ -74,6 +74,14 @@ def test_what_differs_is_not_looked_up() -> None:
     assert chosen(fast, device_type="cpu", n=4) == "fused rule of thumb"
 
 
+def test_kernels_that_have_never_run_are_taken_by_measurement_only() -> None:
+    fast = some(fused=1.0, unfused=2.0)
+    assert chosen(fast, guesses=False) == "fused measured at 1024, 1024, 1024, eager, here"
+    for op in (OP, "gemv_all_reduce", "gemm_reduce_scatter"):
+        found = choose_method([], op, 2, (1024, 1024, 1024), ways=ALL, guesses=False)
+        assert found.candidate.name == UNFUSED and found.reason.startswith("kernels of fused operators have never run")
+
+
 def test_times_of_several_experts_say_nothing_about_one() -> None:
     def timed(experts: int, *, captured: bool = False, **times: float) -> FusedTime:
         return FusedTime("all_to_all_gemm", 2, captured, (1024, 1024, 1024), 2, times, experts=experts)

@@ -32,6 +32,7 @@ from sidelane.native.build import find_compiler
 from sidelane.session import session
 
 UNITS = 304
+LDS_BYTES = 64 << 10
 SOURCE = Path(__file__).parent / "hip" / "standin.c"
 
 
@@ -94,7 +95,8 @@ class StandinDriver(HipDriver):
         return self.allocated[-1]
 
     def attribute(self, name: str) -> int:
-        return UNITS if name == "MULTIPROCESSOR_COUNT" else super().attribute(name)
+        made_up = {"MULTIPROCESSOR_COUNT": UNITS, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": LDS_BYTES}
+        return made_up[name] if name in made_up else super().attribute(name)
 
     def bind_reduce(
         self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
@@ -102,8 +104,9 @@ class StandinDriver(HipDriver):
         if not nbytes:
             return lambda: 0, ()
         sources = (ctypes.c_uint64 * len(srcs))(*srcs)
+        divisor = 0 if reduction.dtype != "float32" else len(srcs) if reduction.op == "avg" else 1
         arguments = (ctypes.c_void_p(dst), sources, ctypes.c_uint(len(srcs)), ctypes.c_size_t(nbytes))
-        return self.library.standin_add, (*arguments, ctypes.c_void_p(stream))
+        return self.library.standin_add, (*arguments, ctypes.c_uint(divisor), ctypes.c_void_p(stream))
 
     def array(self, nbytes: int) -> np.ndarray:
         """Return device memory as an array."""
@@ -130,14 +133,18 @@ def hip_gpus() -> Iterator[StandinDriver]:
     """Communicators of this rank are on an AMD GPU that is the stand-in; symmetric memory is that of CPU ranks."""
     driver = StandinDriver()
     driver.caller = driver.create_stream()
-    real_call = Communicator._call
 
-    def call(comm: Communicator, *arguments: Any) -> None:
-        *asked, _ = arguments
-        real_call(comm, *asked, False)  # an asynchronous call takes a stream of torch's
-        if not driver.is_capturing(driver.caller):
-            comm.synchronize()
-            driver.runtime.call("hipStreamSynchronize", driver.caller)
+    def in_order(method: Callable[..., object]) -> Callable[..., None]:
+        """Return a method of Communicator that waits, unless it is captured: memory of the host is given back early."""
+
+        def call(comm: Communicator, *arguments: Any, **options: Any) -> None:
+            *asked, _ = arguments
+            method(comm, *asked, False, **options)  # an asynchronous call takes a stream of torch's
+            if not driver.is_capturing(driver.caller):
+                comm.synchronize()
+                driver.runtime.call("hipStreamSynchronize", driver.caller)
+
+        return call
 
     features = DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=True)
     patches = (
@@ -148,7 +155,8 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_hip.HipBackend, "settle"),
         mock.patch.object(session, "make_backend", backend_hip.HipBackend),
         mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
-        mock.patch.object(Communicator, "_call", call),
+        mock.patch.object(Communicator, "_call", in_order(Communicator._call)),
+        mock.patch.object(Communicator, "_run", in_order(Communicator._run)),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -92,6 +92,9 @@ class MadeUpSmi:
     def amdsmi_get_processor_handles(self) -> list[int]:
         return [70, 71]
 
+    def amdsmi_get_gpu_device_bdf(self, handle: int) -> str:
+        return {70: "0000:05:00.0", 71: "0000:26:00.0"}[handle]
+
     def amdsmi_get_power_info(self, handle: int) -> dict[str, object]:
         assert handle == 71
         return self.power
@@ -100,7 +103,7 @@ class MadeUpSmi:
         return {"energy_accumulator": 2_000_000, "counter_resolution": 15.3, "timestamp": 1}
 
 
-def test_power_is_read_from_amdsmi() -> None:
+def test_power_is_read_from_amdsmi(rocm: Path) -> None:
     sensor = amd.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power=512, average_socket_power="N/A"))
     assert sensor.watts() == 512.0 and sensor.averaged
     assert sensor.energy_mj() == pytest.approx(30_600)
@@ -110,6 +113,47 @@ def test_power_is_read_from_amdsmi() -> None:
         amd.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power="N/A"))
     with pytest.raises(UnavailableError, match="does not know GPU 2"):
         amd.AmdSmiSensor(2, amdsmi=MadeUpSmi(current_socket_power=1))
+
+
+def renumber(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[int, int]) -> None:
+    """Let torch tell the PCI addresses of the GPUs that ``HIP_VISIBLE_DEVICES`` leaves, in its order."""
+
+    def properties(index: int) -> SimpleNamespace:
+        bus, device = addresses[index]
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=device)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(addresses))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def test_a_gpu_is_found_by_its_pci_address(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HIP_VISIBLE_DEVICES=1 makes the second GPU number 0 in torch, but not in amdsmi and in the topology."""
+    renumber(monkeypatch, (0x26, 0))
+    assert amd.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=512)).watts() == 512.0  # of handle 71
+    renumber(monkeypatch, (0x46, 0))
+    with pytest.raises(UnavailableError, match="none of its 2 GPUs is at 0000:46:00"):
+        amd.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=1))
+
+
+def test_nodes_of_the_topology_are_found_by_pci_address(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_nodes(rocm)
+    for node in range(2, 2 + GPUS):
+        file = rocm / str(node) / "properties"
+        engines = file.read_text().replace("xgmi_engines 14", f"xgmi_engines {node}")
+        file.write_text(f"{engines}location_id {(0x10 + node) << 8}\ndomain 0\n")
+    (rocm / "5" / "io_links" / "4" / "properties").unlink()  # the link from the last one to the third
+    renumber(monkeypatch, (0x15, 0), (0x12, 0), (0x14, 0))
+    assert amd.engine_counts() == {0: 2 + 5, 1: 2 + 2, 2: 2 + 4}
+    assert (0, 1) in amd.link_counts() and (2, 0) in amd.link_counts() and (0, 2) not in amd.link_counts()
+
+
+def test_partitions_of_a_gpu_are_alike_in_order(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_nodes(rocm)
+    for node in range(2, 2 + GPUS):
+        file = rocm / str(node) / "properties"
+        file.write_text(f"{file.read_text()}location_id {0x2600 + node - 2}\ndomain 0\n")
+    renumber(monkeypatch, (0x26, 0), (0x26, 0))
+    assert len(amd.engine_counts()) == 2 and amd.link_counts() == {(0, 1): 1, (1, 0): 1}
 
 
 def test_a_machine_without_amdsmi_or_rocm_says_so(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

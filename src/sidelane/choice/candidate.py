@@ -42,10 +42,13 @@ class Abilities:
     Attributes:
         implementations: implementations that it has, of ``IMPLEMENTATIONS``.
         captures: callers can capture calls into graphs.
+        kernels_have_run: kernels that move bytes have run on a machine of this kind. Elsewhere ``auto`` of a fused
+            operator takes a kernel only if it was measured on this machine.
     """
 
     implementations: tuple[str, ...] = (DMA,)
     captures: bool = False
+    kernels_have_run: bool = True
 
     def include(self, candidate: Candidate) -> bool:
         """Return True if the candidate exists on the machine."""

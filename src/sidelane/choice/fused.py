@@ -149,6 +149,7 @@ def choose_method(
     captured: bool = False,
     device_type: str = "cuda",
     experts: int = 1,
+    guesses: bool = True,
 ) -> Selection[Method]:
     """Choose the method by the nearest measured shape. Deterministic: equal arguments give the same on all ranks.
 
@@ -163,6 +164,7 @@ def choose_method(
         device_type: type of the device; on CPU ranks a call without measurements takes the first of ``ways``, for
             tests.
         experts: number of experts of a rank; times with several do not apply to one, nor the other way round.
+        guesses: without a measured time the heuristic decides; else the call is unfused, whether it may be or not.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
     >>> rows = (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),)
@@ -181,7 +183,10 @@ def choose_method(
         if time is not None and legal:
             expected = ((Method(ways[number], pieces), us) for number, pieces, us in legal)
             return select(expected, basis=_measured(time, table))
-    basis = f"rule of thumb: no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+    unknown = f"no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+    if not guesses:
+        return Selection(Method(UNFUSED), f"kernels of fused operators have never run on such GPUs; {unknown}")
+    basis = f"rule of thumb: {unknown}"
     guess = None
     if device_type != CPU:
         guess = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)

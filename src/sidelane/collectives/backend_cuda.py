@@ -72,7 +72,8 @@ class CudaBackend:
         self.ordinary = self._make_ordinary()
         self.device = device
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
-        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), captures=self.features.graphs)
+        implementations = (DMA, SM) if kernels else (DMA,)
+        self.abilities = Abilities(implementations, self.features.graphs, self.kernels_move_bytes)
         self._side: SideStream | None = None  # of asynchronous calls
         self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from sidelane.machine.inventory import Accelerators, InstalledGpu
 DEVICE_TYPE = "cuda"  # the name that torch for ROCm uses
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 XGMI = 11  # type of a link in the topology
+
+T = TypeVar("T")
 
 
 def device_count() -> int:
@@ -58,7 +60,7 @@ class AmdSmiSensor:
     """Power counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`), read by amdsmi.
 
     Args:
-        index: number of the GPU in torch, which amdsmi counts alike where all GPUs are visible.
+        index: number of the GPU in torch.
         amdsmi: module ``amdsmi``, or a substitute.
 
     Raises:
@@ -71,7 +73,10 @@ class AmdSmiSensor:
         try:
             self._smi = importlib.import_module("amdsmi") if amdsmi is None else amdsmi
             self._smi.amdsmi_init()
-            self._handle = self._smi.amdsmi_get_processor_handles()[index]
+            handles = list(self._smi.amdsmi_get_processor_handles())
+            self._handle = _matching(handles, index, lambda handle: str(self._smi.amdsmi_get_gpu_device_bdf(handle)))
+            if self._handle is None:
+                raise LookupError(f"none of its {len(handles)} GPUs is at {_pci_address(index) or f'place {index}'}")
         except Exception as problem:
             raise UnavailableError(f"power: amdsmi does not know GPU {index}: {problem}") from problem
         self.watts()
@@ -133,7 +138,7 @@ def engine_counts() -> Mapping[int, int]:
     """Return the number of SDMA engines by GPU, those for XGMI links included; empty without a topology."""
     return {
         index: node.get("num_sdma_engines", 0) + node.get("num_sdma_xgmi_engines", 0)
-        for index, (_, node) in enumerate(_gpu_nodes())
+        for index, (_, node) in _gpu_nodes().items()
     }
 
 
@@ -141,9 +146,9 @@ def engine_counts() -> Mapping[int, int]:
 def link_counts() -> Mapping[tuple[int, int], int]:
     """Return the number of XGMI links between pairs of GPUs; empty without a topology."""
     nodes = _gpu_nodes()
-    index_of = {folder.name: index for index, (folder, _) in enumerate(nodes)}
+    index_of = {folder.name: index for index, (folder, _) in nodes.items()}
     found: dict[tuple[int, int], int] = {}
-    for index, (folder, _) in enumerate(nodes):
+    for index, (folder, _) in nodes.items():
         for link in sorted((folder / "io_links").glob("*/properties")):
             values = _properties(link)
             other = index_of.get(str(values.get("node_to", -1)))
@@ -170,13 +175,46 @@ def _rccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
 
 
-def _gpu_nodes() -> list[tuple[Path, dict[str, int]]]:
-    """Return folder and properties of the topology's GPUs; nodes without SIMDs are processors."""
+_Node = tuple[Path, dict[str, int]]
+
+
+def _gpu_nodes() -> dict[int, _Node]:
+    """Return folder and properties in the topology of each GPU that torch sees; nodes without SIMDs are processors."""
     if not TOPOLOGY.is_dir():
-        return []
+        return {}
     folders = sorted((one for one in TOPOLOGY.iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
     nodes = [(folder, _properties(folder / "properties")) for folder in folders]
-    return [(folder, values) for folder, values in nodes if values.get("simd_count", 0) > 0]
+    nodes = [(folder, values) for folder, values in nodes if values.get("simd_count", 0) > 0]
+    found = {index: _matching(nodes, index, _address_of_node) for index in range(device_count())}
+    return {index: node for index, node in found.items() if node is not None}
+
+
+def _address_of_node(node: _Node) -> str:
+    _, values = node
+    location = values.get("location_id", 0)  # bus, device and function in 8, 5 and 3 bits
+    return f"{values.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+
+
+def _matching(found: Sequence[T], index: int, address_of: Callable[[T], str]) -> T | None:
+    """Return the one that is the GPU of a number in torch, by PCI address; None if there is none.
+
+    ``HIP_VISIBLE_DEVICES`` renumbers GPUs in torch, but not elsewhere. Partitions of a GPU share an address, but for
+    its function, which torch does not tell: they are alike in order. A torch that tells no address numbers all alike.
+    """
+    address = _pci_address(index)
+    if address is None:
+        return found[index] if index < len(found) else None
+    alike = [one for one in found if address_of(one).lower().startswith(address)]
+    before = sum(_pci_address(other) == address for other in range(index))
+    return alike[min(before, len(alike) - 1)] if alike else None
+
+
+def _pci_address(index: int) -> str | None:
+    """Return domain, bus and device of a GPU as ``0000:c1:00``; None if torch does not tell."""
+    properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks some
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
 
 
 def _properties(file: Path) -> dict[str, int]:

@@ -43,7 +43,7 @@ from sidelane.choice.fused import (
 from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
-from sidelane.errors import in_no_order
+from sidelane.errors import UnavailableError, in_no_order
 from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
@@ -170,10 +170,26 @@ def agree(comm: Communicator, op: str, method: str, call: OperatorCall) -> Metho
             return Method(OPS[op].captured[0])  # making it raises the error
         sizes = _mean_sizes(comm, op, call.sizes)
         eager, in_graph = (_choice(comm, op, sizes, call, captured=is_in).candidate for is_in in (False, True))
+        _require_legal(comm, op, call, eager, captured=False)
         known = comm.kept[agree, op, call.key] = eager, in_graph
         for found in (eager,) if comm.device.type == "cpu" else known:
             _made(call, found)
+    _require_legal(comm, op, call, known[captured], captured=captured)
     return known[captured]
+
+
+def _require_legal(comm: Communicator, op: str, call: OperatorCall, chosen: Method, *, captured: bool) -> None:
+    """Refuse a call that only a kernel can run, which ``auto`` does not take without a measurement here."""
+    legal = _legal(op, call, captured=captured)
+    if chosen.name not in legal:
+        with telling_refusals(comm, op):
+            where = "inside of a capture" if captured else "of a call with such arguments"
+            text = f"{where}, on GPUs that have never run its kernel (value={AUTO}, allowed={', '.join(legal)})"
+            raise UnavailableError(f"{op}: method {text}")
+
+
+def _legal(op: str, call: OperatorCall, *, captured: bool) -> list[str]:
+    return [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in call.without]
 
 
 def question_of(comm: Communicator, words: tuple[object, ...], *tensors: object) -> Hashable:
@@ -262,17 +278,17 @@ def _choice(
 ) -> Selection[Method]:
     if op == "gemv_all_reduce" and 4 * sizes[0] * sizes[2] > CELLS_BYTES:
         return Selection(Method(UNFUSED), f"fused takes up to {CELLS_BYTES // 4} elements of the result")
-    ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in call.without]
     return choose_method(
         _tables(comm),
         op,
         comm.world_size,
         sizes,
-        ways=ways,
+        ways=_legal(op, call, captured=captured),
         element_bytes=call.element_bytes,
         captured=captured,
         device_type=comm.device.type,
         experts=call.experts,
+        guesses=comm.abilities.kernels_have_run,
     )
 
 

@@ -64,6 +64,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
+    refuse_tiles,
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
@@ -134,28 +135,32 @@ class AllToAllGemm(KernelHandle):
         (depth, columns, dtype), experts = self.shape, experts_of(weight)
         output = x.new_empty(self.most_rows, columns)
         stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
-            self._addresses,
-            self._gathered,
-            self._counters,
-            x,
-            weight,
-            counts,
-            output,
-            x.shape[0],
-            depth,
-            columns,
-            x.stride(0),
-            weight.stride(-2),
-            experts or 1,
-            weight.stride(0) if experts else 0,
-            self.most_rows,
-            stamps,
-            alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
-            EP=power_of_two(experts or 1),
-            **tiles.constants(depth, depth, dtype),
-        )
+        try:
+            self._kernel.launch(
+                (self._programs,),
+                self._addresses,
+                self._gathered,
+                self._counters,
+                x,
+                weight,
+                counts,
+                output,
+                x.shape[0],
+                depth,
+                columns,
+                x.stride(0),
+                weight.stride(-2),
+                experts or 1,
+                weight.stride(0) if experts else 0,
+                self.most_rows,
+                stamps,
+                alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
+                EP=power_of_two(experts or 1),
+                **tiles.constants(depth, depth, dtype),
+            )
+        except Exception as error:
+            refuse_tiles(error, NAME, tiles)
+            raise
         return output
 
 

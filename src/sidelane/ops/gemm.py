@@ -61,6 +61,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
+    refuse_tiles,
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
@@ -99,8 +100,12 @@ class TileSizes:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> TileSizes:
-        """Return the default sizes: float32 takes twice the shared memory, and no tensor cores."""
-        return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
+        """Return the default sizes: float32 takes twice the shared memory, and no tensor cores.
+
+        Fewer stages fit in the 64 KiB of shared memory that a block has on AMD GPUs.
+        """
+        tiles = cls(columns=128, depth=32) if dtype == torch.float32 else cls()
+        return tiles if torch.version.hip is None else dataclasses.replace(tiles, stages=2)
 
     def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a kernel's compile-time constants for products ``depth`` deep, and sent rows of ``sent`` elements."""
@@ -208,32 +213,36 @@ class GemmAllToAll(KernelHandle):
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
-            self._addresses,
-            self._counters,
-            x,
-            weight,
-            counts,
-            None if groups is None else groups.moved,
-            terms,
-            factors,
-            x.shape[0] if terms is None else terms.shape[0],
-            x.shape[1],
-            self.columns,
-            x.stride(0),
-            0 if weight is None else weight.stride(-2),
-            experts or 1,
-            weight.stride(0) if weight is not None and experts else 0,
-            self.most_rows,
-            stamps,
-            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
-            REMOTE_FIRST=order == REMOTE_FIRST,
-            EP=power_of_two(experts or 1),
-            TAKEN=groups is not None and groups.are_sent,
-            TERMS=-summed if sends_zeros else summed,
-            **tiles.constants(x.shape[1], self.columns, self.dtype),
-        )
+        try:
+            self._kernel.launch(
+                (self._programs,),
+                self._addresses,
+                self._counters,
+                x,
+                weight,
+                counts,
+                None if groups is None else groups.moved,
+                terms,
+                factors,
+                x.shape[0] if terms is None else terms.shape[0],
+                x.shape[1],
+                self.columns,
+                x.stride(0),
+                0 if weight is None else weight.stride(-2),
+                experts or 1,
+                weight.stride(0) if weight is not None and experts else 0,
+                self.most_rows,
+                stamps,
+                alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
+                REMOTE_FIRST=order == REMOTE_FIRST,
+                EP=power_of_two(experts or 1),
+                TAKEN=groups is not None and groups.are_sent,
+                TERMS=-summed if sends_zeros else summed,
+                **tiles.constants(x.shape[1], self.columns, self.dtype),
+            )
+        except Exception as error:
+            refuse_tiles(error, NAME, tiles)
+            raise
         return self._output
 
 

@@ -14,11 +14,8 @@ ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], `
 from __future__ import annotations
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.errors import UnavailableError
 from sidelane.ops import gemv_cells, reference
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.gemv_tiling import MOST_TOKENS, Tiling, shared_bytes_of, tiling_of
@@ -32,6 +29,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
+    refuse_tiles,
     telling_refusals,
 )
 from sidelane.ops.operands import check_neighbours
@@ -163,11 +161,8 @@ class GemvAllReduce(KernelHandle):
                 ),
             )
         except Exception as error:
-            if not _is_of_the_compiler(error):
-                raise
-            said = str(error).strip().partition("\n")[0]
-            problem = f"a kernel that Triton cannot make (value={tiling}, allowed=another tiling): {said}"
-            raise UnavailableError(f"{NAME}: {problem}") from error
+            refuse_tiles(error, NAME, tiling)
+            raise
         return out
 
 
@@ -265,10 +260,3 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape or not out.is_contiguous():
             raise ValueError(f"{NAME}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
-
-
-def _is_of_the_compiler(error: Exception) -> bool:
-    """Return True if Triton could not compile a kernel. Its passes fail with a bare RuntimeError."""
-    return isinstance(error, CompilationError | OutOfResources | PTXASError) or (
-        type(error) is RuntimeError and "PassManager" in str(error)
-    )

@@ -30,7 +30,7 @@ from sidelane.device.context import begin, end, rank_of
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_of_ranks_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.ops.gemv_tiling import Tiling
-from sidelane.ops.handle import power_of_two
+from sidelane.ops.handle import power_of_two, register_limit
 
 LANES = 256
 """Cells of each rank that a program waits for at a time."""
@@ -57,7 +57,7 @@ def constants_of(tiling: Tiling, *, ranks: int, padded: int, wide: bool, stages:
         "EVICT": tiling.evict,
         "LANES": LANES,
         "num_warps": tiling.warps,
-        "maxnreg": tiling.registers,
+        **register_limit(tiling.registers, tiling.warps, tiling.per_unit),
     }
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from sidelane.errors import UnavailableError
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import OwnKernel
 
@@ -34,6 +37,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+AMD_UNIT_SIMDS = 4
+"""Number of SIMD units of a compute unit of CDNA GPUs, among which it spreads its wavefronts (``waves_per_eu``)."""
+
 INTERPRETED_PROGRAMS = 3
 """Programs of a grid on CPU ranks, which run one after the other: enough for them to differ."""
 
@@ -56,6 +62,23 @@ def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
     except Exception as error:
         comm.refuse(name, error)
         raise
+
+
+def refuse_tiles(error: Exception, name: str, tiles: object) -> None:
+    """Raise UnavailableError if ``error`` says that Triton cannot make a kernel, or that this GPU has no room for it.
+
+    Args:
+        error: exception of a launch.
+        name: name of the operator.
+        tiles: tile sizes of the kernel.
+    """
+    # Triton's passes fail with a bare RuntimeError.
+    if isinstance(error, CompilationError | OutOfResources | PTXASError) or (
+        type(error) is RuntimeError and "PassManager" in str(error)
+    ):
+        said = str(error).strip().partition("\n")[0]
+        problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
+        raise UnavailableError(f"{name}: {problem}") from error
 
 
 def is_captured(comm: Communicator) -> bool:
@@ -98,6 +121,19 @@ def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
         return max(1, min(needed, INTERPRETED_PROGRAMS))
     units = torch.cuda.get_device_properties(comm.device).multi_processor_count
     return max(1, min(needed, units * per_unit))
+
+
+def register_limit(registers: int, warps: int, per_unit: int) -> dict[str, int]:
+    """Return the option of Triton with which ``per_unit`` programs fit on a compute unit at the same time.
+
+    Args:
+        registers: number of registers of a thread with which they fit on NVIDIA GPUs.
+        warps: number of warps of a program.
+        per_unit: number of programs on a compute unit.
+    """
+    if torch.version.hip is None:
+        return {"maxnreg": registers}
+    return {"waves_per_eu": -(-warps * per_unit // AMD_UNIT_SIMDS)}
 
 
 def check_tensor(

@@ -27,6 +27,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
+    register_limit,
     telling_refusals,
 )
 from sidelane.ops.timeline import Timeline, stamps_of
@@ -90,7 +91,7 @@ class AllReduceRmsNorm(KernelHandle):
             options |= {"MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
         else:
             self._width, programs_a_unit = hidden, 2 if warps <= 8 else 1
-            options |= {"HP": power_of_two(hidden), "maxnreg": 128}  # so that all programs fit, with 16 warps on a unit
+            options |= {"HP": power_of_two(hidden), **register_limit(128, warps, programs_a_unit)}  # of 16 warps a unit
         self._options = {**options, "num_warps": warps}
         self._programs = programs_of(comm, tokens, programs_a_unit)
         self._came = comm.empty(

@@ -28,7 +28,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from sidelane.choice import fused_heuristic
-from sidelane.choice.fused import FUSED, SPLIT, Method
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, Method
 from sidelane.ops.auto import OperatorCall, agree
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import is_captured, kept, power_of_two, telling_refusals
@@ -296,9 +296,10 @@ def routed_method(
         call: properties of the call, with the functions of the fused method and the unfused one.
     """
     table, most_rows = routed.table, call.sizes[0]
+    with_other_counts = FUSED if comm.abilities.kernels_have_run else UNFUSED
 
     def split(pieces: int) -> None:
-        call.make[FUSED](0)  # for a graph with other counts
+        call.make[with_other_counts](0)  # for a graph
         handle_of(kind, comm, most_of(table, most_rows), width, dtype).routings.of(table, pieces or DEFAULT_PIECES)
 
     known = (call.key, routed.without, routed.experts)
@@ -311,7 +312,7 @@ def routed_method(
     kept_as = kind.name, most_of(table, most_rows), width, dtype
     if method == SPLIT or not is_captured(comm) or suit_graphs(comm, kept_as, table, pieces):
         return Method(SPLIT, pieces)
-    return Method(FUSED)
+    return Method(with_other_counts)
 
 
 def suit_graphs(comm: Communicator, kept_as: Hashable, table: Table, pieces: int) -> bool:

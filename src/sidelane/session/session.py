@@ -81,7 +81,8 @@ def choose_device(device: torch.device | str | int | None) -> torch.device:
     if chosen.type != "cuda":
         return chosen
     if not torch.cuda.is_available():
-        why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        has_none = torch.version.cuda is None and torch.version.hip is None
+        why = "this torch was built without CUDA and ROCm" if has_none else "torch finds no GPU"
         raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu: {why})")
     if chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -192,6 +192,12 @@ static void run(operation_t *op) {
     case ADD:
         for (size_t i = 0; i < op->box.width / 4; i++) {
             uint32_t sum = 0;
+            if (op->mask) { /* of floats, divided by this number */
+                float total = 0;
+                for (uint32_t source = 0; source < op->value; source++) total += ((float *)op->sources[source])[i];
+                ((float *)op->box.dst)[i] = total / op->mask;
+                continue;
+            }
             for (uint32_t source = 0; source < op->value; source++) sum += ((uint32_t *)op->sources[source])[i];
             ((uint32_t *)op->box.dst)[i] = sum;
         }
@@ -333,8 +339,9 @@ int hipMemcpy3DAsync(const copy_3d_t *copy, stream_t *stream) {
 }
 
 /* What a kernel of int32 would do. */
-int standin_add(void *dst, const uintptr_t *sources, unsigned count, size_t bytes, stream_t *stream) {
-    operation_t op = {ADD, {(uintptr_t)dst, 0, 0, 0, 0, 0, bytes, 1, 1}, count};
+/* Adds words, or floats whose sum is divided by divisor, if it is not 0. */
+int standin_add(void *dst, const uintptr_t *sources, unsigned count, size_t bytes, unsigned divisor, stream_t *stream) {
+    operation_t op = {ADD, {(uintptr_t)dst, 0, 0, 0, 0, 0, bytes, 1, 1}, count, 0, divisor};
     if (count > 16) return INVALID_VALUE;
     memcpy(op.sources, sources, count * sizeof *sources);
     return submit(stream, op);

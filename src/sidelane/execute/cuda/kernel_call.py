@@ -43,7 +43,7 @@ class CudaKernelCall:
 
     Raises:
         UnavailableError: Triton is not installed, or would interpret this kernel.
-        Exception: Triton cannot compile the kernel.
+        Exception: Triton cannot compile the kernel, or the device has no room for a block of it.
     """
 
     def __init__(self, executor: CudaSite, call: KernelCall, *, compiles: bool) -> None:
@@ -63,7 +63,17 @@ class CudaKernelCall:
         ]
         if compiles:
             with executor.driver.current(), executor.driver.relaxed_capture():
-                call.kernel.warmup(*call.arguments, grid=call.grid, **call.options)
+                made = call.kernel.warmup(*call.arguments, grid=call.grid, **call.options)
+                self._require_room(made)
+
+    def _require_room(self, made: Any) -> None:
+        """Raise what Triton raises at the launch, when peers wait already."""
+        needed = getattr(getattr(made, "metadata", None), "shared", 0)
+        most = self._executor.driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") if needed else 0
+        if needed > most:
+            from triton.runtime.errors import OutOfResources
+
+            raise OutOfResources(needed, most, "shared memory")
 
     def repetition(self, place: Place) -> None:
         """Return None: the first launch is Triton's."""

@@ -32,7 +32,7 @@ from sidelane.execute.hip.runtime import Runtime, load_runtime
 
 _HANDLE, _INT = ctypes.c_void_p, ctypes.c_int
 _WAVEFRONT_THREADS = 64  # of CDNA GPUs, the only ones with links between them
-_LDS_BYTES = 64 << 10
+_LDS_BYTES = 64 << 10  # of a block on gfx942, where torch does not tell; gfx950 has 160 KiB
 
 _WRITE = 2  # operation of a row of MemoryOps
 _OPERATION, _ADDRESS_LOW, _ADDRESS_HIGH, _VALUE, _FLAGS = 0, 2, 3, 4, 6
@@ -333,10 +333,12 @@ class HipDriver(Driver):
         """
         if name == "MULTIPROCESSOR_COUNT":
             return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
-        known = {"MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": _LDS_BYTES, "ASYNC_ENGINE_COUNT": _engine_count(self.index)}
-        if name not in known:
-            raise UnavailableError(f"the HIP runtime has no device attribute {name}")
-        return known[name]
+        if name == "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN":
+            properties = torch.cuda.get_device_properties(self.index)
+            return int(getattr(properties, "shared_memory_per_block", _LDS_BYTES))
+        if name == "ASYNC_ENGINE_COUNT":
+            return _engine_count(self.index)
+        raise UnavailableError(f"the HIP runtime has no device attribute {name}")
 
     def version(self) -> int:
         """Return the runtime's version as CUDA would have it, 1000 * major + 10 * minor."""
