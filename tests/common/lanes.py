@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config, Session
+from sidelane.errors import UnavailableError
 
 
 def session(group: dist.ProcessGroup, **settings: Any) -> Session:
@@ -138,3 +141,51 @@ def mistakes(group: dist.ProcessGroup) -> list[str]:
     told(made.lane, "four")
     told(other.barrier)
     return texts
+
+
+FAILURES = ("name", "device", "executor", "memory", "choice", "path", "interrupt")
+"""Places at which the making of a lane can fail on one rank."""
+
+
+def failing_to_make(group: dist.ProcessGroup, where: str) -> tuple[str, float, int]:
+    """One rank cannot make its lane: what each rank is told, after how many seconds, and its threads that are left."""
+    errors: dict[str, BaseException] = {
+        "device": UnavailableError("no device"),  # of Sidelane's own, which tells nobody of itself
+        "executor": MemoryError("no executor"),
+        "memory": UnavailableError("no memory"),
+        "choice": ValueError("no choice"),
+        "path": RuntimeError("no path"),  # after all that ranks exchange
+        "interrupt": KeyboardInterrupt(),
+    }
+    targets = {
+        "device": "sidelane.session.session.make_backend",
+        "executor": "sidelane.collectives.backend_cpu.CpuExecutor",
+        "memory": "sidelane.session.session.LaneMemory",
+        "choice": "sidelane.session.session.Planner",
+        "path": "sidelane.session.session.CallPath",
+        "interrupt": "sidelane.session.session.CallPath",
+    }
+    with session(group, timeout_s=20) as made, contextlib.ExitStack() as failing:
+        first = Communicator(made.lane("first"))
+        threads = threading.active_count()
+        name = "second"
+        if first.rank == 1:
+            if where == "name":
+                name = "first"
+            else:
+                failing.enter_context(mock.patch(targets[where], side_effect=errors[where]))
+        began = time.monotonic()
+        try:
+            made.lane(name)
+            told = "no error"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - began
+        failing.close()
+        left = threading.active_count() - threads
+        for again in (Communicator(made.lane("third")), first):  # what was not made is no lane on any rank
+            tensor = again.empty(3)
+            again.all_reduce(tensor.fill_(1))
+            assert tensor.tolist() == [again.world_size] * 3
+        assert [lane.name for lane in made.lanes] == ["first", "third"]
+    return told, took, left

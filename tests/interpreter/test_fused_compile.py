@@ -24,6 +24,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sidelane.device.language import COMPILE_OPTIONS
 from sidelane.ops import (
     dispatch_gemm,
     embedding,
@@ -72,7 +73,7 @@ def made_of(
     ordered = {name: signature[name] for name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
-    return triton.compile(source, target=H200, options={"num_warps": warps})
+    return triton.compile(source, target=H200, options={**COMPILE_OPTIONS, "num_warps": warps})
 
 
 def compiled(

@@ -45,6 +45,26 @@ def test_misuse(pool: RankPool) -> None:
             assert text.startswith(words), texts
 
 
+@pytest.mark.parametrize("where", lanes.FAILURES)
+def test_a_rank_that_cannot_make_its_lane_tells_its_peers(pool: RankPool, where: str) -> None:
+    own = {
+        "name": "ValueError: Session.lane: name (value='first'",
+        "device": "UnavailableError: no device",
+        "executor": "MemoryError: no executor",
+        "memory": "UnavailableError: no memory",
+        "choice": "ValueError: no choice",
+        "path": "RuntimeError: no path",
+        "interrupt": "KeyboardInterrupt",
+    }[where]
+    for rank, (text, took_s, threads) in enumerate(pool.run(lanes.failing_to_make, 3, where)):
+        if rank == 1:
+            assert text.startswith(own), text
+        else:
+            assert text.startswith("PeerError") and "rank 1" in text and own in text, text
+        assert took_s < 5, "they do not wait for the time-out"
+        assert threads == 0
+
+
 def die(group: dist.ProcessGroup) -> list[str]:
     texts = []
     with lanes.session(group, timeout_s=60) as made:

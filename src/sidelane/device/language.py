@@ -8,6 +8,7 @@ function's name does not tell. Then all of this in the module of the function is
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,6 +96,14 @@ _STAND_INS = (_Triton, _Language, Constant, Dtype)
 
 tl: Any = _Language()
 triton: Any = _Triton()
+
+
+COMPILE_OPTIONS: Mapping[str, Any] = types.MappingProxyType({"enable_fp_fusion": True})
+"""Options of Triton with which every kernel is compiled, on every path; a caller's own kernel may get others.
+
+They are never left to Triton: ``a * b + c`` has other bits where the compiler may not contract it to one operation, and
+Triton's default for that depends on its version (3.9 warns that 3.10 changes it) and on the environment.
+"""
 
 
 def real(value: Any) -> Any:

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from sidelane import forks
+from sidelane.device.language import COMPILE_OPTIONS
 
 POLL_S = 1e-3
 """Seconds that a volatile load sleeps first: it polls for a peer, which may need the processor."""
@@ -31,7 +32,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], optio
     if is_interpreted(kernel):
         run_interpreted(kernel, grid, arguments, options)
     else:
-        kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, **{**COMPILE_OPTIONS, **options})
 
 
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from sidelane.collectives.learning.board import LearningBoard
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
-from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
+from sidelane.errors import CommunicatorClosedError, MismatchError, Page, PeerError, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.release import give_back
@@ -206,6 +206,7 @@ class Session:
         self._group = chosen
         self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
+        self._numbers = itertools.count()
         self._closed = False
         self._profile: InForce | None = None
         self.heap: SymmetricHeap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
@@ -233,17 +234,21 @@ class Session:
     def _made(self, name: str | None) -> Lane:
         if self._closed:
             raise CommunicatorClosedError("Session.lane: the session was closed")
-        number = len(self._lanes)
-        if any(lane.name == name for lane in self._lanes):
-            raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
+        number = next(self._numbers)  # before anything can fail on one rank, so that an attempt counts on all of them
         exchange = Exchange(self._group, self.config.timeout_s)
-        if name is not None:
-            exchange(f"lane {name!r}", lambda: None)
+        made: Lane | None = None
         try:
+            if any(lane.name == name for lane in self._lanes):
+                raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
+            if name is not None:
+                exchange(f"lane {name!r}", lambda: None)
             made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
-        except Exception as error:
-            if not isinstance(error, SidelaneError):  # the peers raise a SidelaneError themselves, or are told of it
+            exchange("a lane that is made", lambda: None)  # a lane that any rank lacks is none
+        except BaseException as error:
+            if not isinstance(error, PeerError | MismatchError):  # which all ranks raise
                 exchange.refuse(error)
+            if made is not None:
+                made.close()
             raise
         self._lanes.append(made)
         return made
@@ -346,7 +351,21 @@ class Lane:
         self.pools: int = 0
         config = session.config
         self.control = ControlBlock(exchange)
-        self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)
+        try:
+            self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)
+            try:
+                self._complete(exchange, number)
+            except BaseException:
+                self.backend.close()
+                raise
+        except BaseException as error:  # peers may wait where they look at the control block alone
+            at_fault = error.ranks if isinstance(error, PeerError) else ()
+            self.control.abort(f"rank {session.rank}: {type(error).__name__}: {error}", at_fault)
+            self.control.close()
+            raise
+
+    def _complete(self, exchange: Exchange, number: int) -> None:
+        session, config = self.session, self.session.config
         self.memory = LaneMemory(session.heap, self.backend.memory, number, session.world_size, config.memory_bytes)
         self.arguments = Arguments(session.rank, session.world_size, session.device, session.heap)
         self.profile = session.profile_of(exchange)
@@ -360,7 +379,7 @@ class Lane:
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(
             *(self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks),
-            session.name + (f", {name}" if number else ""),
+            session.name + (f", {self.name}" if number else ""),
         )
         self.control.world_ranks = session.ranks
         self.peers = Peers(session.heap, self.arguments).of

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sidelane.device.language import COMPILE_OPTIONS
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.base import Place, Repetition
 from sidelane.execute.cuda.native import Bound, steps_of
@@ -53,7 +54,7 @@ class CudaKernelCall:
             raise missing("kernels need Triton", "triton", error) from error
         if is_interpreted(call.kernel):
             raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
-        self.program = call
+        self.program = call = dataclasses.replace(call, options={**COMPILE_OPTIONS, **call.options})
         self._executor = executor
         self._packed: _Packed | None = None
         self._by_stream: dict[int, tuple[Bound, ...]] = {}

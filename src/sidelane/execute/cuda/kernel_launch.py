@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane import forks
-from sidelane.device.language import Constant, Kernel, real_constants
+from sidelane.device.language import COMPILE_OPTIONS, Constant, Kernel, real_constants
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
 from sidelane.native.build import is_private, private_cache
@@ -293,7 +293,8 @@ def _place_of(
     if type(function) is not Kernel or folder is None or compiler is None:
         return None
     named = sorted((name, str(value)) for name, value in constants.items())
-    given = (function.__module__, function.__name__, named, warps, stages, target, compiler, _variables())
+    options = sorted(COMPILE_OPTIONS.items())
+    given = (function.__module__, function.__name__, named, warps, stages, options, target, compiler, _variables())
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
 
@@ -373,8 +374,7 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
     source = triton.compiler.ASTSource(function, signature, real_constants(constants))
-    # Given explicitly: Triton 3.10 changes the default, as 3.9 warns, and the bits of a result must not change with it.
-    options = {"num_warps": warps, "enable_fp_fusion": True} | ({} if stages is None else {"num_stages": stages})
+    options = {**COMPILE_OPTIONS, "num_warps": warps} | ({} if stages is None else {"num_stages": stages})
     return triton.compile(source, target=target, options=options)
 
 

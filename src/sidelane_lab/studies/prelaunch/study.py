@@ -168,9 +168,10 @@ class FiredCall:
 
 
 def _launch(address: int, value: int) -> None:
+    from sidelane.device.triton_interpreter import launch
     from sidelane_lab.studies.prelaunch.firing import fire
 
-    fire[(1,)](address, value)
+    launch(fire, (1,), (address, value), {})
 
 
 @functools.cache
