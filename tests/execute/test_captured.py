@@ -62,3 +62,12 @@ def test_a_kernel_says_nothing_while_it_runs_and_is_warned_of_once(caplog: pytes
     gone[0] = True
     assert [memory.look(lambda: 0) for _ in range(3)] == [None] * 3
     assert caplog.messages == ["a kernel: memory was freed with which it was captured: do not replay its graph"]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "under way"])
+def test_flags_of_a_closed_program_are_let_alone(pool: RankPool, when: str) -> None:
+    """Their memory may have another owner by the time at which a failure lets all waits go."""
+    for rank, (errors, alone) in enumerate(pool.run(captured_cases.stores_behind_close, 2, when)):
+        assert len(errors) == 1 and "a failure" in errors[0]
+        if rank == 0 or when != "under way":  # then the other rank's flags get the signals of this one's last call
+            assert alone == [True, True]

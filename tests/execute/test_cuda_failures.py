@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 from cuda_world import world_of
+from fake_driver import Stream
 
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda import release
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.release import LANES
+from sidelane.execute.cuda.release import FLAG_CAPACITY, LANES
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.transform import freeze
@@ -193,3 +198,50 @@ def test_calls_that_end_between_two_looks_have_ended() -> None:
         for executor in world.executors:
             executor.watch.poll(time.monotonic())
         assert world.monitor.ended_calls == [executor.watch.last_epoch for executor in world.executors]
+
+
+def test_flags_that_are_gone_are_not_stored_to() -> None:
+    program = build(define.all_gather([8] * 2), "b2b")
+    with world_of(2) as world:
+        driver, executor = world.drivers[0], world.executors[0]
+        executor.watch.stop()
+        words = [np.zeros(program.flag_count, np.uint32) for _ in range(3)]
+        for each in words:
+            executor.rescue.register(program, 0, Addresses({}, (each.ctypes.data,) * 2))
+        executor.forget_flags([words[0].ctypes.data], words[0])
+        executor.rescue.release(7)
+        executor.forget_flags([words[1].ctypes.data], words[1])
+        words[1][:] = 0
+        executor.rescue.release(7)
+        driver.synchronize()
+        assert [bool(each.any()) for each in words] == [False, False, True]
+
+
+def test_memory_of_flags_is_kept_while_a_store_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = build(define.all_gather([8] * 2), "b2b")
+    monkeypatch.setattr(release, "_LEAVING_S", 0.1)
+    with world_of(2) as world:
+        driver, executor = world.drivers[0], world.executors[0]
+        executor.watch.stop()
+        words, goes_on = np.zeros(program.flag_count, np.uint32), threading.Event()
+        executor.rescue.register(program, 0, Addresses({}, (words.ctypes.data,) * 2))
+        driver.do(executor.rescue._lanes[3], goes_on.wait)
+        executor.rescue.release(7)
+        memory = weakref.ref(owner := Stream(0))
+        executor.forget_flags([words.ctypes.data], owner)
+        del owner
+        assert memory() is not None
+        goes_on.set()
+
+
+def test_programs_that_were_closed_leave_room_for_others() -> None:
+    program = build(define.all_gather([8] * 2), "b2b")
+    with world_of(2) as world:
+        rescue, each = world.executors[0].rescue, FLAG_CAPACITY // 2 // program.flag_count
+        for base in range(0, 4096 * 3 * each, 4096):
+            rescue.register(program, 0, Addresses({}, (base, base)))
+            rescue.forget([base])
+        with pytest.raises(ValueError, match="flags"):
+            for base in range(0, 4096 * 3 * each, 4096):
+                rescue.register(program, 0, Addresses({}, (base, base)))
+        rescue._regions = {}  # there is no such memory

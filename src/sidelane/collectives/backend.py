@@ -272,6 +272,10 @@ class Backend(Protocol):
         """Block the host until every call has finished. Raises the error of a call that failed."""
         ...
 
+    def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
+        """Touch flag memories of this rank no more, whose calls have ended: the caller drops the block around them."""
+        ...
+
     def settle(self) -> None:
         """Return once all stores that torch has submitted so far are in memory."""
         ...

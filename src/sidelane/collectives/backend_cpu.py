@@ -148,6 +148,9 @@ class CpuBackend:
     def note_stream(self) -> None:
         """Do nothing: there are no streams."""
 
+    def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
+        """Do nothing: nobody but a call's own threads touches its flags."""
+
     def settle(self) -> None:
         full_fence()
 

@@ -216,6 +216,9 @@ class CudaBackend:
     def note_stream(self) -> None:
         self._allocating.add(self.place()[0])
 
+    def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
+        self.executor.forget_flags(bases, memory)
+
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 

@@ -304,6 +304,8 @@ class BoundProgram:
                 self._calls.backend.synchronize()
                 if self._work is not None:
                     self._work.wait()
+        rank = self._calls.control.rank
+        self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written = [None, None], None, ()
         self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None

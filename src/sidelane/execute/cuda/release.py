@@ -13,10 +13,12 @@ is abandoned if it does not return.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from sidelane import forks
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, DriverError, SecondContext
 from sidelane.execute.cuda.native import MemoryOps
@@ -54,6 +56,8 @@ class FlagRescue:
         self._reads_on: int | None = None  # the lane that it is busy with
         # By address of a flag memory of this rank: number of flags, and the values of waits for equality.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
+        self._has_released = False
+        self._submitting = forks.lock()  # held while stores are submitted: no region is forgotten meanwhile
 
     def register(self, program: Program, rank: int, addresses: Addresses) -> None:
         """Remember the flags that ``rank`` waits for in ``program``.
@@ -77,6 +81,29 @@ class FlagRescue:
         """Remember a word of this rank for which streams wait until it reaches an epoch, like a flag."""
         self._regions[address] = (1, {})
 
+    def forget(self, bases: Sequence[int]) -> bool:
+        """Store to these flag memories no more: they are about to be freed. Their streams must have passed all waits.
+
+        Returns:
+            True; False if a store is under way and does not come to its end, so that the memory must not be freed.
+        """
+        deadline = time.monotonic() + _LEAVING_S
+        if not self._submitting.acquire(timeout=_LEAVING_S):  # by a thread that hangs in the driver
+            return False
+        try:
+            for base in bases:
+                self._regions.pop(base, None)
+            if not self._has_released:  # and nothing is asked of streams, while one may be captured
+                return True
+            ends: list[Callable[[], bool]] = [functools.partial(self._driver.is_idle, lane) for lane in self._lanes]
+            if self._second is not None:
+                ends.append(self._second.is_idle)
+            return all(_becomes(end, deadline) for end in ends)
+        except DriverError:
+            return False
+        finally:
+            self._submitting.release()
+
     def release(self, epoch: int) -> None:
         """Write to every flag a value that fulfils its waits: far beyond ``epoch``, or the value of a frozen wait.
 
@@ -85,7 +112,11 @@ class FlagRescue:
         Raises:
             DriverError: no lane works, and there is no memory for a second context.
         """
-        batches = self._batches((epoch + RELEASE_STEP) & WORD_MASK)
+        with self._submitting:
+            self._has_released = True
+            self._release(self._batches((epoch + RELEASE_STEP) & WORD_MASK))
+
+    def _release(self, batches: Sequence[MemoryOps]) -> None:
         if self._second is None:
             lanes = [lane for lane in self._lanes if lane != self._reads_on and self._driver.is_idle(lane)]
             for lane in lanes:
@@ -132,7 +163,8 @@ class FlagRescue:
         return {}
 
     def close(self) -> None:
-        """Destroy the streams. Their submitted work still completes."""
+        """Destroy the streams, and store nothing more. Their submitted work still completes."""
+        self._regions = {}
         if self._reader is not None:
             self._reader.join(_LEAVING_S)
         for lane in self._lanes:
@@ -166,9 +198,12 @@ class FlagRescue:
         return self._becomes_idle(lane, _READ_PATIENCE_S)
 
     def _becomes_idle(self, lane: int, patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
-        while not self._driver.is_idle(lane):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-4)
-        return True
+        return _becomes(functools.partial(self._driver.is_idle, lane), time.monotonic() + patience_s)
+
+
+def _becomes(is_true: Callable[[], bool], deadline: float) -> bool:
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True

@@ -180,6 +180,7 @@ class CudaSite:
         self._streams: list[int] = []
         self._sides: list[int] = []
         self._held: int | None = None
+        self._never_freed: list[object] = []
         self._launch_graphs: weakref.WeakSet[ExecutableGraph] = weakref.WeakSet()
         with self.driver.current():
             words = self._words = self.driver.host_words(HOST_WORDS)
@@ -338,6 +339,31 @@ class CudaSite:
         """
         last = None if frozen else self.kernel_stream
         return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
+
+    def forget_flags(self, bases: Sequence[int], memory: object) -> None:
+        """Let the watch store to flag memories of this rank no more, since ``memory``, in which they lie, is dropped.
+
+        After a failure, streams first pass the waits that the watch releases. If they do not, or if a store may still
+        come, this object keeps the memory.
+        """
+        if self.closed:  # the thread has ended, or streams are stuck, and then nothing is freed
+            return
+        with self.driver.current(), self.driver.relaxed_capture():
+            if not self._has_drained() or not self.rescue.forget(bases):
+                self._never_freed.append(memory)
+
+    def _has_drained(self) -> bool:
+        """Return True if no stream waits for a flag any more, after a failure once the watch has released them."""
+        if self.watch.failure is None:
+            return True
+        if self not in _stuck:
+            self.drain()
+        deadline = time.monotonic() + _DRAIN_S
+        while self not in _stuck and not self.watch.finished(self.watch.last_epoch):  # on streams of callers, too
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return self not in _stuck
 
     def check_usable(self, method: str) -> None:
         self.check_open(method)
