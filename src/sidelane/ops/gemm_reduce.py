@@ -22,12 +22,14 @@ from typing import cast
 import torch
 
 from sidelane.choice.fused import SPLIT, UNFUSED
+from sidelane.config import COMPUTE, NOTHING
 from sidelane.ops import unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
+from sidelane.program.shape import Beside
 from sidelane.session import Communicator, Work
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
@@ -87,7 +89,8 @@ class SplitGemmAllReduce:
         with torch.no_grad(), self._in_turn:
             for part in row_parts(x.shape[0], pieces):
                 computed = torch.mm(x[part], transposed, out=self._values[part])
-                works.append(self.comm.all_reduce(computed, async_op=True, beside="compute"))
+                beside: Beside = NOTHING if part.stop == x.shape[0] else COMPUTE
+                works.append(self.comm.all_reduce(computed, async_op=True, beside=beside))
             for work in works:
                 cast("Work", work).wait()
             return self._values
