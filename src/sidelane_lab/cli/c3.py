@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 
 STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)
-NAMES = "nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, dma_left, dma_in_place, sm"
+NAMES = (
+    "nccl, nccl_ctas (NCCL with fewer CTAs), nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
+    "gloo, dma (Sidelane on copy engines), dma_left (without own parts), dma_in_place, sm (Sidelane's kernels)"
+)
 """Implementations that run next to a GEMM."""
 
 Key = tuple[object, ...]
@@ -144,12 +147,18 @@ class PairOptions(StudyOptions):
 class C3Options(PairOptions):
     """Run a GEMM next to a collective, under every strategy.
 
-    PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
-    GEMM with each size. --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
+    PAIRS are written as the ConCCL paper does: cb1_896M is its compute-bound GEMM 1 next to 896 MiB, mb2_3.25G its
+    memory-bound GEMM 2, and 4096x4096x4096_64M any other. --gemm and --bytes give the same, each GEMM with each size.
+    --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
 
     With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
     --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
     whole study with --version, --json and --report.
+
+    Strategies: conccl is Sidelane on copy engines, nccl_ce NCCL on copy engines. c3_ begins those of the library's
+    kernels, sm_ those of Sidelane's, cta_ those of fewer CTAs; behind it, base launches the GEMM first, sp the
+    collective first, rp gives it compute units of its own, target asks the GEMM to leave some. docs/guide/overlap.md
+    has all.
     """
 
     study = "c3"

@@ -38,8 +38,9 @@ class FsdpOptions(StudyOptions):
     implementations: tuple[str, ...] = names(
         "--implementations",
         (),
-        "Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
-        "compute_only_straight.",
+        "Measure only these, next to nccl (gloo): nccl_ce (NCCL gathers on copy engines), sidelane_ag (Sidelane "
+        "gathers, NCCL reduces), sidelane, sidelane_copies (parameters copied out of buffers), compute_only (no byte "
+        "moves), compute_only_straight (nor is copied).",
         shown="all that this machine has",
     )
     reduce_dtype: str = word("--reduce-dtype", REDUCE_DTYPES, "bfloat16", "In which gradients are added.", group=HOW)

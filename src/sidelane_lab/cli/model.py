@@ -89,6 +89,8 @@ def claims(
             if wrong := [name for name in ("version", "report", "ranges") if given(name)]:
                 raise ValueError(f"--{wrong[0]} does not go with --measured (allowed=--machine, --results, --json)")
             where = results / machine if given("machine") else results
+            if not where.exists():
+                raise ValueError(f"--results (value={str(where)!r}, allowed=a result file, or results/ of a checkout)")
             loaded("papers.claim_measurements").show_measured((where,), json)
             return
         command = loaded("papers.command")

@@ -246,7 +246,14 @@ def places() -> Any:
     return either("--place", PLACES, "Calls in place, out of place, or both.")
 
 
-def implementations(known: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> Any:
+IMPLEMENTATIONS = (
+    "nccl, nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), gloo, dma (Sidelane on copy "
+    "engines), sm (Sidelane's kernels), auto (what Sidelane chooses)"
+)
+"""Names of what is compared in most studies, with what each is."""
+
+
+def implementations(known: str = IMPLEMENTATIONS) -> Any:
     """Declare what is compared; ``known``: the names."""
     return names("--implementations", (), f"Measure only these: {known}.", shown="all that this machine has")
 
