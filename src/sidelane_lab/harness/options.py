@@ -312,7 +312,7 @@ def size_span(gpus: tuple[str, str], cpus: tuple[str, str] | None = None) -> Any
         return (
             size("--min-bytes", show_default=shown[0], help="Smallest size, such as 64K."),
             size("--max-bytes", show_default=shown[1], help="Largest size, such as 1.2G."),
-            factor("--factor", help="Each size over the one before it."),
+            factor("--factor", help="Ratio of a size to the one before it."),
         )
 
     def read(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
