@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -207,6 +208,6 @@ def test_an_unknown_command_says_where_to_read() -> None:
 def test_implementations_in_the_help_are_those_that_are_known(name: str, beside: bool) -> None:
     option = next(one for one in command(name).params if "--implementations" in one.opts)
     assert isinstance(option, click.Option) and option.help is not None
-    said = option.help.removeprefix("Measure only these: ").removesuffix(".").split(", ")
+    said = re.sub(r" \([^)]*\)", "", option.help).removeprefix("Measure only these: ").removesuffix(".").split(", ")
     known = {one for kind in ("cpu", "cuda") for one in implementations(kind, with_auto=beside, with_others=beside)}
     assert set(said) == known and len(said) == len(known)

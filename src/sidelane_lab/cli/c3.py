@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 
 STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)
-NAMES = "nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, dma_left, dma_in_place, sm"
+NAMES = (
+    "nccl, nccl_ctas (NCCL with fewer CTAs), nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
+    "gloo, dma (Sidelane on copy engines), dma_left (without own parts), dma_in_place, sm (Sidelane's kernels)"
+)
 """Implementations that run next to a GEMM."""
 
 Key = tuple[object, ...]
@@ -67,7 +70,7 @@ def _workloads() -> Any:
         kernels = ", ".join(MEMORY_KERNELS)
         gemms = f"{', '.join(TABLE_I)} (paper's Table I), m,n,k, or {kernels} (which read a lot). May be repeated."
         sizes = (
-            "Of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
+            "Bytes of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
             "--full-size."
         )
         return (
@@ -144,12 +147,18 @@ class PairOptions(StudyOptions):
 class C3Options(PairOptions):
     """Run a GEMM next to a collective, under every strategy.
 
-    PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
-    GEMM with each size. --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
+    PAIRS are written as the ConCCL paper does: cb1_896M is its compute-bound GEMM 1 next to 896 MiB, mb2_3.25G its
+    memory-bound GEMM 2, and 4096x4096x4096_64M any other. --gemm and --bytes give the same, each GEMM with each size.
+    --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
 
     With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
     --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
     whole study with --version, --json and --report.
+
+    Strategies: conccl is Sidelane on copy engines, nccl_ce NCCL on copy engines. c3_ begins those of the library's
+    kernels, sm_ those of Sidelane's, cta_ those of fewer CTAs; behind it, base launches the GEMM first, sp the
+    collective first, rp gives it compute units of its own, target asks the GEMM to leave some. docs/guide/overlap.md
+    has all.
     """
 
     study = "c3"
@@ -175,11 +184,13 @@ class C3Options(PairOptions):
         show_default="all",
     )
     # auto is what a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
-    variants: tuple[str, ...] = names("--variants", ("auto",), "Of Sidelane's collectives; the best is reported.")
+    variants: tuple[str, ...] = names(
+        "--variants", ("auto",), "Variants of Sidelane's collectives; the best is reported."
+    )
     isolated: Path | None = option(
         "--isolated",
         None,
-        "Of `sidelane tune --study c3`: what the partition heuristic goes by.",
+        "File of `sidelane tune --study c3`, by which the partition heuristic chooses.",
         group=HOW,
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
@@ -202,7 +213,10 @@ class C3Options(PairOptions):
         callback=reasons,
     )
     third: bool = option(
-        "--third", False, "Next to a third kernel, too, in each order of launches. Measured pairs.", is_flag=True
+        "--third",
+        False,
+        "Also run each pair next to a third kernel, in each order of launches. Measured pairs.",
+        is_flag=True,
     )
     energy_s: float | None = option(
         "--energy",
@@ -243,7 +257,7 @@ class OccupancyOptions(PairOptions):
     shapes: tuple[str, ...] = option(
         "--tile",
         TILES,
-        "Of the GEMM, with --study occupancy.",
+        "Tile of the GEMM, with --study occupancy.",
         convert=lambda chosen: chosen or TILES,
         allowed=TILES,
         some=True,
@@ -254,11 +268,11 @@ class OccupancyOptions(PairOptions):
     blocks: tuple[int, ...] = option(
         "--blocks",
         (),
-        "Of the GEMM's grid, with --study occupancy; 0: one for each tile. May be repeated.",
+        "Thread blocks of the GEMM's grid, with --study occupancy; 0: one for each tile. May be repeated.",
         multiple=True,
         type=click.IntRange(min=0),
     )
-    iterations: int = count("--iterations", 6, "Of a pipeline, with --study occupancy.", least=2, group=WHAT)
+    iterations: int = count("--iterations", 6, "Iterations of a pipeline, with --study occupancy.", least=2, group=WHAT)
     in_order: bool = option(
         "--in-order", False, "GEMMs of a pipeline follow each other, with --study occupancy.", is_flag=True
     )
@@ -283,8 +297,8 @@ class HeuristicsOptions(C3Options):
 
     results: Path | None = file_read(
         "--results",
-        "Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against the "
-        "predictions of --machine.",
+        "File of `sidelane c3 --json`, which --study heuristics judges instead of measuring, or which is compared with "
+        "the predictions of --machine.",
     )
     machine: str | None = shared(machine_option, None)
 

@@ -62,11 +62,11 @@ class CollectiveOptions(StudyOptions):
         "Spread each size over a list of that many tensors: in one call, and in a call each.",
         group=WHAT,
     )
-    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
     variants: tuple[str, ...] = names(
         "--variants",
         (),
-        "Of Sidelane's: pcpy, bcst, swap, b2b, ... (with +prelaunch: armed and fired in the time).",
+        "Variants of Sidelane's: pcpy, bcst, swap, b2b, ... (with +prelaunch: armed and fired in the time).",
         shown="all",
     )
     launches: tuple[str, ...] = launches()

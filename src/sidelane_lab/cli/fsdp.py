@@ -30,24 +30,27 @@ class FsdpOptions(StudyOptions):
     )
 
     cases: tuple[str, ...] = names(
-        "--cases", DEFAULT, "Model, and sequences x tokens of a rank.", metavar="CASE,...", some=True
+        "--cases", DEFAULT, "Models, with sequences x tokens of a rank.", metavar="CASE,...", some=True
     )
     layers: int | None = option(
-        "--layers", None, "Of each model.", type=click.IntRange(min=1), show_default="10 of 8b, 4 of 70b"
+        "--layers", None, "Layers of each model.", type=click.IntRange(min=1), show_default="10 of 8b, 4 of 70b"
     )
     implementations: tuple[str, ...] = names(
         "--implementations",
         (),
-        "Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
-        "compute_only_straight.",
+        "Measure only these, next to nccl (gloo): nccl_ce (NCCL gathers on copy engines), sidelane_ag (Sidelane "
+        "gathers, NCCL reduces), sidelane, sidelane_copies (parameters copied out of buffers), compute_only (no byte "
+        "moves), compute_only_straight (nor is copied).",
         shown="all that this machine has",
     )
-    reduce_dtype: str = word("--reduce-dtype", REDUCE_DTYPES, "bfloat16", "In which gradients are added.", group=HOW)
-    optimizer: bool = option("--optimizer", False, "Steps end with the optimizer's.", group=HOW, is_flag=True)
+    reduce_dtype: str = word(
+        "--reduce-dtype", REDUCE_DTYPES, "bfloat16", "Type in which gradients are added.", group=HOW
+    )
+    optimizer: bool = option("--optimizer", False, "End each step with the optimizer, AdamW.", group=HOW, is_flag=True)
     profile: bool = option(
         "--profile",
         False,
-        "Look into one step of each; what is timed later is slower: best with one case.",
+        "Profile one step of each implementation; later times are longer, so use it with one case.",
         group=HOW,
         is_flag=True,
     )

@@ -20,7 +20,7 @@ class GemmOptions(StudyOptions):
         ("sidelane gemms --device cpu --models llama-8b", "those of one model, divided to suit a CPU core"),
     )
 
-    models: tuple[str, ...] = names("--models", (), "Whose layers.", shown="all")
+    models: tuple[str, ...] = names("--models", (), "Models whose GEMMs are timed.", shown="all")
     warmup: int = count("--warmup", 2, "Samples before the measured.", 0)
     repeats: int = count("--repeats", 9, "Measured samples.")
 

@@ -89,6 +89,8 @@ def claims(
             if wrong := [name for name in ("version", "report", "ranges") if given(name)]:
                 raise ValueError(f"--{wrong[0]} does not go with --measured (allowed=--machine, --results, --json)")
             where = results / machine if given("machine") else results
+            if not where.exists():
+                raise ValueError(f"--results (value={str(where)!r}, allowed=a result file, or results/ of a checkout)")
             loaded("papers.claim_measurements").show_measured((where,), json)
             return
         command = loaded("papers.command")
@@ -202,17 +204,17 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     show_default="the machine's",
     help="So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two.",
 )
-@what("--model", required=True, type=NameChoice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
-@what("--fsdp", is_flag=True, help="On several nodes: shards over all ranks alone, not also HSDP.")
+@what("--model", required=True, type=NameChoice((*SHORT, *PLANNED, DLRM)), help="Model whose layers are trained.")
+@what("--fsdp", is_flag=True, help="On several nodes: only shards over all ranks, no HSDP.")
 @what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
-@what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
+@what("--sequence", type=int, default=4096, help="Length of a sequence in tokens.")
 @what(
     "--recompute/--no-recompute",
     default=None,
     show_default="where the step would not fit",
-    help="Keep the inputs of layers alone, and compute layers again in the backward pass.",
+    help="Keep only the inputs of layers, and compute layers again in the backward pass.",
 )
-@what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")
+@what("--layers", type=int, default=None, show_default="the model's", help="Number of layers.")
 @json_option
 @report_option
 def plan(

@@ -77,7 +77,7 @@ def _checked(context: click.Context, option: click.Parameter, value: int) -> Non
 @click.argument("collective", type=NameChoice(list(COLLECTIVES)))
 @what("-b", "--minbytes", callback=size, default="32M", metavar="SIZE", help="Smallest size, such as 64K.")
 @what("-e", "--maxbytes", callback=size, default="32M", metavar="SIZE", help="Largest size.")
-@what("-f", "--stepfactor", type=click.IntRange(2), metavar="N", help="Each size over the one before it.")
+@what("-f", "--stepfactor", type=click.IntRange(2), metavar="N", help="Ratio of a size to the one before it.")
 @what("-i", "--stepbytes", callback=size, metavar="SIZE", help="Each size less the one before it; 1M without -f.")
 @what("-d", "--datatype", type=click.Choice(list(DTYPES)), default="float", help="Type of the elements.")
 @what("-G", "--cudagraph", type=click.IntRange(0), default=0, metavar="N", help="Calls in a CUDA graph if N is not 0.")

@@ -63,11 +63,11 @@ class TuneOptions(CollectiveOptions):
     collectives: tuple[Kind, ...] = kinds(
         tuple(map(Kind, KINDS)), KINDS, "May be repeated. A profile keeps what it had of the others.", every=ALL
     )
-    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
     quick: bool = option(
         *("--quick", False, "Wide steps between the sizes, few rounds: half a minute on GPUs."), group=HOW, is_flag=True
     )
-    budget_s: float | None = option("--seconds", None, "For measuring; what is left out is said.", **SECONDS)
+    budget_s: float | None = option("--seconds", None, "Time for measuring; what is left out is named.", **SECONDS)
     output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
     # These are no options of the command: a profile needs them all.
     sizes: tuple[int, ...] = ()
@@ -106,9 +106,9 @@ class IsolatedOptions(StudyOptions):
     fresh: bool = option(
         *("--fresh", False, "With --study c3: measure again what the file has."), group=HOW, is_flag=True
     )
-    budget_s: float | None = option("--seconds", None, "For measuring; what is left out is said.", **SECONDS)
+    budget_s: float | None = option("--seconds", None, "Time for measuring; what is left out is named.", **SECONDS)
     output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
-    dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "Of the elements.")
+    dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "Type of the elements.")
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
     full_size: bool = False
     warmup: int = 2
@@ -174,7 +174,8 @@ class ExplainOptions(CommandOptions):
     """Show what `auto` takes for a call, why, and what would be submitted.
 
     The first line is the answer: the implementation (dma: copy engines, sm: kernels), the time that it is expected to
-    take, the next one, and whether Sidelane has run on such a machine. What led to it follows.
+    take, the next one, and whether Sidelane has run on such a machine. A second line says so where the vendor's library
+    is predicted to be faster. What led to the answer follows.
 
     COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
     size of an all_gather and the local buffer of the others: 64K, 1.2G.
@@ -217,10 +218,10 @@ class ExplainOptions(CommandOptions):
     )
     beside: str = word("--beside", BESIDE, NOTHING, "What runs next to it.")
     beside_us: float | None = option(
-        *("--beside-us", None, "Instead: what a computation next to it takes."),
+        *("--beside-us", None, "Microseconds of a computation next to it, instead of --beside."),
         type=click.FloatRange(min=0, min_open=True),
     )
-    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
     packets: bool = option(
         *("--packets", False, "With --machine mi300x8: the packets of its copy engines. Never run on AMD hardware."),
         is_flag=True,
@@ -232,7 +233,7 @@ class ExplainOptions(CommandOptions):
         *("--commands", False, "Also list the commands that a rank would submit."), group=OUTPUT, is_flag=True
     )
     world_size: int | None = option(
-        *("--world-size", None, "Ranks."),
+        *("--world-size", None, "Number of ranks."),
         group=WHERE,
         type=click.IntRange(min=1),
         show_default="as measured, or those of this machine",

@@ -98,5 +98,5 @@ def mappable(device_type: str) -> tuple[str, ...]:
     """Which ordinary tensors peers can map."""
     if not device_type:  # a machine that nobody has run on
         return ()
-    which = "those in shared memory" if device_type == CPU else "those of cudaMalloc and torch's allocator"
-    return (f"mapped are {which}, if they are so on all ranks: Communicator.reach says it of a tensor",)
+    where = "in shared memory" if device_type == CPU else "from cudaMalloc or torch's allocator"
+    return (f"peers can map tensors {where}, if those of all ranks are; Communicator.reach(tensor) says it of one",)

@@ -246,7 +246,14 @@ def places() -> Any:
     return either("--place", PLACES, "Calls in place, out of place, or both.")
 
 
-def implementations(known: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> Any:
+IMPLEMENTATIONS = (
+    "nccl, nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), gloo, dma (Sidelane on copy "
+    "engines), sm (Sidelane's kernels), auto (what Sidelane chooses)"
+)
+"""Names of what is compared in most studies, with what each is."""
+
+
+def implementations(known: str = IMPLEMENTATIONS) -> Any:
     """Declare what is compared; ``known``: the names."""
     return names("--implementations", (), f"Measure only these: {known}.", shown="all that this machine has")
 
@@ -305,7 +312,7 @@ def size_span(gpus: tuple[str, str], cpus: tuple[str, str] | None = None) -> Any
         return (
             size("--min-bytes", show_default=shown[0], help="Smallest size, such as 64K."),
             size("--max-bytes", show_default=shown[1], help="Largest size, such as 1.2G."),
-            factor("--factor", help="Each size over the one before it."),
+            factor("--factor", help="Ratio of a size to the one before it."),
         )
 
     def read(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -299,6 +299,7 @@ def fused_tables(machine: Machine, found: Sequence[PredictedOperator]) -> list[T
             lines.append(Line(cells))
         notes: tuple[str, ...] = (
             "engines: unfused, the collective on copy engines; parts: carried by them, the best of 1, 2 and 4 a peer",
+            "fused: results for other ranks come first; oblivious: they come in the order of the ranks",
             "lower: the fused time next to both unfused ones together, percent",
             "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
         )
