@@ -49,6 +49,27 @@ def test_prelaunched_calls_are_read_from_their_trigger_on(tmp_path: Path) -> Non
     assert readings.behind(Kind.ALL_GATHER, ("pcpy+prelaunch",), [2 << 20]) == pytest.approx(0.5)
 
 
+def test_the_best_of_all_variants_is_read_where_some_are_prelaunched(tmp_path: Path) -> None:
+    usual = {"collective": "all_gather", "in_place": False, "correct": True, "launch": "graph", "bytes": 1 << 30}
+    rows = [
+        {**usual, "implementation": "nccl", "variant": "", "time_us": 20.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "time_us": 30.0},
+    ]
+    write(tmp_path / "one" / "collectives.json", "collectives", rows)
+    write(tmp_path / "two" / "collectives.json", "collectives", rows, machine="there")
+    fired = {
+        **usual,
+        "implementation": "dma",
+        "variant": "pcpy",
+        "trigger": "kernel",
+        "launch": "eager",
+        "time_us": 9.0,
+    }
+    write(tmp_path / "two" / "prelaunch.json", "prelaunch", [*rows, fired], machine="there")
+    found = {one.machine: one.value for one in measure_claim("DM-T1-4", [tmp_path])}
+    assert found == {"there": "pcpy+prelaunch at 1 of 1 sizes", "here": "pcpy at 1 of 1 sizes"}
+
+
 def test_no_reading_lacks_its_rows_in_our_files() -> None:
     measured = {claim_id for claim_id in READINGS if measure_claim(claim_id, [RESULTS])}
     there = {path.name for path in RESULTS.glob("*/*.json")}

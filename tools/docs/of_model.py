@@ -11,6 +11,7 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import MODELS, Step, parts_us
 from sidelane_lab.model.training import compute_us, sustained
+from sidelane_lab.papers.claim_measurements import CLASSES, files_of
 from sidelane_lab.papers.measurements import BETWEEN_NODES
 from sidelane_lab.papers.results import STEPS as STEP_JUDGE
 from sidelane_lab.papers.row_predictions import FLOORS
@@ -63,6 +64,7 @@ def step_parts(machine: str) -> Cells:
 
 
 MEASURED_BY = {
+    CLASSES: "c3 --pairs-by-class",
     "collectives": "collective",
     "isolated": "tune --study c3",
     "occupancy": "c3 --study occupancy",
@@ -75,8 +77,9 @@ def paper_figures() -> Cells:
     """Figures and tables of the papers: the command of each, who predicts it and who measures it."""
     cells = [["command", "what it shows", "predicted for", "measured by", "what is missing"]]
     for one in COMPARISONS.values():
-        by = [MEASURED_BY.get(study, study) for study in (one.fuller, one.study) if study]
-        lacking = (one.missing.get(PREDICTED, ""), one.missing.get(MEASURED, ""), one.lacking)
+        by = [MEASURED_BY.get(study, study) for study in (one.fuller, one.study, one.further) if study]
+        fuller = files_of(one.fuller, [RESULTS]) if one.fuller else []
+        lacking = (one.missing.get(PREDICTED, ""), one.missing.get(MEASURED, ""), "" if fuller else one.lacking)
         machine = f"`{one.machine}`" if one.machine else "A40, A100, H100, MI250X"
         measured = ", ".join(f"`sidelane {command}`" for command in by if command)
         cells.append(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from docs.measured import (
     AUTO,
     EAGER,
+    EXCHANGE,
     GATHER,
     GIB,
     GRAPH,
@@ -16,15 +17,20 @@ from docs.measured import (
     MIB,
     NCCL,
     OUT,
+    RESULTS,
     Cells,
     Where,
     best,
+    geometric_mean,
     ratio,
     rows_of,
     short,
     size,
+    two,
     whole,
 )
+from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.measurements import PairReadings, read_results
 
 
 def one_handshake() -> Cells:
@@ -129,6 +135,61 @@ def c3(machine: str, strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce",
         cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", kind_of_pair])
         cells[-1] += [f"**{one}**" if one == most else one for one in shown]
     return cells
+
+
+def prelaunched(machine: str) -> Cells:
+    """Return microseconds from what begins a collective until its end."""
+    rows = rows_of(f"{machine}/prelaunch.json")
+    straight = {"variant": ("pcpy", "bcst", "b2b"), **OUT}
+    ways = {
+        "call in a graph": {**GRAPH, "trigger": "call"},
+        "by the stream": {"trigger": "stream"},
+        "by a kernel": {"trigger": "kernel"},
+        "by the host": {"trigger": "host"},
+    }
+    cells = [["", "NCCL in a graph", *ways]]
+    for kind, words, engines, sizes in (
+        (GATHER, "", straight, (KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)),
+        (EXCHANGE, "", straight, (KIB, MIB, 16 * MIB, 64 * MIB)),
+        (EXCHANGE, " by swaps, in place", {"variant": "swap"}, (KIB, MIB, 16 * MIB, 64 * MIB)),
+    ):
+        for nbytes in sizes:
+            where = {"collective": kind, "bytes": nbytes}
+            line = [f"{LABELS[kind]}{words}, {size(nbytes)}"]
+            line.append("" if words else short(best(rows, {**where, "implementation": "nccl", **GRAPH, **OUT})))
+            found = [best(rows, {**where, "implementation": "dma", **engines, **way}) for way in ways.values()]
+            cells.append(line + [short(one) for one in found])
+    return cells
+
+
+def fewer_units(machine: str) -> Cells:
+    """Return what copy engines reach beside memory-bound computations that have all SMs, and fewer."""
+    file = read_results(RESULTS / machine / "c3-classes.json")
+    assert file is not None
+    readings = PairReadings.of(file).part(bound="memory")
+    counts = ("8", "16", "32", "64")
+    cells = [["computation", "pairs", "`conccl`", "`conccl_rp`", *(f"{count} SMs fewer" for count in counts)]]
+    words = {
+        "64x57344x8192": "GEMM, 64 rows: 64 x 57344 x 8192",
+        "128x16384x53248": "GEMM, 128 rows: 128 x 16384 x 53248",
+        "bag": "embedding bags, 65,536 of 64 rows",
+        "attend": "attention, 2,048 queries with 2,048 keys each",
+        "add": "addition, 65536 x 8192",
+    }
+    parts = {
+        name: {pair: found for pair, found in readings.rows.items() if pair[0] == gemm} for gemm, name in words.items()
+    }
+    for name, rows in {**parts, "all of these": readings.rows}.items():
+        part = PairReadings(rows)
+        slower: dict[str, list[float]] = {count: [] for count in counts}
+        for found in rows.values():
+            for swept in found["conccl_rp"]["sweep"].split(", "):
+                count, time_us = swept.split()
+                slower[count].append(float(time_us) / found["conccl"]["time_us"])
+        percents = [whole(part.percent(strategy)) for strategy in ("conccl", "conccl_rp")]
+        cells.append([name, str(len(rows)), *percents, *(two(geometric_mean(slower[count])) for count in counts)])
+    paper = [whole(published()[claim]["value"]) for claim in ("CC-03", "CC-05")]
+    return [*cells, ["MI300X, published, GEMMs of both bounds", "30", *paper, *("" for _ in counts)]]
 
 
 def simulator() -> Cells:

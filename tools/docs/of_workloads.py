@@ -150,3 +150,16 @@ def errors(machine: str) -> Cells:
         shown = f"{medians[0]:.1f}%", f"{medians[1]:.0f}%", f"{worst:+.1f}%"
         cells.append([f"{workload}, parts" if is_part else workload, way, str(len(of_step)), *shown, size])
     return cells
+
+
+def exposed_by_halves(machine: str) -> Cells:
+    """Milliseconds of a step that communication adds, with the whole batch and with two halves that take turns."""
+    ways = {"nccl": "NCCL", "nccl, halves": "NCCL, halves", "copies": "Sidelane", "copies, halves": "Sidelane, halves"}
+    cells = [["tokens of a batch", "", *ways.values(), "Sidelane, halves, predicted"]]
+    rows = _rows(machine, "mlp")
+    for size in _whole_sizes(rows):
+        for launch in ("graph", "eager"):
+            there = _by_way(rows, size, launch)
+            times = [_ms(there[way]["exposed_ms"]) for way in ways]
+            cells.append([size.replace(" tokens", ""), launch, *times, _ms(there["copies, halves"]["predicted_ms"])])
+    return cells

@@ -79,11 +79,13 @@ class ClaimReading:
         study: whose file has it, a key of ``FILES``.
         read: the value, in the claim's form and unit.
         differs: what is not as in the paper, in a few words, besides the machine.
+        fuller: key of a file that is read instead on machines that have it; "" none.
     """
 
     study: str
     read: Callable[[ResultFile], Any]
     differs: str = ""
+    fuller: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def measure_claim(claim_id: str, sources: Sequence[Path]) -> list[MeasuredClaim]
     if reading is None:
         return []
     found = []
-    for file in files_of(reading.study, sources):
+    fuller = files_of(reading.fuller, sources) if reading.fuller else []
+    machines = {file.machine for file in fuller}
+    for file in [*fuller, *(file for file in files_of(reading.study, sources) if file.machine not in machines)]:
         value = read_value(reading, file)
         if value is not None:
             ratio = ratio_of(published()[claim_id]["value"], value)
@@ -194,7 +198,9 @@ def show_measured(
         lines = [f"published {value_text(claim['value'])} ({claim['unit']})" + (f"; {why}" if why else "")]
         for one in found:
             ratio = "" if one.ratio is None else f", {one.ratio:g} of the published"
-            lines.append(f"measured {value_text(one.value)} on {one.where}{ratio}")
+            file = Path(one.path).name
+            other = f" ({file})" if reading is not None and file != FILES[reading.study] else ""
+            lines.append(f"measured {value_text(one.value)} on {one.where}{other}{ratio}")
         if found and reading is not None and reading.differs:
             lines.append(f"but {reading.differs}")
         for line in lines:
@@ -226,6 +232,14 @@ def _collectives(read: Callable[[CollectiveReadings], Any], differs: str = "") -
 def _prelaunched(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
     words = "both in time from what begins the call, the one that is not prelaunched in a graph"
     return ClaimReading("prelaunch", lambda file: read(CollectiveReadings(file)), words)
+
+
+def _final(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
+    """Return a reading of the best of all variants, of which some files have no prelaunched ones."""
+    words = (
+        "prelaunch.json has single calls between events, collectives.json graphs of many calls and nothing prelaunched"
+    )
+    return ClaimReading("collectives", lambda file: read(CollectiveReadings(file)), words, "prelaunch")
 
 
 def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
@@ -369,7 +383,12 @@ def _pcpy_behind_up_to(readings: CollectiveReadings) -> float:
 
 
 def _best_behind(readings: CollectiveReadings, kind: Kind, low: int, high: int) -> float:
-    return readings.behind(kind, PUBLISHED_VARIANTS[kind], readings.sizes(kind, low, high))
+    return readings.behind(kind, _all_variants(kind), readings.sizes(kind, low, high))
+
+
+def _all_variants(kind: Kind) -> list[str]:
+    """Return the paper's variants, and the same prelaunched."""
+    return [variant + ahead for ahead in ("", PRELAUNCHED) for variant in PUBLISHED_VARIANTS[kind]]
 
 
 def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
@@ -379,10 +398,9 @@ def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
 
     def read(readings: CollectiveReadings) -> str:
         sizes = readings.sizes(kind, low, (high or 1 << 62) - 1)
-        found = Counter(readings.best(kind, PUBLISHED_VARIANTS[kind], n) for n in sizes)
-        return (
-            ", ".join(f"{name} at {count} of {len(sizes)} sizes" for name, count in found.most_common()) or _nothing()
-        )
+        found = Counter(readings.best(kind, _all_variants(kind), n) for n in sizes)
+        words = ", ".join(f"{name} at {count} of {len(sizes)} sizes" for name, count in found.most_common())
+        return words or _nothing()
 
     return read
 
@@ -497,7 +515,6 @@ def _last_two(curve: list[float]) -> list[float]:
 
 SMALL, LARGE = 32 * MB_BYTES - 1, 32 * MB_BYTES + 1
 BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
-UNPRELAUNCHED = "no variant of this file is prelaunched"
 COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
 ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
 STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
@@ -593,38 +610,28 @@ READINGS: dict[str, ClaimReading] = {
     ),
     "DM-BB-04": _collectives(_pcpy_behind_up_to, "behind by 2% and more; 4096 is the largest size"),
     "DM-BB-05": _collectives(lambda c: _both(lambda k: _best_behind(c, k, 0, SMALL))),
-    "DM-FIN-01": _collectives(lambda c: _both(lambda k: relative_text(_best_behind(c, k, 0, SMALL))), UNPRELAUNCHED),
-    "DM-FIN-02": _collectives(
-        lambda c: 100 * (1 / geomean(_best_behind(c, k, 32 * MB_BYTES, GB) for k in (AG, AA)) - 1), UNPRELAUNCHED
+    "DM-FIN-01": _final(lambda c: _both(lambda k: relative_text(_best_behind(c, k, 0, SMALL)))),
+    "DM-FIN-02": _final(lambda c: 100 * (1 / geomean(_best_behind(c, k, 32 * MB_BYTES, GB) for k in (AG, AA)) - 1)),
+    "DM-FIN-03": _final(
+        lambda c: geomean(c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)) / _best_behind(c, k, 0, SMALL) for k in (AG, AA))
     ),
-    "DM-FIN-03": _collectives(
-        lambda c: geomean(
-            c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)) / _best_behind(c, k, 0, SMALL) for k in (AG, AA)
-        ),
-        UNPRELAUNCHED,
-    ),
-    "DM-FIN-04": _collectives(
+    "DM-FIN-04": _final(
         lambda c: (
             100
             * (
                 geomean(
-                    c.us(k, ("pcpy",), n) / c.us(k, PUBLISHED_VARIANTS[k], n)
+                    c.us(k, ("pcpy",), n) / c.us(k, _all_variants(k), n)
                     for k in (AG, AA)
                     for n in c.sizes(k, 32 * MB_BYTES, GB)
                 )
                 - 1
             )
-        ),
-        UNPRELAUNCHED,
+        )
     ),
     "DM-PL-01": _prelaunched(_prelaunch_gains),
     "DM-PL-02": _prelaunched(_prelaunch_borders),
     "DM-PL-03": _prelaunched(_prelaunch_over_best),
-    **{
-        claim_id: _collectives(_table_line(claim_id), UNPRELAUNCHED)
-        for claim_id in published()
-        if re.fullmatch(r"DM-T[12]-\d", claim_id)
-    },
+    **{claim_id: _final(_table_line(claim_id)) for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)},
     "DM-PW-01": ClaimReading("power", _power_saved, "watts of the whole GPU, by the fastest way of each"),
     "DM-SY-01": ClaimReading("chain", _chain_from, "a GEMM follows, and all three run in one graph"),
     "RA-01": _pipelines(lambda p: max(p.curve("reduction", "cb-ar").values())),
