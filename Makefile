@@ -1,6 +1,6 @@
 # Everything happens in .venv, which the first target that needs it makes (tools/make_venv.py says how).
 #
-# PYTHON         the Python to start from, 3.11 or newer. If it has a torch with CUDA, that torch is used as it is.
+# PYTHON         the Python to start from, 3.11 or newer. If its torch drives GPUs, that torch is used as it is.
 # TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
 #                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BORROWED = "borrowed"  # a file in an environment that uses the packages of another
 NEEDED = ("click", "matplotlib", "numpy", "rich")
-NEEDED_ON_GPUS = ("cuda.bindings", "pynvml", "triton")
+NEEDED_ON_GPUS = {"cuda": ("cuda.bindings", "pynvml", "triton"), "hip": ("triton",)}
 TOOLS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy")
 PACKAGES = {
     "pynvml": "nvidia-ml-py",
@@ -42,14 +42,14 @@ def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 (any Python may run this file, and the user must hear of an old one)
         fail(f"Python 3.11 or newer is needed; {sys.executable} is {sys.version.split()[0]} (choose with PYTHON=...)")
     started = time.monotonic()
-    if drives_gpus(sys.executable):
-        borrow(VENV)
+    if driver := gpu_driver(sys.executable):
+        borrow(VENV, NEEDED_ON_GPUS[driver])
     else:
         install(VENV, arguments.torch)
     say(f"environment ready in {time.monotonic() - started:.0f} s: {VENV.name}")
 
 
-def borrow(target: Path) -> None:
+def borrow(target: Path, needed_on_gpus: tuple[str, ...]) -> None:
     """An environment on top of the packages of this Python, which may itself be an environment."""
     say(f"{sys.executable} has a torch with GPUs: it is used as it is")
     # An environment with packages of its own would hide the borrowed ones.
@@ -65,7 +65,7 @@ def borrow(target: Path) -> None:
     command = target / "bin" / "sidelane"
     command.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m sidelane "$@"\n', encoding="utf-8")
     command.chmod(0o755)
-    missing = [name for name in (*NEEDED, *NEEDED_ON_GPUS, *TOOLS) if not has(python, name)]
+    missing = [name for name in (*NEEDED, *needed_on_gpus, *TOOLS) if not has(python, name)]
     if missing:
         say(f"installing what is missing there: {', '.join(missing)}")
         # One try: without a network, pip would wait a long time before it gives up.
@@ -103,17 +103,18 @@ def install(target: Path, torch: str) -> None:
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     say(f"installing {torch} (the largest part; minutes on a slow line)")
     run([*pip, *torch.split()])
-    extras = "dev,cuda" if drives_gpus(python) else "dev"
+    extras = "dev,cuda" if gpu_driver(python) == "cuda" else "dev"
     say(f"installing sidelane[{extras}] from this checkout")
     run([*pip, "-e", f"{ROOT}[{extras}]"])
 
 
-def drives_gpus(python: str) -> bool:
-    """``python`` has a torch that is built for CUDA and finds GPUs."""
+def gpu_driver(python: str) -> str:
+    """Return what the torch of ``python`` drives its GPUs with, ``cuda`` or ``hip``; "" without torch or GPUs."""
     if python == sys.executable and importlib.util.find_spec("torch") is None:
-        return False
-    question = "import sys, torch; sys.exit(not (torch.version.cuda and torch.cuda.is_available()))"
-    return subprocess.run([python, "-c", question], capture_output=True, check=False).returncode == 0
+        return ""
+    question = "import torch; print(('hip' if torch.version.hip else 'cuda') if torch.cuda.is_available() else '')"
+    done = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout.strip().rpartition("\n")[2]
 
 
 def has(python: Path, module: str) -> bool:

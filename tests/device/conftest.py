@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from device_pool import Pool, Ranks
+from vendors import reason_to_skip
 
 from sidelane.native import load_replays
 
@@ -20,7 +21,7 @@ HERE = Path(__file__).parent
 
 def gpus() -> int:
     """GPUs of this machine."""
-    return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def world_size() -> int:
@@ -35,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.config.pluginmanager.hasplugin("timeout"):
                 item.add_marker(pytest.mark.timeout(180))
             # On a machine without one, such as that of CI; `make test-device` is for one that has them.
-            if gpus() == 0:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            if reason := reason_to_skip(item.path.stem, getattr(item, "originalname", item.name), gpus()):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

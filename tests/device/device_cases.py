@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from expected import in_rank_order
+from vendors import IS_AMD
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda import CudaExecutor, CudaProgram, probe
-from sidelane.execute.cuda.driver import Driver
+from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.release import FlagRescue
+from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
+from sidelane.execute.vendor import make_driver
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -46,7 +48,7 @@ class Context:
         assert self.group is not None
         exchange = Exchange(self.group, 60.0)
         self.memory = TorchSymmetricMemory(exchange, self.device, timeout_s=60.0)
-        self.features = probe(exchange, self.device, self.memory)
+        self.features = find_features(exchange, self.device, self.memory)
         self.arena = self.memory.allocate(ARENA_BYTES)
         self.parties: dict[str, Party] = {"main": Party(self)}
         self.stream = torch.cuda.Stream()
@@ -64,6 +66,12 @@ class Context:
         return self.arena.tensor[start : start + nbytes], tuple(base + start for base in self.arena.addresses)
 
 
+def find_features(exchange: Exchange, device: torch.device, memory: TorchSymmetricMemory) -> DriverFeatures:
+    if IS_AMD:
+        return probe_graphs(device, probe(exchange, device, memory, HipDriver), exchange, HipDriver)
+    return probe(exchange, device, memory)
+
+
 class Party:
     """An executor with flags and a control block of its own, as a communicator has."""
 
@@ -72,7 +80,11 @@ class Party:
         self.control = ControlBlock(Exchange(context.group, 60.0))
         self.flags: SymmetricBlock = context.memory.allocate(2 * FLAGS * 4)
         found = dataclasses.replace(context.features, **features)
-        self.executor = CudaExecutor(context.rank, context.device, self.control, timeout_s, found)
+        arguments = context.rank, context.device, self.control, timeout_s, found
+        if IS_AMD:
+            self.executor: CudaExecutor = HipExecutor(*arguments, driver=HipDriver(context.device))
+        else:
+            self.executor = CudaExecutor(*arguments)
         self.epoch = 0
 
     def load(self, program: Program, buffers: dict[tuple[int, Buffer], int], *, frozen: bool = False) -> CudaProgram:
@@ -510,7 +522,7 @@ def wait_for_a_dead_peer(context: Context, victim: int) -> str:
 
 def release_passes_stuck_streams(context: Context, streams: int) -> None:
     """Stuck waits on many streams of ordinary and of highest priority."""
-    driver = Driver(context.device)
+    driver = make_driver(context.device)
     words, owner = driver.device_words(streams)
     rescue = FlagRescue(driver)
     collective = define.all_gather([0])
@@ -549,7 +561,7 @@ def check_block(block: SymmetricBlock, group: dist.ProcessGroup) -> None:
     assert block.addresses[rank] == block.tensor.data_ptr()
     assert not block.tensor.any()
     dist.barrier(group)
-    driver = Driver(block.tensor.device)
+    driver = make_driver(block.tensor.device)
     stream = driver.create_stream()
     own = torch.full((1,), rank + 1, dtype=torch.uint8, device=block.tensor.device)
     torch.cuda.synchronize()

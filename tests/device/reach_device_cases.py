@@ -14,6 +14,7 @@ import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config
+from sidelane.choice.candidate import SM
 from sidelane.collectives.backend_cuda import CudaBackend
 
 
@@ -161,8 +162,9 @@ def in_graphs(context: Context, replays: int) -> None:
 
         def step() -> None:
             comm.all_gather(output, input)
-            comm.all_reduce(total, output=summed, variant="one_shot")
-            comm.all_reduce(summed, variant="two_shot")
+            kernels = SM in comm.abilities.implementations
+            comm.all_reduce(total, output=summed, variant="one_shot" if kernels else "auto")
+            comm.all_reduce(summed, variant="two_shot" if kernels else "auto")
 
         input.fill_(0), total.fill_(0)
         step()

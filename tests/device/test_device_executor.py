@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from device_pool import Pool, Ranks
+from vendors import ONE_CHANNEL
 
 
 def test_features_are_found_and_equal_on_all_ranks(ranks: Ranks) -> None:
@@ -73,6 +74,6 @@ def test_moving_collectives_launch_no_kernel(ranks: Ranks) -> None:
 
 
 def test_one_hardware_channel_is_enough(fresh_pool: type[Pool]) -> None:
-    pool = fresh_pool(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    pool = fresh_pool(environment=ONE_CHANNEL)
     pool.run("eager_and_graph", "all_gather", 1_048_579, 0)
     pool.run("eager_and_graph", "all_to_all", 1_048_579, 0)

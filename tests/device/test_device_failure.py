@@ -11,6 +11,7 @@ import interrupted_program
 import pytest
 from device_pool import Pool, Ranks
 from interrupted_program import shared_memory
+from vendors import ONE_CHANNEL
 
 from interpreter import Interpreter
 
@@ -71,7 +72,7 @@ def test_a_release_passes_stuck_streams(ranks: Ranks, streams: int) -> None:
 
 def test_absent_peer_with_one_hardware_channel(fresh_pool: type[Pool]) -> None:
     """Nothing of the stuck context gets through: neither the reading of flags nor their release."""
-    pool = fresh_pool(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    pool = fresh_pool(environment=ONE_CHANNEL)
     messages = pool.run("absent_peer", 2.0)
     last = len(messages) - 1
     assert all(f"rank {last}" in message for message in messages[:last])
