@@ -15,6 +15,7 @@ from ranks import RankPool
 
 import sidelane
 from sidelane import Config, metrics, ranges
+from sidelane.integrations import ledger
 from sidelane.metrics import CallMetrics
 
 
@@ -141,3 +142,35 @@ def test_a_forked_copy_counts_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], check=True, timeout=60)
     (file,) = tmp_path.iterdir()  # of the parent, at its exit
     assert 'collective="all_reduce"' in file.read_text()
+
+
+def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups come and go, and reasons have sizes in them."""
+    monkeypatch.setattr(ranges, "MOST_ROWS", 3)
+    sums = metrics.Sums(None)
+    for number in range(10):
+        sums.add((f"group {number}", "all_reduce", "float32", "cpu"), 4, 1.0, 2.0, "ValueError")
+        sums.fell_back("all_reduce", "gloo", f"{number} bytes")
+    sums.add(("group 0", "all_reduce", "float32", "cpu"), 4, 1.0, 2.0, "")
+    found = {name.replace('rank="0",', ""): value for name, value in samples(sums.text()).items()}
+    calls = {name: value for name, value in found.items() if name.startswith("sidelane_calls_total")}
+    assert len(calls) == 4 and sum(calls.values()) == 11
+    others = 'group="others",collective="others"'
+    assert found[f'sidelane_calls_total{{{others},dtype="others",device="others"}}'] == 7
+    assert found['sidelane_calls_total{group="group 0",collective="all_reduce",dtype="float32",device="cpu"}'] == 2
+    assert found[f'sidelane_errors_total{{{others},error="others"}}'] == 7
+    assert found['sidelane_fallbacks_total{collective="others",backend="others",reason="others"}'] == 7
+
+
+def test_rows_of_the_report_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(ranges, "MOST_ROWS", 3)
+    calls = ledger.Ledger([0])
+    try:
+        for number in range(10):
+            calls.note(("all_reduce", "float32", "cpu", "gloo", f"{number} bytes"), "", 4)
+        calls.note(("all_reduce", "float32", "cpu", "sidelane", "b2b"), "fastest", 4)
+        rows = [(row.operation, row.where, row.why, row.calls) for row in calls.rows()]
+    finally:
+        ledger._ledgers.remove(calls)
+    assert rows[3:] == [("others", "gloo", "others", 7), ("others", "sidelane", "others", 1)]
+    assert len(caplog.records) <= 4, "what is new is logged once"

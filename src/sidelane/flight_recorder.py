@@ -40,6 +40,8 @@ NAME = "sidelane_trace_rank_"
 MOST_CALLS = 2000
 """Number of calls that are kept unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: torch's own default."""
 
+_MOST_FAILURES = 100  # texts that are kept
+
 _STATES = {
     "scheduled": "last_enqueued_collective",
     "started": "last_started_collective",
@@ -154,17 +156,29 @@ class FlightRecorder:
         self._sequences: dict[str, Any] = collections.defaultdict(lambda: itertools.count(1))
         self._groups: dict[str, Sequence[int]] = {}
         self._failures: dict[str, Sequence[int]] = {}  # texts, with the ranks at fault
+        self._more_failures = 0
         self._writing = forks.rlock()
 
     def begin(self, call: ObservedCall) -> None:
         group, outputs, thread = call.group, _sides(call.outputs), threading.get_ident()
         if group not in self._groups:
-            self._groups[group] = call.ranks
+            self._add_group(group, call.ranks)
         inputs, is_on_host = _sides(call.inputs) or outputs, call.device != "cuda"
         record, sequence = next(self._records), next(self._sequences[group])
         entry = _Entry(record, sequence, group, call.name, inputs, outputs, is_on_host, thread, call.began_ns)
         self._open[thread] = entry
         self._entries.append(entry)
+
+    def _add_group(self, group: str, ranks: Sequence[int]) -> None:
+        """Note a group, and once they are many, forget those of which no call is kept: programs make ever new ones."""
+        most = self._entries.maxlen
+        assert most is not None
+        if len(self._groups) >= 2 * most:
+            kept = {entry.group for entry in self._kept()}
+            for old in [old for old in list(self._groups) if old not in kept]:
+                self._groups.pop(old, None)
+                self._sequences.pop(old, None)
+        self._groups[group] = ranks
 
     def end(self, call: ObservedCall, error: BaseException | None) -> None:
         entry = self._open.pop(threading.get_ident(), None)
@@ -203,7 +217,11 @@ class FlightRecorder:
             self._fail(error)
 
     def _fail(self, error: SidelaneError) -> None:
-        self._failures[f"{type(error).__name__}: {error}"] = getattr(error, "ranks", ())
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._failures and len(self._failures) >= _MOST_FAILURES:  # the first one names the cause
+            self._more_failures += 1
+        else:
+            self._failures[text] = getattr(error, "ranks", ())
         file = self.dump()
         if file is not None and len(self._failures) == 1:
             log.calls.warning("the last calls of this rank are in %s; `sidelane recorder` reads it", file)
@@ -224,8 +242,13 @@ class FlightRecorder:
 
     def content(self) -> dict[str, Any]:
         """Return the calls in the form of torch's dumps, with one key more: ``sidelane``."""
-        numbers = {group: number for number, group in enumerate(self._groups)}
-        entries = [self._row(entry, numbers[entry.group]) for entry in self._kept()]
+        kept = self._kept()
+        groups = dict(self._groups)  # other threads may make calls of new groups
+        numbers = {group: number for number, group in enumerate(groups)}
+        entries = [self._row(entry, numbers[entry.group]) for entry in kept if entry.group in numbers]
+        failures = [*self._failures.items()]
+        if self._more_failures:
+            failures.append((f"{ranges.OTHERS}: {self._more_failures} more failures", ()))
         status: dict[str, dict[str, int]] = {}
         for row in entries:
             found = status.setdefault(str(row["pg_id"]), dict.fromkeys(_STATES.values(), -1))
@@ -238,7 +261,7 @@ class FlightRecorder:
             "comm_lib_version": f"sidelane {VERSION}",
             "pg_config": {
                 group: {"name": group, "desc": DESCRIPTION, "ranks": str(list(ranks))}
-                for group, ranks in self._groups.items()
+                for group, ranks in groups.items()
             },
             "pg_status": status,
             "entries": entries,
@@ -247,7 +270,7 @@ class FlightRecorder:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "written_ns": time.time_ns(),
-                "failures": [{"text": text, "ranks": list(ranks)} for text, ranks in self._failures.items()],
+                "failures": [{"text": text, "ranks": list(ranks)} for text, ranks in failures],
             },
         }
 

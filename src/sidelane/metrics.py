@@ -201,7 +201,7 @@ class Sums(_Measurer):
 
     def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
         with self._lock:
-            found = self._sums[known]
+            found = self._sums[ranges.row_of(known, self._sums)]
             found.calls += 1
             found.nbytes += nbytes
             found.host_us += host_us
@@ -209,7 +209,7 @@ class Sums(_Measurer):
                 found.timed += 1
                 found.duration_us += duration_us
             if error:
-                self._errors[known[0], known[1], error] += 1
+                self._errors[ranges.row_of((*known[:2], error), self._errors)] += 1
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         if seconds >= LATE_S:
@@ -220,7 +220,7 @@ class Sums(_Measurer):
 
     def fell_back(self, name: str, where: str, why: str) -> None:
         with self._lock:
-            self._fallbacks[name, where, why] += 1
+            self._fallbacks[ranges.row_of((name, where, why), self._fallbacks)] += 1
 
     def text(self) -> str:
         """Return the sums in Prometheus' text format."""

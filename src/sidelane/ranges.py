@@ -15,14 +15,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from sidelane import log
 
+Row = TypeVar("Row", bound=tuple[str, ...])
+
 DOMAIN = "sidelane"
+
+MOST_ROWS = 1000
+"""Number of rows of a table of sums, such as calls by group and dtype, beyond which new rows are summed up in one."""
+
+OTHERS = "others"
+"""Name of that row."""
 
 _domain: Any = None
 _thread = threading.local()
@@ -230,6 +238,14 @@ def method_call(
 def leave_thread_out() -> None:
     """Observe no calls of this thread from now on: they are parts of calls of other threads."""
     _thread.within = True
+
+
+def row_of(key: Row, rows: Mapping[Row, object]) -> Row:
+    """Return the key of a row in a table of sums; that of the row ``others`` if it is new and the table is full.
+
+    Programs may have ever new keys, such as reasons with sizes in them, or groups that they make for a while.
+    """
+    return key if key in rows or len(rows) < MOST_ROWS else cast("Row", (OTHERS,) * len(key))
 
 
 def world_rank() -> int:

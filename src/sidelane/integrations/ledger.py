@@ -52,7 +52,8 @@ class Report:
     """Calls of this process's groups on this rank; printed, it is a table.
 
     Attributes:
-        rows: sums, group by group in the order in which they were made.
+        rows: sums, group by group in the order in which they were made; calls of more kinds than ``ranges.MOST_ROWS``
+            in a group are one row for each maker, ``others``.
         last: last call that has ended (on GPUs: that was queued), with 1 for ``calls``; None before the first.
     """
 
@@ -100,16 +101,19 @@ class Ledger:
             nbytes: size of the call in bytes.
         """
         global _last
+        operation, dtype, device, where, why = key
         with self._lock:
-            entry = self._sums.get(key)
+            row = ranges.row_of(key, self._sums)
+            if row is not key:
+                row = (*row[:3], where, row[4])
+            entry = self._sums.get(row)
             is_new = entry is None
             if entry is None:
-                entry = self._sums[key] = _Sum()
+                entry = self._sums[row] = _Sum()
             entry.calls += 1
             entry.nbytes += nbytes
-            entry.reason = reason
+            entry.reason = reason if row is key else ""
         _last = (self, key, nbytes, reason)
-        operation, dtype, device, where, why = key
         if is_new:
             what = f"{operation} of {dtype} on {device}" if dtype else operation
             level = logging.INFO if where == SIDELANE else logging.WARNING
