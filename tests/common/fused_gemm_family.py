@@ -11,14 +11,15 @@ import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.ops import gemm_reduce, unfused
+from sidelane.ops import unfused
+from sidelane.program import pieces
 
 
 def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Few rows and many, owners that have none; by copy engines and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
         patch.setattr(unfused, "MOST_SHAPES", 2)
-        patch.setattr(gemm_reduce, "TILE_ROWS", 8)
+        patch.setattr(pieces, "TILE_ROWS", 8)
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -278,7 +278,7 @@ def test_bags_of_the_framework_wait_for_a_row_after_the_other(name, folder):
         batch, tables, pooling, dim = map(int, re.findall(r"\d+", row.shape))
         operator = Embedding(batch, tables, pooling, dim, element_bytes=2, at_once=True)
         measured = row.time_us if apart else row.compute_us
-        assert operator.compute_us(machine) == pytest.approx(measured, rel=0.085 if apart else 0.065)
+        assert operator.compute_us(machine) == pytest.approx(measured, rel=0.11 if apart else 0.065)
         seen += 1
     assert seen == 7
 

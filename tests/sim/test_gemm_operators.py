@@ -222,7 +222,7 @@ def test_a_norm_sends_twice_the_bytes_and_waits_once():
     assert few.fused.time_us < few.unfused_us / 2, "one launch and one crossing"
 
 
-IN_PARTS = {"gemm_all_to_all": 0.05, "all_gather_gemm": 0.04, "gemm_reduce_scatter": 0.20, "gemm_all_reduce": 0.40}
+IN_PARTS = {"gemm_all_to_all": 0.05, "all_gather_gemm": 0.04, "gemm_reduce_scatter": 0.20}
 """Errors at worst, one H200 (docs/lab/model.md)."""
 
 
@@ -322,4 +322,6 @@ def test_norms_and_collectives_alone_among_two_gpus():
         for one in found
         if one.part == operator_results.COLLECTIVE and one.op in ("all_gather_gemm", "gemm_all_reduce")
     ]
-    assert len(alone) == 6 and max(one.error for one in alone) < 0.1
+    assert len(alone) == 7 and max(one.error for one in alone) < 0.1
+    in_rows = [one.error for one in found if (one.op, one.part) == ("gemm_all_reduce", operator_results.PARTS)]
+    assert len(in_rows) == 12 and max(in_rows) < 0.2

@@ -7,6 +7,7 @@ product next to that of a byte between GPUs, and how much slower tiles of Triton
     unfused    product, then the collective
     fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate, or 0.6
     split      the longer one of both, and the travel of the last part; each part reads the weight and is a call
+    split, with an all-reduce, whose kernels take units from the product: some of the all-reduce is hidden
 
 With several experts a rank, pieces of rows end with tiles of their own. The library's grouped product has 0.7 of the
 rate of a whole one, and its input or output is copied into order.
@@ -41,6 +42,10 @@ LINK_BYTES_PER_US = 350e3
 SPLIT_SPEED, PIECES = 0.95, 4
 """Relative rate of a product in parts, and the default number of pieces for each peer."""
 
+ROW_PARTS, HIDDEN, ROW_PART_US = 2, 0.2, 30.0
+"""Default number of parts of rows before all-reduces, share of all of these that products hide, and microseconds that a
+further part costs (results/h200x2/gemm-all-reduce.txt)."""
+
 CALL_US, PART_US = 5.0, 2.7
 """Microseconds of a separate collective, and of a part in a graph (results/h200x2/probes.txt)."""
 
@@ -64,9 +69,8 @@ def expected_us(
     rows, depth, columns = sizes
     n = world_size
     moved = rows * columns * (n - 1) / n
-    behind = 0.0  # the part that nothing can overlap: results of an all-reduce, once they are added up
     if op == "gemm_all_reduce":
-        behind = moved
+        moved *= 2
     elif op == "all_to_all_gemm":
         moved = rows * depth * (n - 1) / n
     elif op == "all_gather_gemm":
@@ -81,7 +85,7 @@ def expected_us(
         rounds = math.ceil(rounds)
     speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
     in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)
-    beside, behind = (part * element_bytes / LINK_BYTES_PER_US for part in (moved, behind))
+    beside = moved * element_bytes / LINK_BYTES_PER_US
     parts = PIECES * (n - 1)
     in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)
     last = beside / max(1, parts) + CALL_US + PART_US * parts
@@ -90,10 +94,12 @@ def expected_us(
         grouped = product / GROUPED_SPEED
         copied = 2 * rows * (columns if op == "all_to_all_gemm" else depth) * element_bytes / MEMORY_BYTES_PER_US
     found = {
-        "fused": max(in_tiles, beside) + behind,
-        "split": max(in_parts, beside) + last + behind,
-        "unfused": grouped + copied + beside + behind + CALL_US,
+        "fused": max(in_tiles, beside),
+        "split": max(in_parts, beside) + last,
+        "unfused": grouped + copied + beside + CALL_US,
     }
+    if op == "gemm_all_reduce":
+        found["split"] = product + (1 - HIDDEN) * beside + ROW_PART_US * (ROW_PARTS - 1)
     if op in WITHOUT_KERNEL:
         del found["fused"]
     return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}

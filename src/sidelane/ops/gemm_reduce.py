@@ -22,6 +22,7 @@ from typing import cast
 import torch
 
 from sidelane.choice.fused import SPLIT, UNFUSED
+from sidelane.choice.fused_heuristic import ROW_PARTS
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.ops import unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
@@ -29,12 +30,11 @@ from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
+from sidelane.program.pieces import row_parts
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator, Work
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
-TILE_ROWS = 128
-"""Number of rows of a tile of the library's GEMM, or a multiple of it."""
 
 
 class SplitGemmScatter:
@@ -96,18 +96,6 @@ class SplitGemmAllReduce:
             return self._values
 
 
-def row_parts(rows: int, pieces: int) -> list[slice]:
-    """Return at most so many parts of rows of equal size, whole tiles of a GEMM if they are larger than one.
-
-    >>> [(part.start, part.stop) for rows in (1000, 5) for part in row_parts(rows, 3)]
-    [(0, 384), (384, 768), (768, 1000), (0, 2), (2, 4), (4, 5)]
-    """
-    size = -(-rows // pieces)
-    if size > TILE_ROWS:
-        size = -(-size // TILE_ROWS) * TILE_ROWS
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
 def gemm_reduce_scatter(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, method: str = AUTO
 ) -> torch.Tensor:
@@ -161,7 +149,7 @@ def split_gemm_reduce_scatter(
 
 
 def split_gemm_all_reduce(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = DEFAULT_PIECES
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = ROW_PARTS
 ) -> torch.Tensor:
     """Compute ``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
 
@@ -176,7 +164,7 @@ def split_gemm_all_reduce(
 
 
 def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: str, *, gathers: bool) -> torch.Tensor:
-    name = ALL if gathers else SCATTER
+    name, default = (ALL, ROW_PARTS) if gathers else (SCATTER, DEFAULT_PIECES)
 
     def check() -> OperatorCall:
         check_operands(name, comm, x, weight, scatters=not gathers)
@@ -184,7 +172,7 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
 
         def split(pieces: int) -> SplitGemmScatter | SplitGemmAllReduce:
             handle = _handle(comm, x, weight, gathers)
-            handle.make(pieces or DEFAULT_PIECES)
+            handle.make(pieces or default)
             return handle
 
         def alone(pieces: int) -> None:
@@ -196,7 +184,7 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
     found, handle, _ = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
     if found.name == SPLIT:
         parts: SplitGemmScatter | SplitGemmAllReduce = handle
-        return parts(x, weight, found.pieces or DEFAULT_PIECES)
+        return parts(x, weight, found.pieces or default)
     return (unfused.gemm_all_reduce if gathers else unfused.gemm_reduce_scatter)(comm, x, weight)
 
 

@@ -17,6 +17,9 @@ SPLIT_GEMM, SPLIT_GATHER = "split_gemm_all_to_all", "split_all_gather_gemm"
 SPLIT_DISPATCH = "split_all_to_all_gemm"
 """Names of the operators and of their programs' contracts."""
 
+TILE_ROWS = 128
+"""Number of rows of a tile of the library's GEMM, or a multiple of it."""
+
 
 def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
     """Return the rows of ``x`` in each part that leaves a rank, ordered by turn, then by piece; none is empty."""
@@ -187,3 +190,15 @@ def _arriving(name: str, n: int, sizes: Mapping[str, int], copies: Sequence[tupl
     buffers = {buffer: [nbytes] * n for buffer, nbytes in {**sizes, "used": max(sizes.values())}.items()}
     contract = Contract.of(name, buffers, results, used=("used",))
     return Program(contract, "pieces", tuple(queues), (0,) * n, n + 2 * most)
+
+
+def row_parts(rows: int, pieces: int) -> list[slice]:
+    """Return at most so many parts of rows of equal size, whole tiles of a GEMM if they are larger than one.
+
+    >>> [(part.start, part.stop) for rows in (1000, 5) for part in row_parts(rows, 3)]
+    [(0, 384), (384, 768), (768, 1000), (0, 2), (2, 4), (4, 5)]
+    """
+    size = -(-rows // pieces)
+    if size > TILE_ROWS:
+        size = -(-size // TILE_ROWS) * TILE_ROWS
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]

@@ -1,7 +1,8 @@
 """Operators without a kernel of their own: GEMMs in parts that copy engines carry, and unfused chains of our own.
 
     GEMM + all-to-all     parts for peers, then the own one; each is carried once it is computed
-    GEMM + reduction      the same, and a sum of what came; an all-reduce gathers the sums
+    GEMM + reduce-scatter the same, and a sum of what came
+    GEMM + all-reduce     parts of rows; Sidelane's kernel adds one up beside the product of the next one
     all-gather + GEMM     the own rows, then each part once it has come
     all-to-all + GEMM     the same
 
@@ -14,15 +15,26 @@ from __future__ import annotations
 import functools
 import itertools
 
+from sidelane.c3 import strategies
+from sidelane.c3.workload import Gemm, Workload
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
 from sidelane.program.ir import Flag
-from sidelane.program.pieces import arriving_program, coming, gathering_program, going, parts_of, split_program
+from sidelane.program.pieces import (
+    arriving_program,
+    coming,
+    gathering_program,
+    going,
+    parts_of,
+    row_parts,
+    split_program,
+)
 from sidelane.program.transform.triggers import arrivals_of
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, dependencies, executed_run, program_of
 from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.operators import HALF, DispatchGemm, GatherGemm, GemmReduce, OperatorModel, TiledGemm
+from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.workgroups import resident, stream_gbps
 from sidelane_lab.sim import simulate
 
@@ -30,6 +42,10 @@ Table = tuple[tuple[int, ...], ...]
 """Rows from rank i to rank j in row i, column j."""
 OWN = ("b2b", "pcpy", "striped")
 """Variants of which a chain takes the fastest."""
+
+BY_KERNEL, BY_ENGINES = strategies.named("sm_base"), strategies.named("conccl")
+"""Strategies by which an all-reduce of rows runs beside the product of the next ones; the second one where a
+description has no kernels of Sidelane."""
 
 
 def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | None:
@@ -48,17 +64,29 @@ def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | 
     if isinstance(operator, TiledGemm) and operator.copies == 1 and operator.by_library:
         table = operator.counts or tuple(tuple(split_evenly(operator.rows, ranks)) for _ in range(ranks))
         return _to_all(machine, operator, table, pieces)
+    if isinstance(operator, GemmReduce) and operator.gathers:
+        return _in_rows(machine, operator, pieces)
     if isinstance(operator, GemmReduce):
         each = -(-operator.rows // ranks)
         owned = tuple(max(0, min(each, operator.rows - owner * each)) for owner in range(ranks))
         part = each * operator.columns * HALF
-        time = _to_all(machine, operator, (owned,) * ranks, pieces) + _pass_us(machine, (ranks + 1) * part)
-        if operator.gathers and ranks > 1:
-            time += _engines_us(machine, Kind.ALL_GATHER, ranks * part)
-        return time
+        return _to_all(machine, operator, (owned,) * ranks, pieces) + _pass_us(machine, (ranks + 1) * part)
     if isinstance(operator, DispatchGemm):
         return _by_counts(machine, operator, pieces)
     return _from_all(machine, operator, pieces) if isinstance(operator, GatherGemm) else None
+
+
+def _in_rows(machine: Machine, operator: GemmReduce, pieces: int) -> float:
+    """Time of a GEMM and an all-reduce in parts of rows, of which the last is added up beside nothing."""
+    rows = [part.stop - part.start for part in row_parts(operator.rows, pieces)]
+    if machine.world_size == 1:
+        return sum(operator.rows_us(machine, some) for some in rows)
+    time = operator.rows_us(machine, rows[0])
+    for added, computed in itertools.pairwise(rows):
+        gemm = Gemm(computed, operator.columns, operator.depth)
+        pair = Workload(gemm, Kind.ALL_REDUCE, added * operator.columns * HALF)
+        time += predict(machine, pair, BY_ENGINES if machine.kernels is None else BY_KERNEL).time_us
+    return time + ours_us(machine, Kind.ALL_REDUCE, rows[-1] * operator.columns * HALF)
 
 
 def chain_us(machine: Machine, operator: OperatorModel) -> float | None:

@@ -49,8 +49,9 @@ SCHEDULES = {
 UNKNOWN = {("gemv_all_reduce", "cells")}
 """Operators and schedules with a name that the model has of others only."""
 
-OUR_KERNEL = "our kernel"
-"""Schedules that begin so compute bags by our own kernel, unfused: predicted are those of the framework."""
+OUR_KERNEL, COMPILED = "our kernel", "add+norm by "
+"""Schedules with these words compute unfused bags by our own kernel, and norms by compiled kernels: those of the
+framework are predicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,10 +150,10 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
     sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
     ways = [(made, predict_unfused(machine, made)) for made, _ in operators_of(op, sizes, machine.world_size)]
     made, times = min(ways, key=lambda way: way[1].compute_us)
-    rows = [row for row in rows if not row.schedule.startswith(OUR_KERNEL)]
+    rows = [row for row in rows if not row.schedule.startswith(OUR_KERNEL) and COMPILED not in row.schedule]
     first = rows[0]
     computed = first.compute_us
-    if op == "embedding_all_to_all":  # whose fastest computation is our own kernel
+    if op in ("embedding_all_to_all", "all_reduce_rms_norm"):  # whose fastest computation is another kernel
         alone = [row.time_us for row in rows if row.implementation == "compute" and row.time_us]
         computed = min(alone, default=computed)
     if computed is not None:
