@@ -90,7 +90,9 @@ def draw_results(name: str, folder: Path) -> str:
 
 
 def draw_trace(files: list[Path], title: str, folder: Path, name: str) -> None:
-    """Draw ranges of Sidelane, products, copies between GPUs and kernels: a lane for each thread or stream."""
+    """Draw ranges of Sidelane, products, copies between GPUs and kernels from the first range of Sidelane on: a lane for
+    each thread or stream.
+    """
     intervals = []
     for rank, file in enumerate(files):
         for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"]:
@@ -99,8 +101,12 @@ def draw_trace(files: list[Path], title: str, folder: Path, name: str) -> None:
             lane = "host" if event.get("cat") == "cpu_op" else f"stream {event['tid']}"
             kind = "kernel" if event.get("cat") == "kernel" else event["name"].split(" ")[0]
             intervals.append(Interval(f"rank {rank}", lane, kind, event["ts"], event["ts"] + event["dur"]))
-    first = min(one.start_us for one in intervals)
-    moved = [dataclasses.replace(one, start_us=one.start_us - first, end_us=one.end_us - first) for one in intervals]
+    first = min(one.start_us for one in intervals if one.label.startswith("sidelane"))
+    moved = [
+        dataclasses.replace(one, start_us=one.start_us - first, end_us=one.end_us - first)
+        for one in intervals
+        if one.start_us >= first
+    ]
     draw_timeline(sorted(moved, key=lambda one: (one.group, one.lane, one.start_us)), title, folder, name)
 
 
