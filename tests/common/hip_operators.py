@@ -165,9 +165,15 @@ def launch(group: dist.ProcessGroup) -> list[Launch]:
         some, ones = torch.ones(16, 512, dtype=DTYPE), torch.ones(512, dtype=DTYPE)
         ops.gemv_all_reduce(comm, torch.ones(64, 512, dtype=DTYPE), some, method="fused")
         ops.gemv_all_reduce(comm, torch.ones(64, 512), some.float(), method="fused")
+        narrow = torch.ones(64, 512).to(torch.float8_e4m3fn)
+        ops.gemv_all_reduce(comm, narrow, some[0], scale=torch.ones(64), method="fused")
         ops.all_reduce_rms_norm(comm, some, some, ones, schedule="pushed", method="fused")
+        quantized = {"quantized": torch.empty(16, 512, dtype=narrow.dtype), "scale": torch.ones(16, 1)}
+        ops.all_reduce_rms_norm(comm, some, some, ones, schedule="cells", method="fused", **quantized)
         ops.gemm_all_to_all(comm, some.float(), torch.ones(64, 512), [[1] * n] * n, most_rows=16, method="fused")
         tables, bags = [torch.ones(10, 64)], (torch.arange(8 * n) % 10, torch.arange(8 * n + 1))
         ops.embedding_all_to_all_backward(comm, torch.ones(8, 64 * n), tables, *bags)
-        ops.all_to_all_rows(comm, some, torch.ones(n, n, dtype=torch.int32), most_rows=16)
+        counts, terms = torch.ones(n, n, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+        ops.all_to_all_rows(comm, some, counts, most_rows=16)
+        ops.all_to_all_rows(comm, some, counts, most_rows=8, terms=terms, factors=torch.ones(4, 2))
         return launches

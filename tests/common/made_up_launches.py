@@ -58,6 +58,10 @@ class LaunchingDriver(FakeDriver):
     def kernel_target(self) -> KernelTarget:
         return self.target
 
+    def attribute(self, name: str) -> int:
+        assert name == "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"
+        return 227 << 10
+
     def count_parameters(self, function: int) -> int | None:
         return None
 

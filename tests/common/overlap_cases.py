@@ -21,15 +21,22 @@ from sidelane import (
     overlap,
 )
 from sidelane.c3 import auto
+from sidelane.c3.launch import objection
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
+from sidelane.c3.strategies import strategies
 from sidelane.program.shape import Computation
 
 
 def all_ways() -> tuple[str, ...]:
     """What runs on the default device."""
+    device = torch.get_default_device()
     by_kernels = tuple(name for name in KERNELS if name.startswith("sm_"))
-    return WAYS + (PARTITIONED + by_kernels if torch.get_default_device().type == "cuda" else ())
+    further = PARTITIONED + by_kernels if device.type == "cuda" else ()
+    if torch.version.hip is not None:
+        able = {strategy.name for strategy in strategies() if not objection(strategy, device)}
+        further = tuple(name for name in further if name in able)
+    return WAYS + further
 
 
 def every_strategy(group: dist.ProcessGroup, seed: int, rounds: int) -> None:

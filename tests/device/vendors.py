@@ -17,7 +17,6 @@ CUDA_ONLY = {
     "test_device_kernels": _KERNELS,
     "test_device_crowd": _KERNELS,
     "test_device_lists::test_lists_by_kernels": _KERNELS,
-    "test_device_overlap::test_few_workgroups_first": _KERNELS,
     "test_device_overlap::test_kernels_of_few_blocks": _KERNELS,
     "test_device_repeats": "it counts launches of collectives in kernels, which communicators lack on AMD GPUs",
     "test_device_choice": _WAITS,

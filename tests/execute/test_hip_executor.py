@@ -19,7 +19,8 @@ from marks import long
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.boxes import Box
-from sidelane.execute.cuda import DriverFeatures
+from sidelane.execute.cuda import DriverFeatures, plan
+from sidelane.execute.cuda.calls import MemcpyEveryOther
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.prelaunch import require_free_channel
 from sidelane.execute.hip.cu_mask import CuSplit, mask_words
@@ -42,6 +43,22 @@ def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> N
                 for pending in loaded.start():
                     pending.wait()
                 loaded.check(expected)
+
+
+def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
+    monkeypatch.setattr(plan, "INLINE_BYTES", 0)
+    monkeypatch.setattr(StandinDriver, "bind_rows", lambda *_: pytest.fail("rows at a distance"))
+    split = 0
+    with hip_world(3) as world:
+        for program in (dataclasses.replace(one, alone=True) for one in programs(3)[::5]):
+            split += any(isinstance(call, MemcpyEveryOther) for call in plan.plan_calls(program, 0).calls())
+            loaded = world.load(program)
+            expected = loaded.fill(1)
+            loaded.start()
+            world.synchronize()
+            loaded.check(expected)
+    assert split > 3, "on an NVIDIA GPU they are split"
 
 
 @pytest.mark.parametrize("ahead", [prelaunch, hold])

@@ -9,7 +9,10 @@ import pytest
 import torch
 from hip_world import UNITS, StandinDriver
 
-from sidelane.c3 import lanes
+from sidelane.c3 import lanes, overlap
+from sidelane.c3.call_kernels import BY_KERNELS
+from sidelane.c3.launch import objection
+from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Means, Partition
 from sidelane.errors import UnavailableError
 from sidelane.execute import vendor
@@ -166,6 +169,14 @@ def test_a_machine_without_amdsmi_or_rocm_says_so(rocm: Path, monkeypatch: pytes
     with pytest.raises(UnavailableError, match="there is no HIP runtime"):
         vendor.make_driver(torch.device("cuda", 0))
     runtime.load_runtime.cache_clear()
+
+
+def test_strategies_by_kernels_are_refused(rocm: Path) -> None:
+    device = torch.device("cuda", 0)
+    by_kernels = [one for one in strategies() if one.mover in BY_KERNELS]
+    assert len(by_kernels) > 3 and all("by kernels on AMD GPUs" in objection(one, device) for one in by_kernels)
+    with pytest.raises(ValueError, match="'sm_base'.*communicators do not move bytes by kernels on AMD GPUs"):
+        overlap.possible("sm_base", device)
 
 
 def test_partitions_are_cu_masks(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

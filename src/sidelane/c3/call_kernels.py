@@ -23,7 +23,9 @@ BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
 
 def objection(device: torch.device) -> str:
     """Return the reason why no call on a device is made by kernels; empty if some are."""
-    return "CPU ranks have no kernels for collectives" if device.type == "cpu" else ""
+    if device.type == "cpu":
+        return "CPU ranks have no kernels for collectives"
+    return "" if torch.version.hip is None else "communicators do not move bytes by kernels on AMD GPUs"
 
 
 def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:

@@ -323,7 +323,7 @@ int hipMemcpyHtoDAsync(void *dst, const void *src, size_t bytes, stream_t *strea
 int hipMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width, size_t rows,
                      int kind, stream_t *stream) {
     CHECK_REFUSAL();
-    if (kind != 1024 && kind != 3) return INVALID_VALUE;
+    if (kind != 3) return INVALID_VALUE; /* hip_conversions.hpp of early runtimes knows no hipMemcpyDeviceToDeviceNoCU */
     if (rows > 1 && (width > dst_pitch || width > src_pitch)) return INVALID_VALUE;
     box_t box = {(uintptr_t)dst, (uintptr_t)src, dst_pitch, src_pitch, 0, 0, width, rows, 1};
     return submit(stream, (operation_t){COPY_2D, box});
@@ -331,7 +331,7 @@ int hipMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pi
 
 int hipMemcpy3DAsync(const copy_3d_t *copy, stream_t *stream) {
     CHECK_REFUSAL();
-    if (copy->src_array || copy->dst_array || (copy->kind != 1024 && copy->kind != 3)) return INVALID_VALUE;
+    if (copy->src_array || copy->dst_array || copy->kind != 3) return INVALID_VALUE;
     box_t box = {(uintptr_t)copy->dst.pointer, (uintptr_t)copy->src.pointer, copy->dst.pitch, copy->src.pitch,
                  copy->dst.height, copy->src.height, copy->extent[0], copy->extent[1], copy->extent[2]};
     if (box.width > box.dst_pitch || box.width > box.src_pitch) return INVALID_VALUE;

@@ -234,7 +234,13 @@ event calls and some ten microseconds, in which a GPU copies about this much ins
 
 
 def plan_calls(
-    program: Program, rank: int, *, peer_writes: bool = True, copy_batches: bool = True, captured: bool = False
+    program: Program,
+    rank: int,
+    *,
+    peer_writes: bool = True,
+    copy_batches: bool = True,
+    in_rows: bool = True,
+    captured: bool = False,
 ) -> StreamPlan:
     """Turn the queues of ``rank`` into calls.
 
@@ -243,6 +249,7 @@ def plan_calls(
         rank: rank whose queues are planned.
         peer_writes: the driver can write a value into a peer's memory; else a signal is a 4-byte copy.
         copy_batches: the driver accepts several copies in one call.
+        in_rows: copies of rows are made by copy engines, so that copies within the rank may be split in rows.
         captured: the plan is for a graph: no calls ahead, only single copies or rows, and no epochs in host words.
 
     Raises:
@@ -250,9 +257,10 @@ def plan_calls(
     """
     trigger = None if captured else held_by(program, rank)
     if trigger is not None:
-        plan = plan_calls(release(program), rank, peer_writes=peer_writes, copy_batches=copy_batches)
+        options = {"peer_writes": peer_writes, "copy_batches": copy_batches, "in_rows": in_rows}
+        plan = plan_calls(release(program), rank, **options)
         return hold_back(plan, trigger)
-    plan = _Planner(program, rank, peer_writes, captured).plan()
+    plan = _Planner(program, rank, peer_writes, in_rows, captured).plan()
     if captured:
         return dataclasses.replace(plan, steps=join_rows(plan.steps))
     if not copy_batches:
@@ -261,7 +269,8 @@ def plan_calls(
 
 
 class _Planner:
-    def __init__(self, program: Program, rank: int, peer_writes: bool, captured: bool) -> None:
+    def __init__(self, program: Program, rank: int, peer_writes: bool, in_rows: bool, captured: bool) -> None:
+        self.in_rows = in_rows
         self.program, self.rank, self.peer_writes, self.captured = program, rank, peer_writes, captured
         self.split = program.prelaunched and not captured
         self.with_callers = captured and not program.prelaunched
@@ -283,7 +292,7 @@ class _Planner:
     def plan(self) -> StreamPlan:
         sides = sorted(set(self.stream_of.values()) - {0})
         asides, join_at = self._place_asides()
-        if self.program.alone:
+        if self.program.alone and self.in_rows:
             self.unhurried = self._in_the_shadow(asides)
         last_wait = self._last_wait()
         ends_aside = bool(asides) and last_wait is not None and last_wait < join_at

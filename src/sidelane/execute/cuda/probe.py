@@ -69,6 +69,7 @@ class DriverFeatures:
         note: reason why a feature does not work; "" if all do.
         shared_bytes: largest shared memory of a thread block in bytes.
         graphs: stream memory operations can be captured into graphs.
+        rows_by_engines: copies of rows are made by copy engines, as contiguous ones are.
     """
 
     cuda_version: str
@@ -79,6 +80,7 @@ class DriverFeatures:
     note: str = ""
     shared_bytes: int = 0
     graphs: bool = True
+    rows_by_engines: bool = True
 
     def require(self) -> None:
         """Raise UnavailableError unless programs can run."""

@@ -67,6 +67,7 @@ class Plans:
             self._rank,
             peer_writes=bool(self._features.peer_writes),
             copy_batches=self._features.copy_batches,
+            in_rows=self._features.rows_by_engines,
             captured=captured,
         )
 

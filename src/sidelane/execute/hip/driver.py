@@ -1,11 +1,13 @@
 """The HIP runtime as a driver of the executor: the methods of ``execute.cuda.driver.Driver``, for AMD GPUs.
 
-Three things differ from CUDA, as ROCm's sources have it:
+Four things differ from CUDA, as ROCm's sources have it:
 
 - A batch of memory operations may run in any order, so that each is a call of its own.
 - A wait for "at least" compares unsigned numbers. Flags therefore never wrap around: see ``HipExecutor.renew``.
 - The streams of a priority share four hardware queues (``GPU_MAX_HW_QUEUES``). A wait is a kernel of one thread
-  (``GPU_STREAMOPS_CP_WAIT=0``, the default), and so is a write. Bytes are moved by SDMA engines alone.
+  (``GPU_STREAMOPS_CP_WAIT=0``, the default), and so is a write.
+- Contiguous bytes are moved by SDMA engines alone, but rows at a distance by a kernel, whatever the call asks for
+  (``KernelBlitManager::copyBufferRect``).
 
 A call that fails is remembered for its thread (``hipGetLastError``), where torch finds it. So it is forgotten here.
 """
@@ -210,10 +212,10 @@ class HipDriver(Driver):
 
     def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
         places = (dst, pitches[0], src, pitches[1])
-        return self._bind("hipMemcpy2DAsync", *places, nbytes, rows, hip.COPY_BY_ENGINES, stream)
+        return self._bind("hipMemcpy2DAsync", *places, nbytes, rows, hip.DEVICE_TO_DEVICE, stream)
 
     def bind_planes(self, box: Box, stream: int) -> Bound:
-        copy = hip.PlaneCopy(extent=(box.width, box.rows, box.planes), kind=hip.COPY_BY_ENGINES)
+        copy = hip.PlaneCopy(extent=(box.width, box.rows, box.planes), kind=hip.DEVICE_TO_DEVICE)
         copy.dst, copy.src = (
             hip.PitchedPointer(address, pitch, box.width, distance // pitch)
             for address, pitch, distance in zip((box.dst, box.src), box.pitches, box.distances, strict=True)

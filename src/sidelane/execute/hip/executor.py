@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import torch
+
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.executor import CudaExecutor
+from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.execute.monitor import PeerMonitor
 from sidelane.program.ir import Copy, Program
 
 LAST_EPOCH = 1 << 31
@@ -16,6 +23,18 @@ class HipExecutor(CudaExecutor):
 
     See :class:`sidelane.execute.cuda.executor.CudaExecutor` for arguments and methods.
     """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        monitor: PeerMonitor,
+        timeout_s: float,
+        features: DriverFeatures,
+        **options: Any,
+    ) -> None:
+        features = dataclasses.replace(features, rows_by_engines=False)
+        super().__init__(rank, device, monitor, timeout_s, features, **options)
 
     @property
     def capabilities(self) -> Capabilities:

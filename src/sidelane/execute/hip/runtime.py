@@ -24,7 +24,10 @@ CAPTURE_RELAXED = 2
 CAPTURE_ACTIVE = 1
 IPC_LAZY_PEER_ACCESS = 1
 COPY_BY_ENGINES = 1024
-"""``hipMemcpyDeviceToDeviceNoCU``: a copy that the runtime gives to an SDMA engine and never to a kernel."""
+"""``hipMemcpyDeviceToDeviceNoCU``: a contiguous copy that the runtime gives to an SDMA engine, whatever its size."""
+
+DEVICE_TO_DEVICE = 3
+"""``hipMemcpyDeviceToDevice``, for rows at a distance: a kernel copies them, and early runtimes know no other kind."""
 
 WAIT_GREATER_OR_EQUAL, WAIT_EQUAL = 0, 1
 """Comparisons of ``hipStreamWaitValue32``. The first is one of unsigned numbers and not cyclic, unlike CUDA's."""
