@@ -6,8 +6,8 @@ Four things differ from CUDA, as ROCm's sources have it:
 - A wait for "at least" compares unsigned numbers. Flags therefore never wrap around: see ``HipExecutor.renew``.
 - The streams of a priority share four hardware queues (``GPU_MAX_HW_QUEUES``). A wait is a kernel of one thread
   (``GPU_STREAMOPS_CP_WAIT=0``, the default), and so is a write.
-- Contiguous bytes are moved by SDMA engines alone, but rows at a distance by a kernel, whatever the call asks for
-  (``KernelBlitManager::copyBufferRect``).
+- Contiguous bytes are moved by SDMA engines (``runtime.COPY_BY_ENGINES``), but rows at a distance by a kernel, whatever
+  the call asks for (``KernelBlitManager::copyBufferRect``).
 
 A call that fails is remembered for its thread (``hipGetLastError``), where torch finds it. So it is forgotten here.
 """

@@ -24,7 +24,8 @@ CAPTURE_RELAXED = 2
 CAPTURE_ACTIVE = 1
 IPC_LAZY_PEER_ACCESS = 1
 COPY_BY_ENGINES = 1024
-"""``hipMemcpyDeviceToDeviceNoCU``: a contiguous copy that the runtime gives to an SDMA engine, whatever its size."""
+"""``hipMemcpyDeviceToDeviceNoCU``: a contiguous copy that the runtime gives to an SDMA engine. Early runtimes give one
+of up to 16 KiB (``GPU_FORCE_BLIT_COPY_SIZE``) to a kernel all the same."""
 
 DEVICE_TO_DEVICE = 3
 """``hipMemcpyDeviceToDevice``, for rows at a distance: a kernel copies them, and early runtimes know no other kind."""
