@@ -253,7 +253,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
         assert (row.tensors, row.correct) == (5, True), row
         assert row.time_us, row
     ways = {(row.implementation, row.variant) for row in results.rows if row.implementation != "auto"}
-    own = ("pcpy", "b2b", "striped", "bcst", "b2b+prelaunch")
+    own = ("pcpy", "b2b", "striped", "bcst")
     assert ways == {*(("dma", variant) for variant in own), ("gloo", ""), ("gloo", "separate")}
     auto = [row.separate for row in results.rows if row.implementation == "auto"]
     assert sorted(auto) == [False] * 4 + [True] * 4
