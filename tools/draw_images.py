@@ -90,8 +90,8 @@ def draw_results(name: str, folder: Path) -> str:
 
 
 def draw_trace(files: list[Path], title: str, folder: Path, name: str) -> None:
-    """Draw ranges of Sidelane, products, copies between GPUs and kernels from the first range of Sidelane on: a lane for
-    each thread or stream.
+    """Draw ranges of Sidelane, products, copies between GPUs and kernels, a lane for each thread or stream, from the
+    first range of Sidelane on.
     """
     intervals = []
     for rank, file in enumerate(files):
