@@ -298,7 +298,10 @@ class Power:
 
     idle_w: Watts  # of the GPU.
     compute_idle_w: Watts  # the part of it that compute units take.
-    compute_w: Watts  # all compute units busy.
+    compute_w: Watts  # all compute units busy, at the clocks that the cap leaves.
+    boost_w: (
+        Watts  # what operations of all units draw beyond that at full clocks, for as long as the mean is below the cap.
+    )
     memory_w: Watts  # memory at its peak bandwidth.
     # Links that carry anything, at whatever rate: transceivers run whether they have something to send.
     links_on_w: Watts

@@ -8,13 +8,15 @@ Of pairs, energy adds up, whoever runs beside whom: a GEMM's operations and byte
 they cost alone, spread over the time that they last in the pair. What lasts as long as anything does counts by time:
 idle power, and links that are on. Times are those of ``model.strategies``.
 
-    GEMM        |--------------------------|                  compute_w x its operations' time + bytes of memory
+    GEMM        |--------------------------|                  its units' time at the rate of operations or bytes
     collective  |---------------------------------------|     links_on_w x its time + what its bytes take
     idle        |---------------------------------------|
-                 both: cut at cap_w          collective alone
 
-A GPU does not draw more than ``cap_w`` for long: it lowers its clocks. By how much operations slow down then depends on
-how its voltage follows, so there are two ends: watts in proportion to clocks, or to their third power.
+A GPU may draw more than ``cap_w`` for some milliseconds. If the mean of what a pair wants is more and the pair runs
+again and again, the GPU lowers its clocks: the pair takes longer, and its operations less energy, by how much its
+voltage follows. Energies are those of pairs that run again and again, with voltages in proportion to clocks, and times
+those of one alone. How much slower operations are is told for both ends: energy of operations as the square of clocks,
+or the same at all clocks.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ MOVERS = (Mover.LIBRARY, Mover.DMA)
 """Movers whose watts are described: the library's kernels and copy engines."""
 VARIANTS = ("pcpy", "b2b")
 """Variants on copy engines: the faster is what runs beside a GEMM."""
-STEEPEST = 3
-"""Power of the clock that watts of operations follow at most: voltage in proportion to it."""
+STEEPEST = 2
+"""Power of the clock that the energy of operations follows at most: voltage in proportion to it."""
+MOST_STRETCH = 1000.0
+"""Largest factor by which a cap makes anything longer: beyond it the cap leaves nothing for operations."""
 
 Span = tuple[float, float]
 
@@ -190,43 +194,94 @@ class PairDraw:
 
     @property
     def gemm_w(self) -> float:
-        """While the GEMM runs by itself, below the cap or not."""
-        return self.idle_w + self.operations_w + self.gemm_bytes_w
+        """While the GEMM runs by itself, again and again, below the cap."""
+        return self._idle_and(self.gemm_us, 0.0).mean_w
 
     @property
     def wanted_w(self) -> float:
-        """Watts that both would draw at once without a cap; 0 where they never are."""
-        return self.gemm_w + self.collective_w if self.both_us else 0.0
+        """Mean watts of the pair without a cap."""
+        return self._pair.wanted_w
+
+    @property
+    def repeated_us(self) -> float:
+        """Time of the pair when it runs again and again, and the cap lowers clocks."""
+        return self.time_us * self._pair.stretch(STEEPEST)
 
     @property
     def energy_mj(self) -> float:
-        """Energy of one GPU for the pair."""
-        phases = (
-            (self.both_us, self.wanted_w),
-            (self.gemm_us - self.both_us, self.gemm_w),
-            (self.collective_us - self.both_us, self.idle_w + self.collective_w),
-        )
-        waiting_us = self.time_us - sum(us for us, _ in phases)
-        return (sum(us * min(watts, self.cap_w) for us, watts in phases) + waiting_us * self.idle_w) / 1e3
+        """Energy of one GPU for the pair when it runs again and again."""
+        return self._pair.energy_mj(self._pair.stretch(STEEPEST), STEEPEST)
 
     @property
     def watts(self) -> float:
-        """Mean of the pair."""
-        return self.energy_mj / self.time_us * 1e3
+        """Mean of the pair when it runs again and again."""
+        return self._pair.mean_w
 
     @property
     def slower(self) -> tuple[float, float]:
-        """Share by which the cap makes operations last longer beside the collective than alone, least and most.
+        """Share by which the cap makes operations last longer in the pair than alone, least and most, when both run
+        again and again.
 
-        ``time_us`` has what was measured of it (``interference.copies``, ``kernels``), not this. Infinite where the
-        cap leaves nothing for operations.
+        Infinite where the cap leaves nothing for operations.
         """
-        left, alone = (self.cap_w - (watts - self.operations_w) for watts in (self.wanted_w, self.gemm_w))
-        alone = min(alone, self.operations_w)
-        if not self.both_us or left >= alone:
-            return 0.0, 0.0
-        most = math.inf if left <= 0 else alone / left - 1
-        return (1 + most) ** (1 / STEEPEST) - 1, most
+        alone = self._idle_and(self.gemm_us, 0.0)
+        ends_of_range = [self._pair.stretch(power) / alone.stretch(power) - 1 for power in (STEEPEST, 0)]
+        least, most = sorted(max(0.0, share) for share in ends_of_range)
+        return least, math.inf if self._pair.stretch(0) >= MOST_STRETCH else most
+
+    @property
+    def _pair(self) -> _Repeated:
+        return self._idle_and(self.time_us, self.collective_w * self.collective_us / 1e3)
+
+    def _idle_and(self, time_us: float, collective_mj: float) -> _Repeated:
+        others_mj = self.gemm_bytes_w * self.gemm_us / 1e3 + collective_mj
+        return _Repeated(time_us, self.idle_w, self.operations_w * self.gemm_us / 1e3, others_mj, self.cap_w)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Repeated:
+    """What runs again and again under a cap.
+
+    Attributes:
+        time_us: of one run at full clocks.
+        idle_w: that is drawn all the time.
+        operations_mj, others_mj: of operations at full clocks, and of all else.
+        cap_w: mean power that is not exceeded.
+    """
+
+    time_us: float
+    idle_w: float
+    operations_mj: float
+    others_mj: float
+    cap_w: float
+
+    @property
+    def wanted_w(self) -> float:
+        return self.energy_mj(1.0, 0) / self.time_us * 1e3
+
+    @property
+    def mean_w(self) -> float:
+        stretch = self.stretch(STEEPEST)
+        return self.energy_mj(stretch, STEEPEST) / (self.time_us * stretch) * 1e3
+
+    def energy_mj(self, stretch: float, power: float) -> float:
+        """Return the energy of a run that lasts so many times longer; operations take less, as a power of clocks."""
+        idle_mj = self.idle_w * self.time_us * stretch / 1e3
+        return idle_mj + self.operations_mj / math.pow(stretch, power) + self.others_mj
+
+    def stretch(self, power: float) -> float:
+        """Return the least factor by which a run has to be longer to stay below the cap."""
+        low, high = 1.0, MOST_STRETCH
+
+        def fits(stretch: float) -> bool:
+            return self.energy_mj(stretch, power) <= self.cap_w * self.time_us * stretch / 1e3
+
+        if fits(low):
+            return low
+        while high / low > 1 + 1e-9:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
 
 
 def pair_power(machine: Machine, workload: Workload, strategy: Strategy | str, *, ranges: bool = False) -> PairDraw:
@@ -309,6 +364,8 @@ def _pair_draw(
     time_us, gemm_us, collective_us, both_us = times
     alone = _alone(machine, workload.collective, workload.nbytes, strategy, variant)
     moved_mj = (alone.total_w - power.idle_w - power.links_on_w) * alone.time_us
+    operating = compute_us(machine, gemm) / gemm_us
+    streaming = traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * 1e3) / gemm_us
     return PairDraw(
         strategy.name,
         time_us,
@@ -316,8 +373,8 @@ def _pair_draw(
         collective_us,
         both_us,
         idle_w=float(power.idle_w),
-        operations_w=power.compute_w * compute_us(machine, gemm) / gemm_us,
-        gemm_bytes_w=power.memory_w * traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * 1e3) / gemm_us,
+        operations_w=power.compute_w * max(operating, streaming) + power.boost_w * operating,
+        gemm_bytes_w=power.memory_w * streaming,
         collective_w=power.links_on_w + moved_mj / collective_us,
         cap_w=float(power.cap_w),
     )

@@ -43,8 +43,9 @@ TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no 
 COLUMNS = (
     "<strategy",
     "time\nus",
+    "again and\nagain, us",
     "mean\nW",
-    "both at\nonce, W",
+    "wanted\nW",
     "GEMM slower\nat the cap, %",
     "energy\nmJ",
     "plausible\nmJ",
@@ -149,8 +150,9 @@ def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) 
             (
                 draw.strategy,
                 number(draw.time_us),
+                number(draw.repeated_us),
                 number(draw.watts),
-                number(draw.wanted_w) if draw.both_us else "",
+                number(draw.wanted_w),
                 _slower(draw),
                 number(draw.energy_mj),
                 f"{number(draw.low_mj)} .. {number(draw.high_mj)}",
@@ -162,8 +164,9 @@ def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) 
     title = f"{workload.name} on {machine.title}: W and energy of one GPU, predicted"
     idle, cap = draws[0].idle_w, draws[0].cap_w
     notes = (
-        f"idle {idle:.0f} W, the GEMM by itself {draws[0].gemm_w:.0f} W, the cap {cap:.0f} W; what is above it is cut",
-        "slower: by how much operations last longer beside the collective to keep to the cap; times do not have it",
+        f"idle {idle:.0f} W, the GEMM by itself {draws[0].gemm_w:.0f} W, the cap {cap:.0f} W; wanted: without the cap",
+        "again and again: when the pair repeats and the GPU lowers its clocks to keep to the cap, as watts and energy",
+        "slower: by how much operations then last longer than by themselves, for the least and most that energy falls",
         f"for the least energy: {choose_for_energy(draws).reason}",
         "plausible: over the ranges of the description's watts; times as sidelane c3 --machine predicts them",
     )
@@ -182,6 +185,7 @@ def _flat(workload: Workload, draw: PairDraw) -> dict[str, Any]:
         "collective": str(workload.collective),
         "bytes": workload.nbytes,
         **dataclasses.asdict(draw),
+        "repeated_us": draw.repeated_us,
         "watts": draw.watts,
         "wanted_w": draw.wanted_w,
         "energy_mj": draw.energy_mj,
