@@ -219,33 +219,31 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("module", [name if name == "triton" else long(name) for name in PACKAGES])
-def test_what_is_missing_is_told_in_a_sentence(module: str) -> None:
+def test_what_is_missing_is_told_in_a_sentence(module: str, interpreter: Interpreter, tmp_path: Path) -> None:
     does, said = HIDDEN[module]
     code = f"import sys; sys.modules[{module!r}] = None; {does}"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    *_, error, note = ended.stderr.rstrip().splitlines()
+    interpreter.start(code, tmp_path, ())
+    *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
     assert error.startswith(f"sidelane.errors.UnavailableError: {said}")
     assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
 
 
-def test_operators_without_triton_name_the_command() -> None:
+def test_operators_without_triton_name_the_command(interpreter: Interpreter, tmp_path: Path) -> None:
     code = "import sys; sys.modules['triton'] = None; from sidelane import ops"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    *_, error, note = ended.stderr.rstrip().splitlines()
+    interpreter.start(code, tmp_path, ())
+    *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
     assert error.startswith("sidelane.errors.UnavailableError: fused operators need Triton")
     assert error.endswith(errors.how_to_get("triton")) and note == f"See {Page.INSTALLATION}"
 
 
-def test_a_machine_without_anything_optional_still_measures() -> None:
+def test_a_machine_without_anything_optional_still_measures(interpreter: Interpreter, tmp_path: Path) -> None:
     hidden = ", ".join(map(repr, PACKAGES))
     line = "collective --device cpu --ranks 2 --collective all_gather --variants b2b --max-bytes 1K --iterations 1"
     code = (
         f"import sys; sys.modules.update(dict.fromkeys([{hidden}])); from sidelane.cli import main; "
         f"main({line.split()!r}, prog_name='sidelane')"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
-    assert "b2b" in ended.stdout
+    assert "b2b" in interpreter.run(code, tmp_path)
 
 
 ONE_RANK = """

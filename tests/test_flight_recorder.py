@@ -50,7 +50,7 @@ def one_is_late(group: dist.ProcessGroup, folder: str) -> None:
     with recording(folder), sidelane.Communicator(group, config=Config(timeout_s=1)) as comm:
         steps(comm, 2)
         if comm.rank == 1:
-            time.sleep(3)
+            time.sleep(2)
         with pytest.raises(PeerError):
             comm.all_to_all(torch.empty(comm.world_size), torch.ones(comm.world_size))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,11 +83,14 @@ log.calls.warning("of use")
         ("INFO", ["[sidelane] INFO of interest", "[sidelane] WARNING of use"]),
     ],
 )
-def test_what_is_printed(level: str, printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed(
+    level: str, printed: list[str], monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SIDELANE_LOG", level)
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stderr.splitlines() == printed
-    assert not ended.stdout
+    interpreter.start(PROGRAM, tmp_path, ())
+    codes, said, (errors,) = interpreter.wait()
+    assert (codes, said) == ([0], [""])
+    assert errors.splitlines() == printed
 
 
 COMMUNICATOR = """

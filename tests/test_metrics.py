@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 import sidelane
+from interpreter import Interpreter
 from sidelane import Config, metrics, ranges
 from sidelane.integrations import ledger
 from sidelane.metrics import CallMetrics
@@ -138,9 +137,11 @@ assert "calls_total" in metrics.text()
 """
 
 
-def test_a_forked_copy_counts_nothing(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], check=True, timeout=60)
-    (file,) = tmp_path.iterdir()  # of the parent, at its exit
+def test_a_forked_copy_counts_nothing(interpreter: Interpreter, tmp_path: Path) -> None:
+    interpreter.start(FORKING, tmp_path, (tmp_path / "found",))
+    codes, _, errors = interpreter.wait()
+    assert codes == [0], errors
+    (file,) = (tmp_path / "found").iterdir()  # of the parent, at its exit
     assert 'collective="all_reduce"' in file.read_text()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from ranks import RankPool
 from torch.overrides import TorchFunctionMode
 
 import sidelane
+from interpreter import Interpreter
 from sidelane import Config, ranges
 from sidelane.config import from_environment
 
@@ -119,17 +119,17 @@ def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert domain.marks == ["sidelane:barrier", "within", "end", "sidelane:all_gather", "end"]
 
 
-PROGRAM = "from sidelane import config\nconfig.mark_ranges()"
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1])\nfrom sidelane import config\nconfig.mark_ranges()"
 
 
-def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"SIDELANE_NVTX: not a switch \(value='yes'"):
         from_environment({"SIDELANE_NVTX": "yes"})
     (tmp_path / "nvtx.py").write_text("raise ImportError('no library')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SIDELANE_NVTX", "1")
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
-    assert "ValueError: SIDELANE_NVTX=1 needs the package nvtx: no library" in ended.stderr
+    interpreter.start(PROGRAM, tmp_path, (tmp_path,))
+    _, _, (errors,) = interpreter.wait()
+    assert "ValueError: SIDELANE_NVTX=1 needs the package nvtx: no library" in errors
     (tmp_path / "nvtx.py").write_text("def get_domain(name):\n    print(name)")
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "sidelane\n"), ended.stderr
+    interpreter.start(PROGRAM, tmp_path, (tmp_path,))
+    assert interpreter.wait()[:2] == ([0], ["sidelane\n"])

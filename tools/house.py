@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +33,10 @@ def lines(folder: Path) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder))
 
 
-def trees(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """Every Python file below a folder, parsed."""
-    for path in files(folder):
-        if path.suffix == ".py":
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def trees(folder: Path) -> tuple[tuple[Path, ast.Module], ...]:
+    """Every Python file below a folder, parsed once."""
+    return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in files(folder) if path.suffix == ".py")
 
 
 def complexity(function: ast.AST) -> int:
@@ -99,6 +99,22 @@ def banned_docstrings(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
+def head() -> str:
+    """Return the begin of the page, which no count changes."""
+    return "\n".join(
+        (
+            "# Size of the code",
+            "",
+            "`make size` writes the table below with `tools/house.py`. *Then* is 26 November 2026, before the",
+            "laboratory became a package of its own",
+            "([decision 30](../decisions/30-the-laboratory-is-a-package-beside-the-library.md)).",
+            "`tests/test_house.py` fails if complexity, names or docstrings get worse.",
+            "",
+            "| | then | now | goal |",
+        )
+    )
+
+
 def page() -> str:
     """Return the page."""
     worst, place = functions(LIBRARY)[0]
@@ -118,14 +134,7 @@ def page() -> str:
     )
     return "\n".join(
         (
-            "# Size of the code",
-            "",
-            "`make size` writes the table below with `tools/house.py`. *Then* is 26 November 2026, before the",
-            "laboratory became a package of its own",
-            "([decision 30](../decisions/30-the-laboratory-is-a-package-beside-the-library.md)).",
-            "`tests/test_house.py` fails if complexity, names or docstrings get worse.",
-            "",
-            "| | then | now | goal |",
+            head(),
             "|---|---|---|---|",
             *(f"| {what} | {then} | {now:,} | {goal} |" for what, now, then, goal in rows),
             "",

@@ -136,14 +136,14 @@ def no_children_left() -> bool:
 
 def test_result_and_progress_are_those_of_rank_0():
     said: list[str] = []
-    assert run_ranks(add_ranks, 2, 10, timeout_s=60, progress=said.append) == (21.0, "cpu")
+    assert run_ranks(add_ranks, 2, 10, timeout_s=30, progress=said.append) == (21.0, "cpu")
     assert said == ["rank 0 has 21"]
     assert no_children_left()
 
 
 def test_a_failing_rank_is_named_with_its_traceback():
     with pytest.raises(RankFailedError, match="rank 1 of 2 failed") as caught:
-        run_ranks(fail_on_rank_1, 2, timeout_s=60)
+        run_ranks(fail_on_rank_1, 2, timeout_s=30)
     assert caught.value.rank == 1
     assert "fail_on_rank_1" in str(caught.value)
     assert "LookupError: rank one has lost its way" in str(caught.value)
@@ -153,14 +153,14 @@ def test_a_failing_rank_is_named_with_its_traceback():
 
 def test_refused_arguments_are_told_apart():
     with pytest.raises(RankFailedError) as caught:
-        run_ranks(refuse, 1, timeout_s=60)
+        run_ranks(refuse, 1, timeout_s=30)
     assert caught.value.refused == "refuse: colour (value='blue', allowed=red)"
 
 
 @pytest.mark.usefixtures("every_rank_is_heard")
 def test_a_dead_rank_is_named_with_its_exit_code():
     with pytest.raises(RankFailedError, match="exit code 7") as caught:
-        run_ranks(die_on_rank_1, 2, timeout_s=60)
+        run_ranks(die_on_rank_1, 2, timeout_s=30)
     assert caught.value.rank == 1
     assert no_children_left()
 
@@ -168,7 +168,7 @@ def test_a_dead_rank_is_named_with_its_exit_code():
 @pytest.mark.usefixtures("every_rank_is_heard")
 def test_a_rank_that_died_is_named_though_others_tell_of_it_first(tmp_path: Path):
     with pytest.raises(RankFailedError, match=r"^rank 1 of 2 failed:\nthe process ended with exit code 7") as caught:
-        run_ranks(die_after_the_others_failed, 2, str(tmp_path), timeout_s=60)
+        run_ranks(die_after_the_others_failed, 2, str(tmp_path), timeout_s=30)
     assert caught.value.rank == 1
     assert "rank 0 then failed too: LookupError: rank one does not answer" in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_a_rank_that_died_is_named_though_others_tell_of_it_first(tmp_path: Path
 @pytest.mark.usefixtures("every_rank_is_heard")
 def test_the_rank_that_raised_first_is_named_though_it_is_heard_last(tmp_path: Path):
     with pytest.raises(RankFailedError, match="rank 0 then failed too: LookupError") as caught:
-        run_ranks(fail_unheard_on_rank_1, 2, str(tmp_path), timeout_s=60)
+        run_ranks(fail_unheard_on_rank_1, 2, str(tmp_path), timeout_s=30)
     assert caught.value.rank == 1
     assert "SlowToTell: the first of all" in str(caught.value)
 
@@ -184,7 +184,7 @@ def test_the_rank_that_raised_first_is_named_though_it_is_heard_last(tmp_path: P
 @pytest.mark.usefixtures("every_rank_is_heard")
 def test_the_rank_with_an_error_of_its_own_is_named_though_it_cleans_up_longer():
     with pytest.raises(RankFailedError, match="rank 0 then failed too: .*rank 1 closed its communicator") as caught:
-        run_ranks(fail_inside_a_communicator, 2, timeout_s=60)
+        run_ranks(fail_inside_a_communicator, 2, timeout_s=30)
     assert caught.value.rank == 1
     assert "LookupError: rank one has lost its way" in str(caught.value)
 
@@ -196,8 +196,8 @@ def test_ranks_that_talk_all_the_time_are_ended_too():
         assert time.monotonic() < until, "the time-out is not looked at"
         time.sleep(0.001)
 
-    with pytest.raises(RankFailedError, match="not finished within 6 s"):
-        run_ranks(talk_for_ever, 2, timeout_s=6, progress=busy)
+    with pytest.raises(RankFailedError, match="not finished within 3 s"):
+        run_ranks(talk_for_ever, 2, timeout_s=3, progress=busy)
     assert no_children_left()
 
 
@@ -209,13 +209,13 @@ def test_a_rank_that_ends_in_the_middle_of_a_line_is_one_that_died():
         time.sleep(1)
 
     with pytest.raises(RankFailedError, match="rank 0 of 2 failed:\nthe process ended with exit code -9"):
-        run_ranks(end_in_the_middle_of_a_line, 2, timeout_s=60, progress=slow)
+        run_ranks(end_in_the_middle_of_a_line, 2, timeout_s=30, progress=slow)
     assert said == ["a row"]
 
 
 def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):
-    with pytest.raises(RankFailedError, match=r"not finished within 6 s: rank\(s\) 0, 1"):
-        run_ranks(sleep_and_clean_up, 2, str(tmp_path), timeout_s=6)
+    with pytest.raises(RankFailedError, match=r"not finished within 3 s: rank\(s\) 0, 1"):
+        run_ranks(sleep_and_clean_up, 2, str(tmp_path), timeout_s=3)
     assert no_children_left()
     assert list(tmp_path.iterdir()) == []
 
@@ -338,7 +338,7 @@ def _listens(pid: int) -> list[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="the kernel tells who listens")
 def test_ranks_of_a_study_listen_to_nobody_else() -> None:
-    listening = run_ranks(listening_outside, 2, timeout_s=60)
+    listening = run_ranks(listening_outside, 2, timeout_s=30)
     assert listening, "the store and gloo do listen"
     loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
     outside = [text for text in listening if not text.partition(": ")[2].startswith(loopback)]

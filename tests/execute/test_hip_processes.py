@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cuda_world import FLAGS, expected_outputs, programs
 from hip_world import StandinDriver, hip_gpus
+from marks import long
 from ranks import RankPool, crew
 
 from sidelane import Communicator
@@ -107,7 +108,7 @@ def move(group: dist.ProcessGroup) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [long(2), 4])
 def test_ranks_in_processes_move_the_right_bytes(pool: RankPool, ranks: int) -> None:
     counts = pool.run(move, ranks)
     assert len(set(counts)) == 1 and counts[0] > 20

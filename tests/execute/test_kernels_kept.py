@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from homeless import leave_home
 
+from interpreter import Interpreter
 from sidelane.device import flags
 from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
@@ -196,14 +195,11 @@ print(found.name, found.warps, found.shared_bytes, len(found.image), "triton" in
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_second_process_does_without_triton(cache: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(kernel_launch.__file__).parents[3])}
-    environment.pop("TRITON_INTERPRET", None)
-    first, second = (
-        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200)
-        for _ in range(2)
-    )
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    *found, imported = first.stdout.split()
+def test_a_second_process_does_without_triton(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    first, second = (interpreter.run(PROGRAM, tmp_path).split() for _ in range(2))
+    *found, imported = first
     assert imported == "True"
-    assert second.stdout.split() == [*found, "False"]
+    assert second == [*found, "False"]

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -55,14 +54,22 @@ def test_who_does_not_let_go_is_named_and_what_was_taken_is_given_back() -> None
 
 
 def test_a_process_that_dies_or_forks_keeps_nothing() -> None:
-    hold = "from sidelane.memory.torch_symm import alone_in; import time\nwith alone_in((1,), 9.0): print(flush=True), "
-    with subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    ready, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with alone_in((1,), 9.0):
+            os.write(tells, b"!")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
         with pytest.raises(LockTimeoutError), alone_in((1,), 0.05):
             pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tells)
     with alone_in((1,), 5.0):
         child = os.fork()
         if child == 0:

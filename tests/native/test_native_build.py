@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from homeless import leave_home
 from marks import long
 
+from interpreter import Interpreter
 from sidelane import config
 from sidelane.native import build
 from sidelane.native.build import Replays
@@ -40,19 +38,11 @@ def test_it_is_compiled_once(cache: Path) -> None:
     assert file.stat().st_mtime_ns == made
 
 
-def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
+def test_ranks_may_compile_at_the_same_time(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
     script = "from sidelane.native import load_replays as load; r = load(); assert r.module.Replay, r; print(r.words)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
-    children = [
-        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        words = [child.communicate(timeout=60)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert all(child.returncode == 0 for child in children), words
+    interpreter.start(script, tmp_path, (), ())
+    codes, words, errors = interpreter.wait()
+    assert codes == [0, 0], (words, errors)
     assert len(list(cache.iterdir())) == 1, "nothing but the module is left"
 
 
@@ -70,13 +60,10 @@ print(waited, [one.name for one in threading.enumerate()].count("sidelane-compil
 """
 
 
-def test_callers_go_on_while_it_is_compiled(cache: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+def test_callers_go_on_while_it_is_compiled(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
     for waited in (True, False):
-        ended = subprocess.run(
-            [sys.executable, "-c", SOON], env=environment, capture_output=True, text=True, timeout=90
-        )
-        assert ended.stdout.split() in ([str(waited), "0", "Replay"], [str(waited), "1", "Replay"]), ended
+        said = interpreter.run(SOON, tmp_path).split()
+        assert said in ([str(waited), "0", "Replay"], [str(waited), "1", "Replay"]), said
     assert len(list(cache.iterdir())) == 1
 
 
@@ -122,15 +109,14 @@ def test_without_a_compiler_it_says_so_once(
     assert line == f"calls that come again are made in Python, which is slower: {words}"
 
 
-def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
+def test_a_file_that_was_cut_short_is_made_again(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
     assert load().module is not None
     (file,) = cache.iterdir()
     file.unlink()  # this process has it loaded
     file.write_bytes(b"\x7fELF")
     script = "from sidelane.native import load_replays as load; r = load(); assert r.module, r; print(r.words)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("compiled by "), done
+    said = interpreter.run(script, tmp_path)
+    assert said.startswith("compiled by "), said
 
 
 @pytest.mark.parametrize(
