@@ -240,7 +240,7 @@ class PairDraw:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Repeated:
-    """What runs again and again under a cap.
+    """A computation, and what runs beside it, again and again under a cap.
 
     Attributes:
         time_us: of one run at full clocks.
