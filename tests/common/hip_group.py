@@ -1,4 +1,4 @@
-"""What two ranks do whose default group is a Sidelane group on the stand-in for the HIP runtime.
+"""Cases of two ranks whose default group is a Sidelane group on the stand-in for the HIP runtime.
 
 A CPU build of torch has no CUDA tensors, so that the group's tensors lie in host memory, which is the stand-in's device
 memory. The group orders such calls by a thread of the host; on a GPU it orders them by streams.

@@ -1,4 +1,4 @@
-"""What ranks do with fused operators on the stand-in for the HIP runtime, where launches of kernels are only noted."""
+"""Cases of fused operators on the stand-in for the HIP runtime, where launches of kernels are only noted."""
 
 from __future__ import annotations
 

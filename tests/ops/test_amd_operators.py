@@ -31,7 +31,7 @@ MOST_SPILLED = 2
 """Registers of a lane: next to nothing is spilled."""
 
 VECTOR_REGISTERS = 512
-"""Of a lane, which the wavefronts of a SIMD unit share."""
+"""Number of registers of a lane, which the wavefronts of a SIMD unit share."""
 
 
 class MadeUpGpu:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane.c3.workload import gemm_of
+from sidelane.c3.workload import GemmColumns, gemm_of
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
@@ -19,21 +19,11 @@ SERIAL = "serial"
 """``means`` of the row of a pair with which the other rows of the pair are compared."""
 
 
-class CurvePoint(Protocol):
-    """A row of the file; see ``bench.results.rows.pairs.IsolatedRow``."""
+class CurvePoint(GemmColumns, Protocol):
+    """A row of the file, as ``sidelane tune --study c3`` writes it."""
 
     @property
     def what(self) -> str: ...
-    @property
-    def gemm(self) -> str: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def k(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
     @property
     def collective(self) -> str: ...
     @property

@@ -80,9 +80,6 @@ class SplitGemmAllReduce:
         self.comm, self._values = comm, comm.empty(rows, columns, dtype=dtype)
         self._in_turn = in_turn(comm)
 
-    def make(self, pieces: int) -> None:
-        """Make all resources of a capture, which the buffer is."""
-
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_all_reduce`."""
         transposed, works = weight.t(), []
@@ -172,7 +169,8 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
 
         def split(pieces: int) -> SplitGemmScatter | SplitGemmAllReduce:
             handle = _handle(comm, x, weight, gathers)
-            handle.make(pieces or default)
+            if isinstance(handle, SplitGemmScatter):
+                handle.make(pieces or default)
             return handle
 
         def alone(pieces: int) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from sidelane.errors import UnavailableError
 from sidelane.session import Communicator
@@ -72,6 +70,9 @@ def refuse_tiles(error: Exception, name: str, tiles: object) -> None:
         name: name of the operator.
         tiles: tile sizes of the kernel.
     """
+    from triton.compiler.errors import CompilationError  # a kernel was launched, so Triton is there
+    from triton.runtime.errors import OutOfResources, PTXASError
+
     # Triton's passes fail with a bare RuntimeError.
     if isinstance(error, CompilationError | OutOfResources | PTXASError) or (
         type(error) is RuntimeError and "PassManager" in str(error)

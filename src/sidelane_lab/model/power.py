@@ -195,7 +195,7 @@ class PairDraw:
     @property
     def gemm_w(self) -> float:
         """While the GEMM runs by itself, again and again, below the cap."""
-        return self._idle_and(self.gemm_us, 0.0).mean_w
+        return self._repeated(self.gemm_us, 0.0).mean_w
 
     @property
     def wanted_w(self) -> float:
@@ -224,16 +224,16 @@ class PairDraw:
 
         Infinite where the cap leaves nothing for operations.
         """
-        alone = self._idle_and(self.gemm_us, 0.0)
+        alone = self._repeated(self.gemm_us, 0.0)
         ends_of_range = [self._pair.stretch(power) / alone.stretch(power) - 1 for power in (STEEPEST, 0)]
         least, most = sorted(max(0.0, share) for share in ends_of_range)
         return least, math.inf if self._pair.stretch(0) >= MOST_STRETCH else most
 
     @property
     def _pair(self) -> _Repeated:
-        return self._idle_and(self.time_us, self.collective_w * self.collective_us / 1e3)
+        return self._repeated(self.time_us, self.collective_w * self.collective_us / 1e3)
 
-    def _idle_and(self, time_us: float, collective_mj: float) -> _Repeated:
+    def _repeated(self, time_us: float, collective_mj: float) -> _Repeated:
         others_mj = self.gemm_bytes_w * self.gemm_us / 1e3 + collective_mj
         return _Repeated(time_us, self.idle_w, self.operations_w * self.gemm_us / 1e3, others_mj, self.cap_w)
 
