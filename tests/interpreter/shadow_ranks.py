@@ -19,7 +19,7 @@ from kernel_ranks import World, run_ranks
 from shadowed_kernels import kernels, name_of
 from shadows import shadows_of
 from shadows.blocks import block_of
-from steps import Places, bytes_of, compare, steps_of, steps_said
+from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
 from sidelane.device import launch
 from sidelane.device.launch import Launch
@@ -56,7 +56,7 @@ for module in (relay, list_broadcast_push, list_direct, list_push, reduce_chunks
     module.TILE_BYTES = TILE
 list_pull.MOVED_TILE_BYTES = list_pull.REDUCED_TILE_BYTES = TILE
 reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
-launch.CELLS_PER_TILE = TILE // 4
+launch.CELLS_PER_TILE = launch.FEW_CELLS_PER_TILE = TILE // 4
 INTS = Reduction(ReduceOp.SUM, "int32")
 PARTS = {1: (100,), 2: (4, 300), 3: (100,), 4: (36,)}
 """Bytes from rank to rank, about: fewer tiles than blocks and more, with some left over."""
@@ -181,13 +181,13 @@ def compare_blocks(world: World, kernel: AnyKernelProgram, generation: int, noti
     queues = shadow.queues_of(world.rank)
     assert set(accesses) == {block_of(queue)[0] for queue in queues}, "the blocks of the launch"
     total = 0
-    for block, touched in accesses.items():
+    for block, made in accesses.items():
         where = f"rank {world.rank} block {block} of {name_of(kernel)}, {kernel.variant}, {kernel.collective}"
         mine = [queue for queue in queues if block_of(queue)[0] == block]
-        found, said = steps_of(touched, case.places), steps_said(mine, n)
+        found, said = steps_of(made, case.places), steps_said(mine, n)
         compare(found, said, shadow, case.stays, where)
         total += len(said.steps)
-        for mistake, wrong in planted(mine):
+        for mistake, wrong in planted(mine, case.stays, n):
             try:
                 compare(found, steps_said(wrong, n), shadow, case.stays, where)
             except AssertionError:
@@ -198,12 +198,16 @@ def compare_blocks(world: World, kernel: AnyKernelProgram, generation: int, noti
     return total
 
 
-def planted(queues: Sequence[Queue]) -> Iterator[tuple[str, list[Queue]]]:
-    """A block's shadow with a mistake, each that there is room for."""
+def planted(queues: Sequence[Queue], stays: frozenset[Byte], world_size: int) -> Iterator[tuple[str, list[Queue]]]:
+    """A block's shadow with a mistake, each that there is room for. A copy of bytes that stay makes no difference."""
     together, apart = queues[0], list(queues[1:])
     assert not block_of(together)[1]
     commands = list(together.commands)
-    copies = [number for number, command in enumerate(commands) if isinstance(command, Copy | Reduce)]
+    copies = [
+        number
+        for number, command in enumerate(commands)
+        if isinstance(command, Copy | Reduce) and not touched(command, world_size) <= stays
+    ]
     signals = [number for number, command in enumerate(commands) if isinstance(command, Signal)]
     waits = [number for number, command in enumerate(commands) if isinstance(command, Wait)]
 

@@ -151,7 +151,10 @@ def steps_of(accesses: Sequence[Access], places: Places) -> Done:
 
 
 def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
-    """What a shadow says that a block does: one queue with an order, and what is apart. Cells go in front."""
+    """What a shadow says that a block does: one queue with an order, and what is apart. Cells go in front.
+
+    Cells from a rank to itself stand for registers, and are no access.
+    """
     done = Done()
     for queue in queues:
         if not block_of(queue)[1]:
@@ -230,7 +233,22 @@ def _say_moved(done: Done, srcs: Sequence[Span], dst: Span, world_size: int) -> 
     """What was written in the same step is at hand: a block that stores it once more does not load it."""
     at_hand = done.steps[-1][2] if done.steps and done.steps[-1][0] == MOVE else NOTHING
     reads = frozenset(byte for src in srcs for byte in _bytes_of(src, world_size))
-    done.add(MOVE, reads - at_hand, frozenset(_bytes_of(dst, world_size)))
+    written = frozenset(_bytes_of(dst, world_size))
+    registers = {byte for byte in reads | written if _is_register(byte, world_size)}
+    done.add(MOVE, reads - at_hand - registers, written - registers)
+
+
+def touched(command: Copy | Reduce, world_size: int) -> frozenset[Byte]:
+    """All bytes that a command reads or writes, without registers."""
+    spans = (command.dst, *(command.srcs if isinstance(command, Reduce) else (command.src,)))
+    found = frozenset(byte for span in spans for byte in _bytes_of(span, world_size))
+    return frozenset(byte for byte in found if not _is_register(byte, world_size))
+
+
+def _is_register(byte: Byte, world_size: int) -> bool:
+    rank, buffer, number = byte
+    slot = number // (cell_flag(0, 1, 0, 2, 0).index - cell_flag(0, 0, 0, 2, 0).index)
+    return buffer == CELL and slot % world_size == rank
 
 
 def _bytes_of(span: Span, world_size: int) -> Iterator[Byte]:

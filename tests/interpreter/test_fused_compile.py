@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import COMPILE_OPTIONS
+from sidelane.device.target import compiling_for
 from sidelane.ops import (
     dispatch_gemm,
     embedding,
@@ -73,7 +74,8 @@ def made_of(
     ordered = {name: signature[name] for name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
-    return triton.compile(source, target=H200, options={**COMPILE_OPTIONS, "num_warps": warps})
+    with compiling_for("cuda"):
+        return triton.compile(source, target=H200, options={**COMPILE_OPTIONS, "num_warps": warps})
 
 
 def compiled(
@@ -200,7 +202,7 @@ def test_pushed_all_reduce_rms_norm_compiles(dtype: str, hidden: int, warps: int
     text, registers, stack = compiled(kernel, PUSHED.format(dtype), constants, warps, multiples=known)
     assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
-    assert ".sys.release.exch" in text and ".sys.acquire.add" in text and ".gpu.acq_rel.add" in text
+    assert ".sys.release.exch" in text and "ld.acquire.sys" in text and ".gpu.acq_rel.add" in text
 
 
 NORM_TENSORS = ("output", "total_output", "x", "residual", "weight")
@@ -357,7 +359,7 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     kinds = f"*i64 *i64 *i32 *bf16 *i32 *i32{' *fp32' if has_factors else ''} i32 i32 i32 i32 i32 i32 i32"
     known = ("x", "depth", "columns", "x_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
-    assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
+    assert stack <= 16 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     constants = {"TERMS": terms, "ROWS": experts.ROWS, "COLS": experts.COLS}
     constants |= {} if has_factors else {"factors": None}
@@ -399,7 +401,7 @@ def test_all_to_all_gemm_compiles(experts: int, dtype: str) -> None:
     text, registers, stack = compiled(dispatch_gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= MOST_STACK_BYTES and registers <= 255, (registers, stack)
     assert ("wgmma" in text) is not wide and "cp.async" in text, "tensor cores, and loads ahead"
-    assert ".sys.release.exch" in text and ".sys.acquire.add" in text
+    assert ".sys.release.exch" in text and "ld.acquire.sys" in text
 
 
 def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:

@@ -19,6 +19,7 @@ from every_kernel import AVERAGE, MB, moving, reducing, site_of
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device.launch import LaunchSite
+from sidelane.device.target import compiling_for
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import reduce_direct
 from sidelane.program.kernel import NARROW_BLOCKS
@@ -54,8 +55,9 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
     """Signals release, and waits acquire, at system scope; each in front of or behind a barrier of all threads."""
     constants = {"TILE": 1024} if "TILE" in OWN[name] else {}
     source = triton.compiler.ASTSource(getattr(own_kernels, name), OWN[name], constants)
-    text = triton.compile(source, target=H200, options={"num_warps": 4}).asm["ptx"]
-    signals, waits = text.count(".sys.release.exch"), text.count(".sys.acquire.add")
+    with compiling_for("cuda"):
+        text = triton.compile(source, target=H200, options={"num_warps": 4}).asm["ptx"]
+    signals, waits = text.count(".sys.release.exch"), len(re.findall(r"ld\.acquire\.sys.*?bar\.sync", text, re.DOTALL))
     if name == "counted":
         assert re.search(r"(red|atom)\.[a-z.]*release[a-z.]*sys[a-z.0-9]*add|(red|atom)[a-z.]*sys\.release\.add", text)
         assert text.count(".sys.acq_rel.add") == 1, "the last program"
@@ -69,7 +71,7 @@ def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, 
     launch = reduce_direct.arrange(site, inputs, inputs, MB, ranks * MB, AVERAGE, gather=True)
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
     assert shared <= max(available, 1024)
-    assert shared > available // 2, "tiles are copied ahead"
+    assert shared > available // 2 or not available, "tiles are copied ahead"
 
 
 @pytest.mark.parametrize(("what", "odd"), [long(moving, 1), (reducing, 2)])

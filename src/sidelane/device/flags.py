@@ -14,6 +14,7 @@ import os
 
 from sidelane.device import layout
 from sidelane.device.language import tl, triton
+from sidelane.device.target import is_nvidia
 
 COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
 FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
@@ -26,6 +27,9 @@ further ahead was last written billions of generations ago."""
 
 MOST_THREADS = tl.constexpr(1024)
 """Largest number of threads of a block: a load of as many lanes is made by all of its threads."""
+
+ACQUIRING_POLLS = tl.constexpr(64)
+"""Polls of a wait, some 30 us, that acquire."""
 
 POLLS = tl.constexpr(32 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
 """Polls between two loads of the board: some milliseconds. All warps of a block load it, over PCIe, and this traffic
@@ -137,6 +141,10 @@ def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr, C
     Returns:
         ``spent``, not 0 if the host has told the kernel to give up.
     """
+    if is_nvidia():
+        spent = _poll_acquire(flags, mask, generation, board, spent, AHEAD, COUNTS)
+        tl.debug_barrier()  # each thread has acquired what some rank wrote; from here on all have
+        return spent
     spent = _poll(flags, mask, generation, board, spent, AHEAD, COUNTS)
     # Plain loads poll; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told to
     # give up and others not. From here on all warps decide by the same values, since they meet at barriers.
@@ -164,6 +172,50 @@ def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl
             say_who_is_late(board, lane, late, generation)
             spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
     return spent
+
+
+@triton.jit
+def _poll_acquire(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
+    """Poll as :func:`_poll` does, and acquire at system scope by a load instead of an atomic operation.
+
+    It saves 0.3 to 0.4 us a wait: an atomic operation begins only when a plain load has found the flag. A load that
+    acquires drops what the unit has cached, which may slow down other kernels there, so that few of them are made.
+    """
+    lane = tl.arange(0, MAX_RANKS)
+    missing = 1
+    polls = 0
+    while (missing != 0) & (spent == 0):
+        if polls < ACQUIRING_POLLS:
+            words = _load_acquire(flags, mask)
+        else:
+            words = tl.load(flags, mask=mask, other=0, volatile=True)
+        late = _late(words, mask, generation, AHEAD, COUNTS)
+        missing = tl.max(late)
+        polls += 1
+        if polls % POLLS == 0:
+            say_who_is_late(board, lane, late, generation)
+            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
+    if polls > ACQUIRING_POLLS:
+        _load_acquire(flags, mask)
+    return spent
+
+
+@triton.jit
+def _load_acquire(pointers, mask):
+    """Load words with acquire semantics at system scope, by every thread that has any; 0 outside of the mask."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred there;
+        setp.ne.s32 there, $2, 0;
+        mov.u32 $0, 0;
+        @there ld.acquire.sys.global.u32 $0, [$1];
+        }""",
+        "=&r,l,r",
+        [pointers, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -55,6 +55,16 @@ class Kernel:
         return self.made()(*arguments, **constants)
 
 
+class AtCompileTime:
+    """A function of Python that kernels call while they are compiled, as ``triton.constexpr_function`` makes them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
 class Constant(int):
     """A whole number that kernels use by its name, as ``tl.constexpr``."""
 
@@ -91,8 +101,13 @@ class _Triton:
         """Make a kernel of a function, or a decorator that does."""
         return (lambda found: Kernel(found, options)) if function is None else Kernel(function, options)
 
+    @staticmethod
+    def constexpr_function(function: Callable[..., Any]) -> AtCompileTime:
+        """Make a function that kernels call while they are compiled."""
+        return AtCompileTime(function)
 
-_STAND_INS = (_Triton, _Language, Constant, Dtype)
+
+_STAND_INS = (_Triton, _Language, AtCompileTime, Constant, Dtype)
 
 tl: Any = _Language()
 triton: Any = _Triton()
@@ -107,7 +122,7 @@ Triton's default for that depends on its version (3.9 warns that 3.10 changes it
 
 
 def real(value: Any) -> Any:
-    """Return what Triton has for a constant, a dtype, ``tl`` or ``triton`` of this file; others as they are."""
+    """Return what Triton has for what this file defines in its place; others as they are."""
     kind = type(value)
     if kind not in _STAND_INS:
         return value
@@ -116,6 +131,8 @@ def real(value: Any) -> Any:
 
     if kind is Dtype:
         return getattr(triton.language, value.name)
+    if kind is AtCompileTime:
+        return triton.constexpr_function(value.function)
     if kind is Constant:
         return triton.language.constexpr(int(value))
     return triton if kind is _Triton else triton.language

@@ -8,8 +8,11 @@ from typing import Any
 
 from sidelane.device.layout import CELL_PAYLOAD_BYTES, MAX_BLOCKS, MAX_RANKS, SLOT_PAYLOAD_BYTES
 
-CELLS_PER_TILE = 512
-CELL_WARPS = 8
+CELLS_PER_TILE, CELL_WARPS = 512, 8
+FEW_CELLS_PER_TILE = 128
+"""Cells of a tile where a launch has a block for each such tile, up to 32 KiB. A block then has a warp for each peer:
+between two GPUs a single one, which decides without others whether all cells are there. On two H200s an all-reduce of
+512 bytes takes 2.3 us, and 2.5 with large tiles (docs/lab/kernels.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +91,22 @@ def cells_launch(
     """
     if not 1 <= part_bytes <= SLOT_PAYLOAD_BYTES:
         raise ValueError(f"cells_launch: part_bytes (value={part_bytes}, allowed=1..{SLOT_PAYLOAD_BYTES})")
+    peers = 1 << max(0, site.world_size - 2).bit_length()
+    cells, warps = FEW_CELLS_PER_TILE, peers
+    if part_bytes > CELL_PAYLOAD_BYTES * cells * site.most_blocks:
+        cells, warps = CELLS_PER_TILE, CELL_WARPS
     shared = {
         "N": site.world_size,
-        "R": 1 << (site.world_size - 1).bit_length(),
-        "CELLS": CELLS_PER_TILE,
+        "PEERS": peers,
+        "CELLS": cells,
+        "WHOLE": part_bytes % (CELL_PAYLOAD_BYTES * cells) == 0,
         "UNIT": unit_bytes(output, input, part_bytes, most=CELL_PAYLOAD_BYTES),
         "ALIGNED": unit_bytes(output, input, part_bytes) == 16,
     }
-    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * CELLS_PER_TILE))
+    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * cells))
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
     addresses = padded(site.rotated(site.arenas))
-    return Launch(kernel, site.blocks(tiles), CELL_WARPS, arguments + addresses, {**shared, **constants})
+    return Launch(kernel, site.blocks(tiles), warps, arguments + addresses, {**shared, **constants})
 
 
 def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:

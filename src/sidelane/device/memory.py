@@ -77,12 +77,15 @@ def count_of(nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr = False):
     """Return words ``index`` of the ``nbytes`` at ``address``, int32, composed of units of 1, 2 or 4 bytes.
 
-    Bytes beyond the end are 0. With UNIT 1, the word of the bytes 0x11 0x22 0x33 is 0x00332211.
+    Bytes beyond the end are 0. With UNIT 1, the word of the bytes 0x11 0x22 0x33 is 0x00332211. ``WHOLE`` promises that
+    no word ends beyond the end, for wide accesses.
     """
-    if UNIT == WORD:
+    if UNIT == WORD and WHOLE:
+        return tl.load(pointer(address, tl.int32, ALIGNED) + index)
+    elif UNIT == WORD:
         return tl.load(pointer(address, tl.int32, ALIGNED) + index, mask=index < nbytes // WORD, other=0)
     else:
         word = tl.zeros_like(index).to(tl.int32)
@@ -94,9 +97,13 @@ def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
-def store_words(address, index, words, nbytes, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+def store_words(
+    address, index, words, nbytes, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr = False
+):
     """Store words where :func:`load_words` loads them. Bytes beyond the end are not stored."""
-    if UNIT == WORD:
+    if UNIT == WORD and WHOLE:
+        tl.store(pointer(address, tl.int32, ALIGNED) + index, words, mask=mask)
+    elif UNIT == WORD:
         tl.store(pointer(address, tl.int32, ALIGNED) + index, words, mask=mask & (index < nbytes // WORD))
     else:
         for piece in tl.static_range(WORD // UNIT):

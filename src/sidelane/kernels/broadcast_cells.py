@@ -23,7 +23,7 @@ from sidelane.device.flags import addresses_of, end_generation, next_generation,
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
-from sidelane.kernels.cells import put_cells, slot, wait_for_cells
+from sidelane.kernels.cells import cells_there, put_cells, slot, wait_for_cells
 
 
 def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
@@ -46,7 +46,8 @@ def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
 def _broadcast_cells(
     output, input, nbytes, stride, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7, root,
-    N: tl.constexpr, R: tl.constexpr, CELLS: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, CELLS: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
@@ -59,18 +60,18 @@ def _broadcast_cells(
         lanes = tl.arange(0, CELLS)
         while start < cells:
             index = start + lanes
-            words = load_words(input, index, nbytes, UNIT, ALIGNED)
+            there = cells_there(index, cells, WHOLE)
+            words = load_words(input, index, nbytes, UNIT, ALIGNED, WHOLE)
             for turn in tl.static_range(1, N):
-                put_cells(slot(peers[turn], generation, rank, N), index, words, generation, index < cells)
+                put_cells(slot(peers[turn], generation, rank, N), index, words, generation, there)
             start += step
     else:
         sender = tl.zeros([1, 1], tl.int64) + root
         while start < cells:
             index = start + tl.arange(0, CELLS)[None, :]
-            words, spent = wait_for_cells(
-                slot(p0, generation, 0, N), sender, index, index < cells, generation, board, spent
-            )
-            store_words(output, index, words, nbytes, index < cells, UNIT, ALIGNED)
+            there = cells_there(index, cells, WHOLE)
+            words, spent = wait_for_cells(slot(p0, generation, 0, N), sender, index, there, generation, board, spent)
+            store_words(output, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
             start += step
     relaxed_wait(p0, generation, board, spent, 0, N)
     end_generation(p0, generation)

@@ -33,6 +33,12 @@ def slot(arena, generation, sender, N: tl.constexpr):
 
 
 @triton.jit
+def cells_there(index, cells, WHOLE: tl.constexpr):
+    """Return which ``index`` are below ``cells``; with WHOLE all, which lets the compiler make wide accesses."""
+    return tl.full(index.shape, True, tl.int1) if WHOLE else index < cells
+
+
+@triton.jit
 def put_cells(slot_address, index, words, generation, mask):
     """Send int32 ``words`` as cells ``index``. Relaxed: cells arrive in any order."""
     cells = (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)

@@ -9,7 +9,7 @@
 Equivalent, on rank r: ``output[s] = input of rank s`` (all_gather), ``output[s] = part r of the input of rank s``
 (all_to_all). In place is allowed: a block sends all bytes that it overwrites before it writes.
 
-Legend: N ranks, R the power of two from N on, CELLS cells a tile.
+Legend: N ranks, PEERS the power of two from N - 1 on, CELLS cells a tile, WHOLE if all tiles are full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sidelane.device.flags import end_generation, next_generation
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
-from sidelane.kernels.cells import put_cells, slot, wait_for_cells
+from sidelane.kernels.cells import cells_there, put_cells, slot, wait_for_cells
 
 
 def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
@@ -42,8 +42,8 @@ def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, disti
 def _exchange_cells(
     output, input, part_bytes, stride, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, R: tl.constexpr, DISTINCT: tl.constexpr, CELLS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, CELLS: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
@@ -55,25 +55,28 @@ def _exchange_cells(
     start = first
     while start < cells:
         index = start + lanes
-        own = load_words(input + rank * stride, index, part_bytes, UNIT, ALIGNED)
+        there = cells_there(index, cells, WHOLE)
+        own = load_words(input + rank * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
         for turn in tl.static_range(1, N):
             peer = (rank + turn) % N
-            words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED) if DISTINCT else own
-            put_cells(slot(peers[turn], generation, rank, N), index, words, generation, index < cells)
-        store_words(output + rank * part_bytes, index, own, part_bytes, index < cells, UNIT, ALIGNED)
+            words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED, WHOLE) if DISTINCT else own
+            put_cells(slot(peers[turn], generation, rank, N), index, words, generation, there)
+        store_words(output + rank * part_bytes, index, own, part_bytes, there, UNIT, ALIGNED, WHOLE)
         start += step
 
-    tl.debug_barrier()  # other threads may have read above the bytes that are written below
-    senders = tl.arange(0, R)[:, None]
+    # A barrier of threads: others may have read above the bytes that are written below.
+    end_generation(p0, generation)
+    turns = tl.arange(0, PEERS)[:, None]
+    senders = (rank + 1 + turns) % N
     spent = tl.full((), 0, tl.int32)
     start = first
     while start < cells:
         index = start + lanes[None, :]
-        mask = (senders < N) & (senders != rank) & (index < cells)
+        there = cells_there(index, cells, WHOLE)
+        mask = there if PEERS == N - 1 else (turns < N - 1) & there
         words, spent = wait_for_cells(slot(p0, generation, 0, N), senders, index, mask, generation, board, spent)
-        store_words(output + senders * part_bytes, index, words, part_bytes, mask, UNIT, False)
+        store_words(output + senders * part_bytes, index, words, part_bytes, mask, UNIT, False, WHOLE)
         start += step
-    end_generation(p0, generation)
 
 
 KERNEL = _exchange_cells

@@ -3,13 +3,14 @@
 
 """reduce_scatter and all_reduce of few bytes, as cells: one pass, no handshake.
 
-    rank 0   input -> cells into slot 0 of everyone | wait for cells in own slots -> reduce -> output
-    rank 1   input -> cells into slot 1 of everyone | wait for cells in own slots -> reduce -> output
+    rank 0   input -> cells into slot 0 of all others | wait for cells in own slots -> reduce with own -> output
+    rank 1   input -> cells into slot 1 of all others | wait for cells in own slots -> reduce with own -> output
 
 Equivalent: ``output = reduce over ranks s of part r of the input of rank s`` (reduce_scatter) or ``of the input of rank
-s`` (all_reduce), on rank r. A rank sends to itself, too: then all that it reduces lies in one place. In place is fine.
+s`` (all_reduce), on rank r. In place is fine: a word is stored once it has been read, and summed, by whoever stores it.
 
-Legend: N ranks, R the power of two from N on, CELLS cells a tile, W elements a tile (as many as fit into CELLS words).
+Legend: N ranks, PEERS the power of two from N - 1 on, CELLS cells a tile, WHOLE if all tiles are full, DISTINCT if each
+rank gets its own part (reduce_scatter).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
-from sidelane.kernels.cells import put_cells, slot, wait_for_cells
+from sidelane.kernels.cells import cells_there, put_cells, slot, wait_for_cells
 from sidelane.program.collective import Reduction
 
 
@@ -39,7 +40,7 @@ def arrange(
     Raises:
         ValueError: a part is too large or empty.
     """
-    constants = reduction_constants(reduction)
+    constants = {"DISTINCT": distinct, **reduction_constants(reduction)}
     return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
 
 
@@ -72,8 +73,9 @@ def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
 def _reduce_cells(
     output, input, part_bytes, stride, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, R: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
-    FLOAT: tl.constexpr, CELLS: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, CELLS: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
@@ -85,31 +87,48 @@ def _reduce_cells(
     start = first
     while start < cells:
         index = start + lanes
-        for turn in tl.static_range(N):
-            peer = (rank + turn) % N
-            words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED)
-            put_cells(slot(peers[turn], generation, rank, N), index, words, generation, index < cells)
+        there = cells_there(index, cells, WHOLE)
+        if not DISTINCT:
+            words = load_words(input, index, part_bytes, UNIT, ALIGNED, WHOLE)
+        for turn in tl.static_range(1, N):
+            if DISTINCT:
+                peer = (rank + turn) % N
+                words = load_words(input + peer * part_bytes, index, part_bytes, UNIT, ALIGNED, WHOLE)
+            put_cells(slot(peers[turn], generation, rank, N), index, words, generation, there)
         start += step
 
-    tl.debug_barrier()  # other threads may have read above the bytes that are written below
-    senders = tl.arange(0, R)[:, None]
+    # A barrier of threads: others may have read above the bytes that are written below.
+    end_generation(p0, generation)
+    turns = tl.arange(0, PEERS)[:, None]
+    senders = (rank + 1 + turns) % N
     spent = tl.full((), 0, tl.int32)
     start = first
     while start < cells:
         index = start + lanes
-        mask = (senders < N) & (index[None, :] < cells)
+        there = cells_there(index, cells, WHOLE)
+        own = load_words(input + rank * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
+        mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
         words, spent = wait_for_cells(
             slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent
         )
-        # Rows one by one, in the order of the ranks: a sum over rows that are 0 but for one is that row.
-        result = elements_of(tl.sum(tl.where(senders == 0, words, 0), axis=0), DTYPE, ELEMENT_BYTES, FLOAT)
+        # Rows one by one, in the order of the ranks.
+        senders_there = tl.where(turns < N - 1, senders, -1)
+        result = _elements_from(0, senders_there, words, rank, own, DTYPE, ELEMENT_BYTES, FLOAT)
         for sender in tl.static_range(1, N):
-            row = tl.sum(tl.where(senders == sender, words, 0), axis=0)
-            result = accumulate(result, elements_of(row, DTYPE, ELEMENT_BYTES, FLOAT), OP)
+            more = _elements_from(sender, senders_there, words, rank, own, DTYPE, ELEMENT_BYTES, FLOAT)
+            result = accumulate(result, more, OP)
         result = words_of(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
-        store_words(output, index, result, part_bytes, index < cells, UNIT, ALIGNED)
+        store_words(output, index, result, part_bytes, there, UNIT, ALIGNED, WHOLE)
         start += step
-    end_generation(p0, generation)
+
+
+@triton.jit
+def _elements_from(
+    sender, senders, words, rank, own, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Return the wide elements of one sender, whose row of ``words`` is the sum over rows that are 0 but for it."""
+    row = tl.sum(tl.where(senders == sender, words, 0), axis=0)
+    return elements_of(tl.where(rank == sender, own, row), DTYPE, ELEMENT_BYTES, FLOAT)
 
 
 KERNEL = _reduce_cells

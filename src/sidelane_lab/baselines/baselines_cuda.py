@@ -5,6 +5,8 @@ How each gets its best configuration:
 - ``nccl``: the default group's communicator. Calls are synchronous in torch's sense (``async_op=False``), which puts
   NCCL on the caller's stream without a detour. Variant ``window`` has its buffers in symmetric windows, which let
   NCCL take other kernels.
+  Variants ``window_efficiency`` and ``window_zero``, with NCCL 2.32 and newer: windows, and a CTA policy with each call
+  (``nccl_policies.py``), next to collectives alone as well as next to a GEMM.
 - ``nccl_ctas``, next to a GEMM only: the same with 4, 8, 16 and 32 CTAs, a communicator each.
 - ``nccl_ce``: a communicator of its own with ``NCCL_CTA_POLICY_ZERO``. NCCL takes the copy engines only if input and
   output lie in symmetric windows at equal offsets, and not on the legacy default stream. The windows are a memory pool
@@ -46,6 +48,7 @@ from sidelane_lab.baselines.candidate import (
     separately,
     views,
 )
+from sidelane_lab.baselines.nccl_policies import call_with_policy, loaded_version, policies_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 
@@ -74,10 +77,13 @@ class Nccl(Implementation):
         self._no_windows = ""
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return ("", WINDOW) if in_place in self.places.get(kind, ()) else ()
+        if in_place not in self.places.get(kind, ()):
+            return ()
+        return ("", WINDOW, *(f"{WINDOW}_{policy}" for policy in policies_of(kind, loaded_version())))
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
+        names = self.variants(kind, in_place)[:2]
+        return tuple(name for one in names for name in (one, separately(one)))
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         super().reserve(output_bytes, input_bytes)
@@ -88,7 +94,7 @@ class Nccl(Implementation):
             self._no_windows = str(error)
 
     def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        if candidate.variant != WINDOW:
+        if not candidate.variant.startswith(WINDOW):
             return super().tensors(case, candidate)
         if self._windows is None:
             raise UnavailableError(self._no_windows)
@@ -100,6 +106,9 @@ class Nccl(Implementation):
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
         assert tensors.output is not None
+        _, _, policy = variant.partition("_")
+        if variant.startswith(WINDOW) and policy:
+            return call_with_policy(case.kind, tensors.output, tensors.input, policy, self.group)
         return library_call(case.kind, tensors.output, tensors.input, group=self.group)
 
     def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:

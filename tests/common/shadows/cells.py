@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, loaded_flag
 from shadows.arena import cells as cells_at
-from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
+from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signal, Wait
@@ -45,23 +45,25 @@ def _cells(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int)
     def send(rank: int, tile: Tile) -> Iterator[Command | Apart]:
         if root is None and not reduces:
             yield from copied(tile.output(rank, rank), tile.input(rank, rank if tensors.shards > 1 else 0))
-        for peer in rotated(rank, n) if reduces else others(rank, n):
+        for peer in others(rank, n):
             yield from put(rank, peer, tile)
 
     def barrier(rank: int, block: int) -> Iterator[Command]:
         for tile in tensors.tiles(block):
-            for peer in range(n) if reduces else others(rank, n):
+            for peer in others(rank, n):
                 for cell in tile.cut(CELL_BYTES):
                     yield Wait(loaded_flag(rank, peer, n, cell.place // CELL_BYTES), EPOCH)
 
     def receive(rank: int, tile: Tile) -> Iterator[Command]:
-        senders = [sender for sender in range(n) if reduces or sender != rank] if root is None else [root]
+        senders = list(others(rank, n)) if root is None else [root]
+        if reduces:  # into registers, which the place stands for that no rank's cells have
+            yield from copied(data(rank, rank, tile), tile.input(rank, rank if tensors.shards > 1 else 0))
         for sender in senders:
             for cell in tile.cut(CELL_BYTES):
                 flag = cell_flag(rank, sender, parity, n, cell.place // CELL_BYTES)
                 yield Wait(flag, EPOCH, Comparison.EQ)
         if reduces:
-            yield from reduced(tile.output(rank), tuple(data(rank, s, tile) for s in senders), tensors.reduction)
+            yield from reduced(tile.output(rank), tuple(data(rank, s, tile) for s in range(n)), tensors.reduction)
         else:
             for sender in senders:
                 yield from copied(tile.output(rank, 0 if sender == root else sender), data(rank, sender, tile))

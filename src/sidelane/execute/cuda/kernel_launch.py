@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from sidelane import forks
 from sidelane.device.language import COMPILE_OPTIONS, Constant, Kernel, real_constants
+from sidelane.device.target import compiling_for
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
 from sidelane.native.build import is_private, private_cache
@@ -375,7 +376,8 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
     source = triton.compiler.ASTSource(function, signature, real_constants(constants))
     options = {**COMPILE_OPTIONS, "num_warps": warps} | ({} if stages is None else {"num_stages": stages})
-    return triton.compile(source, target=target, options=options)
+    with compiling_for(target.backend):
+        return triton.compile(source, target=target, options=options)
 
 
 _kernels: dict[int, LoadedKernels] = {}
