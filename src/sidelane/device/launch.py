@@ -95,15 +95,16 @@ def cells_launch(
     cells, warps = FEW_CELLS_PER_TILE, peers
     if part_bytes > CELL_PAYLOAD_BYTES * cells * site.most_blocks:
         cells, warps = CELLS_PER_TILE, CELL_WARPS
+    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * cells))
     shared = {
         "N": site.world_size,
         "PEERS": peers,
         "CELLS": cells,
+        "ONE": tiles <= site.most_blocks,
         "WHOLE": part_bytes % (CELL_PAYLOAD_BYTES * cells) == 0,
         "UNIT": unit_bytes(output, input, part_bytes, most=CELL_PAYLOAD_BYTES),
         "ALIGNED": unit_bytes(output, input, part_bytes) == 16,
     }
-    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * cells))
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
     addresses = padded(site.rotated(site.arenas))
     return Launch(kernel, site.blocks(tiles), warps, arguments + addresses, {**shared, **constants})

@@ -46,7 +46,7 @@ def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
 def _broadcast_cells(
     output, input, nbytes, stride, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7, root,
-    N: tl.constexpr, PEERS: tl.constexpr, CELLS: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, CELLS: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)

@@ -9,8 +9,8 @@
 Equivalent: ``output = reduce over ranks s of part r of the input of rank s`` (reduce_scatter) or ``of the input of rank
 s`` (all_reduce), on rank r. In place is fine: a word is stored once it has been read, and summed, by whoever stores it.
 
-Legend: N ranks, PEERS the power of two from N - 1 on, CELLS cells a tile, WHOLE if all tiles are full, DISTINCT if each
-rank gets its own part (reduce_scatter).
+Legend: N ranks, PEERS the power of two from N - 1 on, CELLS cells a tile, ONE if no block has more tiles, WHOLE if all
+tiles are full, DISTINCT if each rank gets its own part (reduce_scatter).
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
 def _reduce_cells(
     output, input, part_bytes, stride, rank, board,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, CELLS: tl.constexpr, WHOLE: tl.constexpr,
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
-    FLOAT: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, CELLS: tl.constexpr, ONE: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(p0)
     cells = (part_bytes + 3) // 4
     first = tl.program_id(0).to(tl.int64) * CELLS
     step = tl.num_programs(0) * CELLS
+    tiles = 1 if ONE else tl.cdiv(cells - first, step)
     lanes = tl.arange(0, CELLS)
 
-    start = first
-    while start < cells:
-        index = start + lanes
+    for tile in range(tiles):
+        index = first + tile * step + lanes
         there = cells_there(index, cells, WHOLE)
         if not DISTINCT:
             words = load_words(input, index, part_bytes, UNIT, ALIGNED, WHOLE)
@@ -95,16 +95,14 @@ def _reduce_cells(
                 peer = (rank + turn) % N
                 words = load_words(input + peer * part_bytes, index, part_bytes, UNIT, ALIGNED, WHOLE)
             put_cells(slot(peers[turn], generation, rank, N), index, words, generation, there)
-        start += step
 
     # A barrier of threads: others may have read above the bytes that are written below.
     end_generation(p0, generation)
     turns = tl.arange(0, PEERS)[:, None]
     senders = (rank + 1 + turns) % N
     spent = tl.full((), 0, tl.int32)
-    start = first
-    while start < cells:
-        index = start + lanes
+    for tile in range(tiles):
+        index = first + tile * step + lanes
         there = cells_there(index, cells, WHOLE)
         own = load_words(input + rank * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
         mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
@@ -119,7 +117,6 @@ def _reduce_cells(
             result = accumulate(result, more, OP)
         result = words_of(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
         store_words(output, index, result, part_bytes, there, UNIT, ALIGNED, WHOLE)
-        start += step
 
 
 @triton.jit
