@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -263,7 +265,18 @@ def _driver_version(nvml: Any) -> str:
 
 
 def _nccl_version() -> tuple[int, ...]:
-    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else (0,)
+    return loaded_nccl_version() if dist.is_nccl_available() else (0,)
+
+
+@functools.cache
+def loaded_nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that this process runs: PyTorch says with which one it was compiled."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))  # that which is loaded, whatever its path
+    except (OSError, AttributeError):
+        return tuple(torch.cuda.nccl.version())
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _nccl_version_text() -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import UnavailableError
+from sidelane.machine.nvidia import loaded_nccl_version
 from sidelane.program.collective import Kind
 
 POLICIES = {"efficiency": 1, "zero": 2}
@@ -52,7 +53,7 @@ class _Config(ctypes.Structure):
 
 def loaded_version() -> tuple[int, ...]:
     """Return the version of the NCCL that is loaded, ``(0,)`` for none."""
-    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else (0,)
+    return loaded_nccl_version() if dist.is_nccl_available() else (0,)
 
 
 def policies_of(kind: Kind, version: tuple[int, ...]) -> tuple[str, ...]:
