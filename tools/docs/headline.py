@@ -64,6 +64,7 @@ def over_all_sizes() -> Cells:
         for name in ("collectives.json", "broadcasts.json", "lists.json", "c3.json")
     )
     means = of_collectives.geometric_means(machine)
+    newest, name = of_collectives.against_newest("h200x2"), of_collectives.NEWEST
     rows = rows_of(f"{machine}/c3.json")
 
     def range_of(*strategies: str) -> str:
@@ -75,6 +76,10 @@ def over_all_sizes() -> Cells:
         ["times as fast as the best of NCCL and PyTorch, geometric mean", "", "file"],
         ["eager calls", f"**{means[1][1]}**", single],
         ["calls in CUDA graphs", f"**{means[1][2]}**", single],
+        *(
+            [f"{what}, two H200s, NCCL 2.32.3", line[-1], f"[{name}](results/h200x2/{name})"]
+            for what, line in zip(("eager calls", "calls in CUDA graphs"), newest[1:], strict=True)
+        ),
         ["broadcasts", means[2][3], rooted],
         ["eight tensors in one call", means[3][3], many],
         [f"percent of ideal next to a GEMM ({others})", f"**{range_of('conccl')}**", pairs],

@@ -34,6 +34,8 @@ from docs.measured import (
     two,
 )
 
+MOVED_AND_REDUCED = (GATHER, EXCHANGE, SCATTERED, REDUCED)
+NEWEST = "collectives-nccl-2.32.json"
 ONE_CALL: Where = {"variant": ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating")}
 SEPARATE = tuple(f"{name}+separate" for name in ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating"))
 SIZES_OF_LISTS = [64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB]
@@ -56,6 +58,58 @@ def geometric_means(machine: str, *, alone: bool = False) -> Cells:
         means = [geometric_mean(points.values())]
         means[:0] = [geometric_mean(v for k, v in points.items() if k[3] == launch) for launch in ("eager", "graph")]
         cells.append([f"{label}: {len(points)} points", two(means[0]), two(means[1]), f"**{two(means[2])}**"])
+    return cells
+
+
+def against_newest(machine: str) -> Cells:
+    """Return how many times as fast ``auto`` is as the best of NCCL 2.32.3 and PyTorch, by collective and launch."""
+    points = ratios(rows_of(f"{machine}/{NEWEST}"))
+    cells = [["", *(LABELS[kind] for kind in MOVED_AND_REDUCED), "all"]]
+    for launch, label in (("eager", "eager"), ("graph", "in graphs")):
+        found = {key: value for key, value in points.items() if key[3] == launch}
+        means = [geometric_mean(v for k, v in found.items() if k[0] == kind) for kind in MOVED_AND_REDUCED]
+        cells.append([f"{label}: {len(found)} points", *map(two, means), f"**{two(geometric_mean(found.values()))}**"])
+    return cells
+
+
+def newest_times(machine: str) -> Cells:
+    """Return microseconds in graphs: Sidelane, NCCL 2.32.3 and PyTorch."""
+    rows = rows_of(f"{machine}/{NEWEST}")
+    sizes = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB, GIB]
+    names: dict[str, Where] = {
+        "`auto`": {"implementation": "auto"},
+        "NCCL 2.32.3": {"implementation": ("nccl", "nccl_ce")},
+        "PyTorch": {"implementation": "symm_mem"},
+    }
+    cells = [["", *map(size, sizes)]]
+    for kind in MOVED_AND_REDUCED:
+        place = "in place" if kind == REDUCED else "out of place"
+        for name, one in names.items():
+            where = {"collective": kind, "launch": "graph", "in_place": kind == REDUCED, **one}
+            found = [best(rows, {**where, "bytes": nbytes}) for nbytes in sizes]
+            if any(found):
+                cells.append([f"{LABELS[kind]} {place}: {name}", *map(short, found)])
+    return cells
+
+
+def policies(machine: str) -> Cells:
+    """Return microseconds of NCCL 2.32.3 in graphs, by the CTA policy of the call or of the communicator."""
+    rows = rows_of(f"{machine}/nccl-policies.json")
+    sizes = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]
+    ways: dict[str, Where] = {
+        "windows": {"implementation": "nccl", "variant": "window"},
+        "windows, `EFFICIENCY` for the call": {"implementation": "nccl", "variant": "window_efficiency"},
+        "windows, `ZERO` for the call": {"implementation": "nccl", "variant": "window_zero"},
+        "windows, `ZERO` for the communicator": {"implementation": "nccl_ce"},
+        "Sidelane, `auto`": {"implementation": "auto"},
+    }
+    cells = [["", *map(size, sizes)]]
+    for kind in (GATHER, EXCHANGE):
+        for name, way in ways.items():
+            where = {"collective": kind, "launch": "graph", "in_place": False, **way}
+            cells.append(
+                [f"{LABELS[kind]}: {name}", *(short(best(rows, {**where, "bytes": nbytes})) for nbytes in sizes)]
+            )
     return cells
 
 

@@ -23,9 +23,9 @@ REACHED: dict[str, dict[str, object]] = {
 }
 
 
-def steps(machine: str) -> Cells:
+def steps(machine: str, file: str = "fsdp.json") -> Cells:
     """Return milliseconds of a training step, and how much of what NCCL exposes comes back."""
-    rows = rows_of(f"{machine}/fsdp.json")
+    rows = rows_of(f"{machine}/{file}")
     cells = [["layers, tokens a GPU", *TRAINED_BY.values(), "recovered"]]
     for case in dict.fromkeys((row["model"], row["layers"], row["batch"], row["seq"]) for row in rows):
         where = dict(zip(("model", "layers", "batch", "seq"), case, strict=True))

@@ -122,9 +122,13 @@ def energies(kinds: Sequence[str]) -> Cells:
     return [[line[column] for column in used] for line in cells]
 
 
-def c3(machine: str, strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto")) -> Cells:
+def c3(
+    machine: str,
+    strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto"),
+    file: str = "c3.json",
+) -> Cells:
     """Return percents of ideal next to a GEMM, by pair and strategy."""
-    rows = rows_of(f"{machine}/c3.json")
+    rows = rows_of(f"{machine}/{file}")
     cells = [["GEMM next to a collective", "class", *(f"`{name}`" for name in strategies)]]
     for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
         gemm, kind, nbytes, kind_of_pair = pair

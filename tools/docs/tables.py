@@ -23,6 +23,13 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
     "geometric-means-h100x2": lambda: of_collectives.geometric_means("h100x2", alone=True),
+    "against-newest-h200x2": lambda: of_collectives.against_newest("h200x2"),
+    "newest-times-h200x2": lambda: of_collectives.newest_times("h200x2"),
+    "policies-h200x2": lambda: of_collectives.policies("h200x2"),
+    "c3-newest-h200x2": lambda: of_studies.c3(
+        "h200x2", ("serial", "c3_base", "c3_sp", "nccl_ce", "conccl"), "c3-nccl-2.32.json"
+    ),
+    "fsdp-newest-h200x2": lambda: of_pytorch.steps("h200x2", "fsdp-nccl-2.32.json"),
     "by-implementation-h200x4": of_collectives.by_implementation,
     "c3-h200x4": lambda: of_studies.c3("h200x4"),
     "c3-h200x2": lambda: of_studies.c3(
