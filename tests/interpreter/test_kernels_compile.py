@@ -19,7 +19,7 @@ from every_kernel import AVERAGE, MB, moving, reducing, site_of
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device.launch import LaunchSite
-from sidelane.device.target import compiling_for
+from sidelane.device.target import compiling_for, is_nvidia
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import reduce_direct
 from sidelane.program.kernel import NARROW_BLOCKS
@@ -85,3 +85,20 @@ def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, tmp_path:
         ).stdout
         (stack,) = re.findall(r"STACK:(\d+)", text)
         assert int(stack) <= MOST_STACK_BYTES, (launch.kernel.__name__, launch.constants)
+
+
+def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait acquires by a load on NVIDIA's GPUs, by an atomic operation on others, and so in the interpreter."""
+    assert not is_nvidia(), "there is no GPU here"
+    with compiling_for("cuda"):
+        assert is_nvidia()
+        with compiling_for("hip"):
+            assert not is_nvidia()
+        with monkeypatch.context() as patched:
+            patched.setenv("TRITON_INTERPRET", "1")
+            assert not is_nvidia()
+    (launch, *_) = (one for one in reducing(2) if one.kernel is reduce_direct.KERNEL)
+    text = compile_for(H200, launch.kernel, launch.constants, launch.warps).asm["ptx"]
+    assert "ld.acquire.sys" in text and ".sys.acquire.add" not in text
+    amd = compile_for(GPUTarget("hip", "gfx942", 64), launch.kernel, launch.constants, launch.warps).asm["amdgcn"]
+    assert "ld.acquire" not in amd and "atomic_add" in amd
