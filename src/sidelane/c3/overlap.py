@@ -20,6 +20,7 @@ from sidelane.c3.launch import objection, run, ways_of
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import LaunchMode, Mover
 from sidelane.errors import Page, explained, see
+from sidelane.modes import keep_compilers_out
 from sidelane.program.shape import Computation
 from sidelane.session import Communicator
 
@@ -69,7 +70,7 @@ def overlap(
 ) -> tuple[list[T], S]: ...
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@keep_compilers_out
 @explained(Page.OVERLAP)
 def overlap(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
@@ -229,7 +230,7 @@ class Overlap:
     @overload
     def __call__(self, compute: Sequence[Callable[[], T]], collective: Callable[..., S]) -> tuple[list[T], S]: ...
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @keep_compilers_out
     def __call__(
         self, compute: Callable[[], T] | Sequence[Callable[[], T]], collective: Callable[..., S]
     ) -> tuple[T | list[T], S]:
