@@ -13,7 +13,7 @@ import pytest
 from homeless import leave_home
 
 from interpreter import Interpreter
-from sidelane.device import flags
+from sidelane.device import flags, target
 from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
@@ -104,6 +104,10 @@ def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
     assert kernel_launch._text_of(flags.__file__) in own
     assert any(line.startswith("SLOT_BYTES=") for line in own)
     assert kernel_launch._source_of(broadcast_relay.KERNEL) != own
+    reduces = kernel_launch._source_of(reduce_direct.KERNEL)
+    assert kernel_launch._text_of(target.__file__) in reduces, "what it asks while it is compiled"
+    reduce_direct.KERNEL.made()
+    assert kernel_launch._source_of(reduce_direct.KERNEL) == reduces
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head"])

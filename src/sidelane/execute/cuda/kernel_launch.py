@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane import forks
-from sidelane.device.language import COMPILE_OPTIONS, Constant, Kernel, real_constants
+from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, real_constants
 from sidelane.device.target import compiling_for
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
@@ -321,7 +321,10 @@ def _keep(place: Path, binary: KernelBinary) -> None:
 
 
 def _source_of(kernel: Kernel) -> list[str]:
-    """Return all that a kernel is made of: the files of its functions, and the constants that these import."""
+    """Return all that a kernel is made of: the files of its functions, and the constants that these import.
+
+    A kernel may have been compiled before or not: then Triton has made something else of what a file imports.
+    """
     found: list[str] = []
     waiting, seen = [kernel], set[str]()
     while waiting:
@@ -336,6 +339,10 @@ def _source_of(kernel: Kernel) -> list[str]:
                 waiting.append(value)
             elif type(value) is Constant or type(value).__name__ == "constexpr":  # which Triton has made of it
                 found.append(f"{name}={value.value}")
+            elif type(value) is AtCompileTime:
+                found.append(_text_of(value.function.__globals__["__file__"]))
+            elif type(value).__name__ == "ConstexprFunction":
+                found.append(_text_of(value.fn.__globals__["__file__"]))
     return found
 
 
