@@ -179,6 +179,23 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
     return len(kept)
 
 
+def gemvs_without_columns(group: dist.ProcessGroup) -> int:
+    """On one rank or on all of them; dots and sums, also of weights of 8 bits."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        n, tiling = comm.world_size, Tiling(16, 32, 1, 1)
+        for number, (with_columns, tokens) in enumerate(itertools.product((1, 0), (1, 3))):
+            dtype, kind = DTYPES[number % 3], (None, *FLOAT8S)[number % 3]
+            columns = 32 if comm.rank < with_columns else 0
+            weight = torch.ones(32, columns, dtype=dtype).to(kind or dtype)
+            x = torch.ones(tokens, columns, dtype=dtype)
+            expected = torch.full((tokens, 32), 32.0 * min(n, with_columns)).double()
+            for method in ("fused", "unfused"):
+                kept.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, method=method), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
 def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> set[str]:
     """The schedules that auto takes for these (tokens, hidden) in bfloat16, back to back and in turn with others."""
     schedules = set()

@@ -50,6 +50,10 @@ def test_gemvs_with_default_tilings(four: Crew) -> None:
     assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
 
 
+def test_gemvs_without_columns(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_without_columns, 3, timeout_s=110) == [8] * 3
+
+
 def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
     for passes, resources, other in four.run(fused_ops.tilings_that_do_not_compile, 2):
         for told in (passes, resources):

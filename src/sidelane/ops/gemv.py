@@ -150,7 +150,7 @@ class GemvAllReduce(KernelHandle):
                 0 if scale is None or scale.numel() == 1 else 1,
                 self._rows_each,
                 stamps,
-                self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0,  # EVEN, of this rank
+                self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **gemv_cells.constants_of(
                     tiling,
