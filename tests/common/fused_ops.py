@@ -272,6 +272,21 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
     return len(kept) // 2
 
 
+def norms_of_one_row(group: dist.ProcessGroup) -> int:
+    """One row alone whose stride is odd, as an input, and as an output that is like it."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        for schedule in ("cells", "pushed"):
+            x, quantized = (torch.ones(1, 9).to(dtype)[:, :8] for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+            options: dict[str, Any] = {"quantized": quantized, "scale": torch.ones(1), "method": "fused"}
+            weight = torch.ones(8, dtype=torch.bfloat16)
+            found = ops.all_reduce_rms_norm(comm, x, x, weight, schedule=schedule, **options)
+            wide = torch.full((1, 8), comm.world_size + 1.0).double()
+            kept += zip((*found, quantized.float()), (wide / wide, wide, wide / wide), strict=True)
+        check_all(comm, kept)
+    return len(kept)
+
+
 def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -> list[list[str]]:
     """For each wrong call, made by the last rank only, what each rank is told; then a call that is right."""
     told: list[str] = []

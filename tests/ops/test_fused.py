@@ -80,6 +80,10 @@ def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
 
 
+def test_norms_of_one_row(four: Crew) -> None:
+    assert four.run(fused_ops.norms_of_one_row, 2, timeout_s=110) == [6, 6]
+
+
 def test_norms_in_8_bits(four: Crew) -> None:
     assert four.run(fused_ops.quantized_norms, 3, [(1, 6), (5, 34)], timeout_s=110) == [36] * 3
 

@@ -147,10 +147,11 @@ class AllReduceRmsNorm(KernelHandle):
         tensors = *rows, quantized, None if scales else scale, scale if scales else None
         if again is not None and again.runs and Timeline not in self.comm.kept and self._kernel.repeat(again, tensors):
             return y, total
-        words = [row.view(torch.int32) for row in rows] if self.schedule == CELLS else rows
+        # Without a row's stride, which may be odd if there is one only.
+        words = [row.view(-1).view(torch.int32) for row in rows] if self.schedule == CELLS else rows
         if quantized is not None:
             in_pairs = self.schedule == CELLS and x.element_size() == 2
-            quantized = quantized.view(torch.int16 if in_pairs else torch.uint8)
+            quantized = quantized.view(-1).view(torch.int16 if in_pairs else torch.uint8)
         stamps, stamped = stamps_of(self.comm, self._programs)
         self._kernel.launch_again(
             *(again if stamps is None else None, tensors, _PLACES),
