@@ -113,6 +113,23 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
     return len(kept)
 
 
+def depths_of_their_own(group: dist.ProcessGroup) -> int:
+    """Columns of ``x`` that differ between ranks, whole tiles of them or not; one expert and several."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        n, depths = comm.world_size, (16, 24, 3)
+        for method, several in (("fused", ()), ("split", ()), ("unfused", ()), ("fused", (2,)), ("unfused", (2,))):
+            counts = torch.full((n, n, *several), 2)
+            rows, depth = int(counts[0].sum()), depths[comm.rank]
+            x, weight = torch.ones(rows, depth), torch.ones(*several, 5, depth)
+            options: dict[str, Any] = {"most_rows": rows, "tiles": TILES, "method": method}
+            result = ops.gemm_all_to_all(comm, x, weight, counts.tolist(), **options)
+            expected = torch.tensor(depths[:n]).repeat_interleave(rows // n)[:, None].expand(rows, 5).double()
+            kept.append((result.clone(), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
 def experts(
     comm: Communicator, draws: Draws, dtype: torch.dtype, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -154,9 +154,10 @@ class AllToAllGemm(KernelHandle):
                 weight.stride(0) if experts else 0,
                 self.most_rows,
                 stamps,
+                depth % tiles.depth == 0,  # WHOLE
                 alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
                 EP=power_of_two(experts or 1),
-                **tiles.constants(depth, depth, dtype),
+                **tiles.constants(depth, dtype),
             )
         except Exception as error:
             refuse_tiles(error, NAME, tiles)
@@ -275,9 +276,9 @@ def _pair(counts, sender, receiver, ranks, experts, most_rows, EP: tl.constexpr)
 @triton.jit
 def _all_to_all_gemm(
     context, gathered_of, gathered, counters, x, weight, counts, output, rows, depth, columns, x_stride, weight_stride,
-    experts, expert_stride, most_rows, stamps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr,
+    experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)

@@ -107,14 +107,13 @@ class TileSizes:
         tiles = cls(columns=128, depth=32) if dtype == torch.float32 else cls()
         return tiles if torch.version.hip is None else dataclasses.replace(tiles, stages=2)
 
-    def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return a kernel's compile-time constants for products ``depth`` deep, and sent rows of ``sent`` elements."""
+    def constants(self, sent: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return a kernel's compile-time constants for sent rows of ``sent`` elements, alike on all ranks."""
         return {
             "ROWS": self.rows,
             "COLS": self.columns,
             "DEPTH": self.depth,
             "GROUP": self.group,
-            "WHOLE": depth % self.depth == 0,
             "ALIGNED": sent * dtype.itemsize % 16 == 0,
             "WIDE": INTERPRETED or dtype == torch.float32,
             "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
@@ -233,12 +232,13 @@ class GemmAllToAll(KernelHandle):
                 weight.stride(0) if weight is not None and experts else 0,
                 self.most_rows,
                 stamps,
+                x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
                 alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
                 REMOTE_FIRST=order == REMOTE_FIRST,
                 EP=power_of_two(experts or 1),
                 TAKEN=groups is not None and groups.are_sent,
                 TERMS=-summed if sends_zeros else summed,
-                **tiles.constants(x.shape[1], self.columns, self.dtype),
+                **tiles.constants(self.columns, self.dtype),
             )
         except Exception as error:
             refuse_tiles(error, NAME, tiles)
@@ -400,10 +400,10 @@ def sum_of_terms(
 @triton.jit
 def _gemm_all_to_all(
     context, outputs, counters, x, weight, counts, moved, terms, factors, rows, depth, columns, x_stride, weight_stride,
-    experts, expert_stride, most_rows, stamps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
-    TAKEN: tl.constexpr, TERMS: tl.constexpr,
+    experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr, TAKEN: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)

@@ -105,13 +105,14 @@ class GemmAcrossNodes:
             experts or 1,
             weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
+            x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
             source=self._sends,
             landing=self._output,
             stride=0,
             alike=f"{experts or 1} experts",
             EP=power_of_two(experts or 1),
             NP=power_of_two(ranks.world_size),
-            **tiles.constants(x.shape[1], self.columns, self.dtype),
+            **tiles.constants(self.columns, self.dtype),
         )
         return self._output
 
@@ -198,9 +199,9 @@ def all_to_all_rows(ranks: ScaleOut, x: torch.Tensor, counts: torch.Tensor, *, m
 @triton.jit
 def _gemm_all_to_all(
     context, far, outputs, sends, counters, x, weight, counts, order, ranks, rows, depth, columns,
-    x_stride, weight_stride, experts, expert_stride, most_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
+    x_stride, weight_stride, experts, expert_stride, most_rows, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
