@@ -130,6 +130,31 @@ def depths_of_their_own(group: dist.ProcessGroup) -> int:
     return len(kept)
 
 
+def results_passed_on(group: dist.ProcessGroup, rounds: int) -> int:
+    """Results that lie in memory of an operator, as rows of its next call of this shape: there and back."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        counts, unit = torch.full((n, n), 3, device=device), torch.eye(16, device=device)
+        x = (100.0 * rank + torch.arange(3 * n, device=device))[:, None].repeat(1, 16)
+        options: dict[str, Any] = {"most_rows": 3 * n}
+
+        def tiled(given: torch.Tensor, method: str) -> torch.Tensor:
+            table = counts.tolist()
+            return ops.gemm_all_to_all(comm, given, unit, table, tiles=TILES, method=method, **options)
+
+        ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda given: ops.all_to_all_rows(comm, given, counts, **options),
+            *(functools.partial(tiled, method=method) for method in ("fused", "split", "unfused")),
+        ]
+        draws = Draws(n, rank)
+        for number, way in itertools.product(range(rounds), ways):
+            draws.late()
+            came = way(x)
+            draws.late()
+            assert torch.equal(way(came), x), (number, ways.index(way))
+    return rounds
+
+
 def experts(
     comm: Communicator, draws: Draws, dtype: torch.dtype, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

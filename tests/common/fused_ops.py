@@ -179,6 +179,25 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
     return len(kept)
 
 
+def gemvs_in_place(group: dist.ProcessGroup) -> int:
+    """Results in memory of ``x``: the same, or half of it, of rows that lie apart; again and again."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        draws, rows = Draws(9, comm.rank), 64
+        for tokens, columns, method in itertools.product((1, 3), (rows, 30), ("fused", "unfused")):
+            weights, xs = draws.normal(comm.world_size, rows, columns), draws.normal(comm.world_size, tokens, columns)
+            expected = torch.einsum("ntk,nmk->tm", xs.double(), weights.double())
+            weight = weights[comm.rank].to(comm.device)
+            for _ in range(1 if method == "unfused" else 2):
+                memory = torch.zeros(tokens * rows, device=comm.device)
+                x, out = memory.view(tokens, rows)[:, :columns], memory.view(tokens, rows)
+                x.copy_(xs[comm.rank])
+                options: dict[str, Any] = {"tiling": Tiling(16, 32, 1, 1), "method": method, "out": out}
+                kept.append((ops.gemv_all_reduce(comm, weight, x, **options), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
 def gemvs_without_columns(group: dist.ProcessGroup) -> int:
     """On one rank or on all of them; dots and sums, also of weights of 8 bits."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

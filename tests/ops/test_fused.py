@@ -50,6 +50,10 @@ def test_gemvs_with_default_tilings(four: Crew) -> None:
     assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
 
 
+def test_gemvs_in_place(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_in_place, 2, timeout_s=110) == [12, 12]
+
+
 def test_gemvs_without_columns(four: Crew) -> None:
     assert four.run(fused_ops.gemvs_without_columns, 3, timeout_s=110) == [8] * 3
 
@@ -121,6 +125,10 @@ def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [long(2), 3])
 def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
+def test_sums_are_passed_on_where_they_lie(four: Crew) -> None:
+    assert four.run(fused_gemm_family.reductions_passed_on, 3, timeout_s=110) == [4] * 3
 
 
 @pytest.mark.parametrize("world_size", [long(2), 4])

@@ -64,7 +64,15 @@ from sidelane.ops.handle import (
     refuse_tiles,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.operands import (
+    Counts,
+    apart_from,
+    check_most_rows,
+    check_routed,
+    check_rows,
+    check_weight,
+    experts_of,
+)
 from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -208,7 +216,7 @@ class GemmAllToAll(KernelHandle):
         are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
         must be the same on every rank.
         """
-        comm, experts = self.comm, experts_of(weight, counts)
+        comm, experts, x = self.comm, experts_of(weight, counts), apart_from(self._output, x)
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)

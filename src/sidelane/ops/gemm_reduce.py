@@ -28,7 +28,7 @@ from sidelane.ops import unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
-from sidelane.ops.operands import check_operands
+from sidelane.ops.operands import apart_from, check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
 from sidelane.program.pieces import row_parts
 from sidelane.program.shape import Beside
@@ -84,6 +84,7 @@ class SplitGemmAllReduce:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_all_reduce`."""
         transposed, works = weight.t(), []
         with torch.no_grad(), self._in_turn:
+            x = apart_from(self._values, x)
             for part in row_parts(x.shape[0], pieces):
                 computed = torch.mm(x[part], transposed, out=self._values[part])
                 beside: Beside = NOTHING if part.stop == x.shape[0] else COMPUTE

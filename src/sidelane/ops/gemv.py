@@ -32,7 +32,7 @@ from sidelane.ops.handle import (
     refuse_tiles,
     telling_refusals,
 )
-from sidelane.ops.operands import check_neighbours
+from sidelane.ops.operands import apart_from, check_neighbours
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -127,6 +127,8 @@ class GemvAllReduce(KernelHandle):
         comm, tiling = self.comm, self.tiling
         if out is None:
             out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
+        elif (other := apart_from(out, x)) is not x:
+            x, again = other, None  # of another layout, maybe
         tensors = out, weight, x, scale
         if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
             return out

@@ -251,6 +251,20 @@ def check_neighbours(name: str, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: neighbours in a row of {what} lie apart ({given})")
 
 
+def apart_from(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy if it may be in the memory of the result, which is written while ``x`` is still read: a
+    caller may pass on the result of the call before, where it lies.
+    """
+    shared = x.data_ptr() < _end(result) and result.data_ptr() < _end(x) and x.numel() and result.numel()
+    return x.clone() if shared else x
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Return the address behind the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def in_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose neighbours in its last dimension are neighbours in memory, as kernels require."""
     return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()

@@ -15,6 +15,7 @@ import torch
 from sidelane.ops import reference
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
 from sidelane.ops.handle import is_captured, kept
+from sidelane.ops.operands import apart_from
 from sidelane.session import Communicator
 
 MOST_SHAPES = 8
@@ -55,7 +56,7 @@ def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     if buffer is None:
         return reference.gemm_all_reduce(comm, x, weight)
     with torch.no_grad(), buffer.turn:
-        torch.mm(x, weight.t(), out=buffer.values)
+        torch.mm(apart_from(buffer.values, x), weight.t(), out=buffer.values)
         comm.all_reduce(buffer.values)
         return buffer.values
 

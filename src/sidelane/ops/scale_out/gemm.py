@@ -39,7 +39,7 @@ from sidelane.device.memory import pointer
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import NAME, ROW_TILES, TileSizes, tile_at, tile_product
 from sidelane.ops.handle import check_dtype, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.operands import check_most_rows, check_rows, check_weight, experts_of
+from sidelane.ops.operands import apart_from, check_most_rows, check_rows, check_weight, experts_of
 from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
 
@@ -81,6 +81,7 @@ class GemmAcrossNodes:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator with arguments that were checked; without a weight it sends rows unchanged."""
         ranks, tiles, experts = self.ranks, self._tiles, experts_of(weight, counts)
+        x = apart_from(self._output, x)
         comm: Any = ranks
         groups = ranks.world_size * (experts or 1)
         row_tiles = -(-x.shape[0] // tiles.rows) + groups  # at most
