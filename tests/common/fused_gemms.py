@@ -155,6 +155,35 @@ def results_passed_on(group: dist.ProcessGroup, rounds: int) -> int:
     return rounds
 
 
+def results_apart(group: dist.ProcessGroup) -> list[str]:
+    """Results of operators, while others of the same shape run unfused; what all_to_all_gemm does in turn."""
+    seen: list[str] = []
+
+    class Turn:
+        """A turn that is written down."""
+
+        def __enter__(self) -> None:
+            seen.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("end")
+
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch_gemm, "in_turn", lambda _: Turn(), raising=False)
+        patch.setattr(gemm.GemmAllToAll, "_run", noting(gemm.GemmAllToAll._run, "exchange", seen))
+        patch.setattr(torch, "mm", noting(torch.mm, "product", seen))
+        n, device = comm.world_size, comm.device
+        counts = [[3] * n] * n
+        x, weight, options = torch.ones(3 * n, 16, device=device), torch.eye(16, device=device), {"most_rows": 3 * n}
+        rows = ops.all_to_all_rows(comm, x, torch.tensor(counts, device=device), **options)
+        products = ops.gemm_all_to_all(comm, 2 * x, weight, counts, method="unfused", **options)
+        seen.clear()
+        came = ops.all_to_all_gemm(comm, 3 * x, weight, counts, method="unfused", **options)
+        comm.synchronize()
+        assert [(each == number).all() for number, each in enumerate((rows, products, came), 1)] == [True] * 3
+    return seen
+
+
 def experts(
     comm: Communicator, draws: Draws, dtype: torch.dtype, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

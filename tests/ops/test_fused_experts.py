@@ -27,6 +27,10 @@ def test_results_are_passed_on_where_they_lie(four: Crew) -> None:
     assert four.run(fused_gemms.results_passed_on, 3, 12, timeout_s=110) == [12] * 3
 
 
+def test_results_stay_while_other_operators_run_unfused(four: Crew) -> None:
+    assert four.run(fused_gemms.results_apart, 2, timeout_s=110) == [["begin", "exchange", "product", "end"]] * 2
+
+
 def test_gemms_of_ranks_with_depths_of_their_own(four: Crew) -> None:
     assert four.run(fused_gemms.depths_of_their_own, 3, timeout_s=110) == [5] * 3
 

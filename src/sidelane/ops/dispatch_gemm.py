@@ -56,6 +56,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, OperatorCall
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
@@ -221,7 +222,7 @@ def all_to_all_gemm(
         return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_sender(comm, most_rows, depth, dtype)
+        rows_sender(comm, NAME, most_rows, depth, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
@@ -233,8 +234,9 @@ def all_to_all_gemm(
         return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
         return handle()._run(x, weight, counts)
-    exchange = rows_sender(comm, most_rows, depth, dtype)
-    with torch.no_grad():  # as the other methods
+    exchange = rows_sender(comm, NAME, most_rows, depth, dtype)
+    turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
+    with torch.no_grad(), turn:  # without gradients as the other methods; until the rows have been multiplied
         if routed.grouped:
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             return groups.in_order(groups.product(exchange(x, None, counts, groups=groups), weight))

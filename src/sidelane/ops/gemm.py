@@ -311,7 +311,7 @@ def gemm_all_to_all(
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_sender(comm, most_rows, columns, dtype)
+        rows_sender(comm, NAME, most_rows, columns, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
@@ -323,7 +323,7 @@ def gemm_all_to_all(
         return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
         return handle()._run(x, weight, counts, order)
-    send = rows_sender(comm, most_rows, columns, dtype)
+    send = rows_sender(comm, NAME, most_rows, columns, dtype)
     if routed.experts is None:
         return send(functional.linear(x, weight), None, counts, order)
     with torch.no_grad():
@@ -333,9 +333,13 @@ def gemm_all_to_all(
         return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
 
 
-def rows_sender(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return the function that sends rows unchanged, for a shape; all ranks make its handle together if it is new."""
-    key = (NAME, "rows", most_rows, columns, dtype)
+def rows_sender(
+    comm: Communicator, name: str, most_rows: int, columns: int, dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """Return the function that sends rows unchanged, for a shape of the operator with that name, whose calls alone
+    overwrite its results; all ranks make its handle together if it is new.
+    """
+    key = (name, "rows", most_rows, columns, dtype)
     return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))._run
 
 
