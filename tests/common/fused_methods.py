@@ -7,17 +7,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fused_ops import check_close, communicator, noting
 from fused_timelines import calls_of
+from torch.nn import functional
 
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
-from sidelane.ops import gemm_reduce, gemv, rms_norm
+from sidelane.ops import gemm_reduce, gemv, rms_norm, unfused
 from sidelane.ops.split_gemm import DEFAULT_PIECES
 from sidelane.program.pieces import SPLIT_GATHER
 
@@ -37,6 +39,37 @@ def methods(group: dist.ProcessGroup) -> list[str]:
             assert os.fspath(keep(key_here("cpu", n), times)).startswith(folder)
         with communicator(group) as comm:
             return compared(comm)
+
+
+def under_autocast(group: dist.ProcessGroup) -> int:
+    """Every method computes in the dtype of its tensors, as it does outside; unfused ones with buffers and without."""
+    calls = 0
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        n, kind = comm.world_size, comm.device.type
+        counts = torch.full((n, n), 2)
+        x, weight = 1 + torch.rand(2 * n, 16) / 1000, torch.rand(5, 16)
+        routed: dict[str, Any] = {"most_rows": 2 * n, "counts": counts}
+        for most in (unfused.MOST_SHAPES, 0):
+            patch.setattr(unfused, "MOST_SHAPES", most)
+            for name, given, methods in (
+                ("gemv_all_reduce", {}, ("fused", "unfused")),
+                *((name, {}, ("split", "unfused")) for name in SPLIT),
+                *((name, routed, ("fused", "unfused")) for name in ("gemm_all_to_all", "all_to_all_gemm")),
+            ):
+                pair = (weight, x) if name == "gemv_all_reduce" else (x, weight)
+                for method in methods:
+                    expected = getattr(ops, name)(comm, *pair, method=method, **given).clone()
+                    with torch.autocast(kind, torch.bfloat16):
+                        result = getattr(ops, name)(comm, *pair, method=method, **given)
+                    assert torch.equal(result, expected), (name, method)
+                    calls += 1
+        norm = functional.rms_norm
+        patch.setattr(functional, "rms_norm", lambda x, *others: norm(x, *others).float())  # as GPUs do under autocast
+        for method in ("fused", "unfused"):
+            x, weight = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+            y, total = ops.all_reduce_rms_norm(comm, x, x, weight, method=method)
+            assert y.dtype == total.dtype == x.dtype, method
+    return calls
 
 
 def compared(comm: Communicator) -> list[str]:

@@ -194,6 +194,10 @@ def test_fused_or_unfused(four: Crew) -> None:
         assert unknown.startswith("True gemv_all_reduce: fused: rule of thumb")
 
 
+def test_autocast_changes_no_method(four: Crew) -> None:
+    assert four.run(fused_methods.under_autocast, 2, timeout_s=110) == [24, 24]
+
+
 def test_timelines(four: Crew) -> None:
     """Every rank has those of all, with what each operator does."""
     sends = {"local", "compute", "send", "wait"}

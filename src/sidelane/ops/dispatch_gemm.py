@@ -36,7 +36,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -69,6 +68,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.reference import product
 from sidelane.ops.split_gemm import SplitAllToAllGemm, most_of, routed_method, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -244,7 +244,7 @@ def all_to_all_gemm(
         if routed.experts is not None:
             return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers])
         if table is None:
-            return functional.linear(came, weight)
+            return product(came, weight)
         output = x.new_empty(most_rows, columns)
         there = min(most_rows, sum(row[comm.rank] for row in table))
         torch.mm(came[:there], weight.t(), out=output[:there])

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -73,6 +72,7 @@ from sidelane.ops.operands import (
     check_weight,
     experts_of,
 )
+from sidelane.ops.reference import product
 from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -325,7 +325,7 @@ def gemm_all_to_all(
         return handle()._run(x, weight, counts, order)
     send = rows_sender(comm, NAME, most_rows, columns, dtype)
     if routed.experts is None:
-        return send(functional.linear(x, weight), None, counts, order)
+        return send(product(x, weight), None, counts, order)
     with torch.no_grad():
         if not routed.grouped:
             return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order)

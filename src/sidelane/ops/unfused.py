@@ -70,7 +70,7 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     with torch.no_grad(), buffer.turn:
         own = buffer.values[comm.rank * rows : (comm.rank + 1) * rows].copy_(x)
         comm.all_gather(buffer.values, own)
-        return torch.mm(buffer.values, weight.t())
+        return reference.product(buffer.values, weight)
 
 
 def _buffer_of(comm: Communicator, op: str, rows: int, columns: int, dtype: torch.dtype) -> _Buffer | None:
