@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -177,6 +178,17 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
                 kept.append((ops.gemv_all_reduce(comm, weight, x, method="fused"), expected))
         check_all(comm, kept)
     return len(kept)
+
+
+def gemvs_of_rows_far_apart(group: dist.ProcessGroup) -> list[float]:
+    """The last tokens of long sequences: the ninth row lies behind 2**31 elements, in memory that is hardly there."""
+    apart, tokens, hardly = (1 << 28) + 64, 9, getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 2 * apart * tokens, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | hardly)
+    x = torch.frombuffer(memory, dtype=torch.float16).view(tokens, apart)[:, :32]
+    x.copy_(torch.arange(tokens)[:, None])
+    with communicator(group) as comm:
+        weight = torch.ones(16, 32, dtype=x.dtype)
+        return ops.gemv_all_reduce(comm, weight, x, tiling=Tiling(16, 32, 1, 1), method="fused")[:, 0].tolist()
 
 
 def gemvs_in_place(group: dist.ProcessGroup) -> int:

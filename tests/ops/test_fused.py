@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def test_gemv_all_reduce_of_weights_of_8_bits(four: Crew, world_size: int) -> No
 
 def test_gemvs_with_default_tilings(four: Crew) -> None:
     assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is reserved when it is touched")
+def test_gemvs_of_rows_far_apart(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_of_rows_far_apart, 2, timeout_s=110) == [[64.0 * token for token in range(9)]] * 2
 
 
 def test_gemvs_in_place(four: Crew) -> None:

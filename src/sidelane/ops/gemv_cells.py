@@ -77,6 +77,7 @@ def _gemv_cells(
     size = rows * TP  # cells of a sender
     steps = tl.maximum((columns + COLS - 1) // COLS, 1)  # peers wait for sums of no columns, too
     tiles = (tl.maximum(last - first, 0) + ROWS - 1) // ROWS
+    xs = x + token.to(tl.int64) * x_stride
     kind = weight.dtype.element_ty
     if kind.primitive_bitwidth == 8:  # this dtype has no 0 for masked loads
         weight = weight.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -99,7 +100,7 @@ def _gemv_cells(
             sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
         else:
             known = (token < tokens) & (column[:, None] < columns)
-            v = tl.load(x + token * x_stride + column[:, None], mask=known, other=0)
+            v = tl.load(xs + column[:, None], mask=known, other=0)
             if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
                 w, v = w.to(tl.float32), v.to(tl.float32)
             sums = tl.dot(w.to(v.dtype), v, sums, input_precision="ieee")  # 8 bits are exact in 16
