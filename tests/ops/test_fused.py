@@ -220,6 +220,10 @@ def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
+def test_results_of_operators_are_copied_in_turn(four: Crew) -> None:
+    assert four.run(fused_modules.results_of_their_own, 2, timeout_s=110) == [7, 7]
+
+
 def test_tables_have_gradients_of_rows(four: Crew) -> None:
     assert four.run(fused_modules.rows, 2, "aot_eager", timeout_s=110) == [6, 6]
 
