@@ -63,8 +63,11 @@ def under_autocast(group: dist.ProcessGroup) -> int:
                         result = getattr(ops, name)(comm, *pair, method=method, **given)
                     assert torch.equal(result, expected), (name, method)
                     calls += 1
-        norm = functional.rms_norm
+        norm, total_of = functional.rms_norm, torch.Tensor.sum
         patch.setattr(functional, "rms_norm", lambda x, *others: norm(x, *others).float())  # as GPUs do under autocast
+        patch.setattr(torch.Tensor, "sum", lambda x, *dim, dtype=torch.float32: total_of(x, *dim, dtype=dtype))
+        x, weight = torch.ones(2 * n, 8, dtype=torch.bfloat16), torch.ones(4, 8, dtype=torch.bfloat16)
+        assert ops.gemm_reduce_scatter(comm, x, weight, method="split").dtype == x.dtype
         for method in ("fused", "unfused"):
             x, weight = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
             y, total = ops.all_reduce_rms_norm(comm, x, x, weight, method=method)

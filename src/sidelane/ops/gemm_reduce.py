@@ -63,7 +63,8 @@ class SplitGemmScatter:
         with self._in_turn:  # until the received parts have been added up
             self.make(pieces)
             came = self._moved(x, weight, self._table, pieces)[: self.comm.world_size * self._each]
-            return came.view(self.comm.world_size, self._each, weight.shape[0]).sum(0)
+            parts = came.view(self.comm.world_size, self._each, weight.shape[0])
+            return parts.sum(0, dtype=came.dtype)  # which autocast would take for float32
 
 
 class SplitGemmAllReduce:
