@@ -382,6 +382,7 @@ def rms_norm_calls(comm: Communicator) -> Calls:
         call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn)),
         call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn), scale=torch.ones(3)),
         call(scale=torch.ones(1)),
+        *(call(eps=eps) for eps in (None, "little")),
     ]
     return wrong, call()
 

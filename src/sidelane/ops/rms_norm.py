@@ -125,6 +125,7 @@ class AllReduceRmsNorm(KernelHandle):
                 given = f"{tuple(x.shape)}, {x.dtype}"
                 allowed = f"up to {self.tokens} tokens of {self.hidden}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+            eps = _number(eps)
         return self.run(x, residual, weight, eps, out, residual_out, quantized, scale)
 
     def run(
@@ -164,7 +165,7 @@ class AllReduceRmsNorm(KernelHandle):
             x.shape[0],
             self.tokens,
             self._width,
-            float(eps),
+            eps,
             stamps,
             quantized,
             None if scales else scale,
@@ -222,6 +223,9 @@ def all_reduce_rms_norm(
     """
     tensors = x, residual, weight, out, residual_out, quantized, scale
     is_float = type(eps) is float  # others are numbers for the kernel only
+    if not is_float:
+        with telling_refusals(comm, NAME):
+            eps = _number(eps)
     question = question_of(comm, (NAME, method, schedule, eps if is_float else None), *tensors)
     if question is not None:
         for tensor in tensors:
@@ -258,6 +262,13 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     if nbytes % 4 or not 4 <= nbytes <= MOST_ROW_BYTES:
         allowed = f"whole words of 4 bytes, up to {MOST_ROW_BYTES} bytes"
         raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
+
+
+def _number(eps: object) -> float:
+    try:
+        return float(eps)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as problem:
+        raise TypeError(f"{NAME}: eps (value={eps!r}, allowed=a number)") from problem
 
 
 def _check(
