@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -149,13 +150,18 @@ def known_again(comm: Communicator) -> None:
             ops.gemv_all_reduce(comm, weight, x.bfloat16())
 
 
+def norm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The first result of a norm."""
+    return ops.all_reduce_rms_norm(comm, x, x, weight, **options)[0]
+
+
 def of_parameters(group: dist.ProcessGroup) -> int:
     """Weights and rows that autograd follows: no way gives a result with half of the gradients, or fails under way.
 
     Nor does one whose first call was made in inference mode, as that of a model which is evaluated first.
     """
     done = 0
-    with communicator(group) as comm:
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         n = comm.world_size
         counts = [[2] * n] * n
         x, weight = torch.randn(2 * n, 8).requires_grad_(), torch.nn.Parameter(torch.randn(5, 8))
@@ -167,6 +173,20 @@ def of_parameters(group: dist.ProcessGroup) -> int:
         for op in (ops.gemm_all_to_all, ops.all_to_all_gemm):
             for method in ("fused", "split", "unfused"):
                 calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
+        few, scale = torch.randn(2, 8).requires_grad_(), torch.nn.Parameter(torch.ones(8))
+        bags = [few], torch.zeros(2 * n).int(), torch.arange(2 * n + 1)
+        pooled, product, normal, gathered = comm.empty(2, 8 * n), *(torch.empty(2, size) for size in (5, 8, 8 * n))
+        for method, out in itertools.product(("fused", "unfused"), (False, True)):
+            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal, pooled)]
+            calls += [
+                functools.partial(ops.gemv_all_reduce, comm, weight, few, method=method, **given[0]),
+                functools.partial(norm, comm, few, scale, method=method, **given[1]),
+                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method, **given[2]),
+            ]
+        patch.setattr(unfused, "MOST_SHAPES", 0)
+        calls += [functools.partial(getattr(ops, name), comm, x, weight, method="unfused") for name in SPLIT]
+        gathers = functools.partial(ops.all_gather_gemm, comm, few, weight, gathered=gathered.view(2 * n, 8))
+        calls += [functools.partial(gathers, method=method) for method in ("split", "unfused")]
         for call in calls:
             with torch.inference_mode():
                 call()

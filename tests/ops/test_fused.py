@@ -72,7 +72,7 @@ def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
 
 
 def test_weights_that_autograd_follows(four: Crew) -> None:
-    assert four.run(fused_methods.of_parameters, 2) == [9, 9]
+    assert four.run(fused_methods.of_parameters, 2) == [26, 26]
 
 
 def test_default_devices_of_callers_do_not_matter(four: Crew) -> None:

@@ -329,8 +329,9 @@ def embedding_all_to_all(
         if out is not None:
             handle.place_of(out)
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
-    return result if out is None else out.copy_(result)
+    with torch.no_grad():  # as the kernel
+        result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
+        return result if out is None else out.copy_(result)
 
 
 def _question_of(

@@ -208,8 +208,9 @@ def gemv_all_reduce(
     question = question_of(comm, (NAME, method, tiling), weight, x, scale, out)
     found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
     if found.name == UNFUSED:
-        result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
-        return result if out is None else out.copy_(result)
+        with torch.no_grad():  # as the kernel
+            result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
+            return result if out is None else out.copy_(result)
     kernel: GemvAllReduce = handle
     return kernel.run(weight, x, scale, out, again)
 

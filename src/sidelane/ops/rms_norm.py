@@ -234,9 +234,10 @@ def all_reduce_rms_norm(
     found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
     if found.name == UNFUSED:
         narrow = {"quantized": quantized, "scale": scale}
-        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
-        given = (y, out), (total, residual_out)
-        y, total = (made if place is None else place.copy_(made) for made, place in given)
+        with torch.no_grad():  # as the kernels
+            y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
+            given = (y, out), (total, residual_out)
+            y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
     kernel: AllReduceRmsNorm = handle
     return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale, again if is_float else None)
