@@ -252,17 +252,16 @@ def check_neighbours(name: str, **tensors: torch.Tensor) -> None:
 
 
 def apart_from(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, or a copy if it may be in the memory of the result, which is written while ``x`` is still read: a
-    caller may pass on the result of the call before, where it lies.
+    """Return ``x``, or a copy if it may be in the memory of the contiguous result, which is written while ``x`` is
+    still read: a caller may pass on the result of the call before, where it lies.
     """
-    shared = x.data_ptr() < _end(result) and result.data_ptr() < _end(x) and x.numel() and result.numel()
-    return x.clone() if shared else x
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """Return the address behind the last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+    behind = x.data_ptr() - result.data_ptr()
+    if behind >= result.nbytes:
+        return x
+    elements = 1  # plainly, since every call of gemv_all_reduce with a tensor for the result comes here
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        elements += (size - 1) * stride
+    return x if behind + elements * x.itemsize <= 0 else x.clone()
 
 
 def in_rows(matrix: torch.Tensor) -> torch.Tensor:
