@@ -18,8 +18,10 @@ from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
+from sidelane.errors import SidelaneError
 from sidelane.ops import auto, embedding, reference
 from sidelane.ops.embedding import EmbeddingAllToAll
+from sidelane.ops.embedding_backward import EmbeddingBackward
 
 
 @triton.jit
@@ -146,6 +148,27 @@ def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, m
     if factors is not None:
         rows = rows * factors.double()[:, None]
     return rows.sum(0) / (max(1, len(bag)) if mean else 1)
+
+
+def tables_that_move(group: dist.ProcessGroup, backward: bool) -> str:
+    """What a handle says of tables that have got other memory, and its peers; an operator makes another one."""
+    with communicator(group) as comm:
+        n, table = comm.world_size, torch.ones(5, 4)
+        indices, offsets, grad = torch.zeros(n).int(), torch.arange(n + 1), torch.ones(1, 4 * n)
+        forward, back = EmbeddingAllToAll(comm, [table], n), EmbeddingBackward(comm, [table], n)
+        forward(indices, offsets)
+        back(grad, indices, offsets)
+        table.data = torch.full((5, 4), 2.0)
+        assert (ops.embedding_all_to_all(comm, [table], indices, offsets, method="fused") == 2).all()
+        assert ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)[0][0].sum() == 4 * n
+        try:
+            if backward:
+                back(grad, indices, offsets)
+            else:
+                forward(indices, offsets)
+        except (ValueError, SidelaneError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def slices_as_they_come(group: dist.ProcessGroup) -> int:

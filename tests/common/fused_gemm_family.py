@@ -51,6 +51,24 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
     return calls
 
 
+def reductions_passed_on(group: dist.ProcessGroup) -> int:
+    """Sums that lie in memory of the operator, as ``x`` of its next call of this shape, whole or some columns."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        n, rank, size = comm.world_size, comm.rank, 48
+        draws = Draws(n, rank)
+        first = draws.normal(size, size)
+        for method, depth in (("split", size), ("split", size // n), ("unfused", size), ("unfused", size // n)):
+            weights = draws.normal(n, size, size), draws.normal(n, size, depth)
+            total = torch.einsum("rk,nhk->rh", first.double(), weights[0].double())
+            parts = [total[:, peer * depth % size :][:, :depth] @ weights[1][peer].double().T for peer in range(n)]
+            x, *own = (one.to(comm.device) for one in (first, weights[0][rank], weights[1][rank]))
+            came = ops.gemm_all_reduce(comm, x, own[0], method=method)[:, rank * depth % size :][:, :depth]
+            kept.append((ops.gemm_all_reduce(comm, came, own[1], method=method).clone(), torch.stack(parts).sum(0)))
+        check_all(comm, kept)
+    return len(kept)
+
+
 def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Few rows and many; by copy engines in pieces and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:

@@ -113,6 +113,77 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
     return len(kept)
 
 
+def depths_of_their_own(group: dist.ProcessGroup) -> int:
+    """Columns of ``x`` that differ between ranks, whole tiles of them or not; one expert and several."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        n, depths = comm.world_size, (16, 24, 3)
+        for method, several in (("fused", ()), ("split", ()), ("unfused", ()), ("fused", (2,)), ("unfused", (2,))):
+            counts = torch.full((n, n, *several), 2)
+            rows, depth = int(counts[0].sum()), depths[comm.rank]
+            x, weight = torch.ones(rows, depth), torch.ones(*several, 5, depth)
+            options: dict[str, Any] = {"most_rows": rows, "tiles": TILES, "method": method}
+            result = ops.gemm_all_to_all(comm, x, weight, counts.tolist(), **options)
+            expected = torch.tensor(depths[:n]).repeat_interleave(rows // n)[:, None].expand(rows, 5).double()
+            kept.append((result.clone(), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
+def results_passed_on(group: dist.ProcessGroup, rounds: int) -> int:
+    """Results that lie in memory of an operator, as rows of its next call of this shape: there and back."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        counts, unit = torch.full((n, n), 3, device=device), torch.eye(16, device=device)
+        x = (100.0 * rank + torch.arange(3 * n, device=device))[:, None].repeat(1, 16)
+        options: dict[str, Any] = {"most_rows": 3 * n}
+
+        def tiled(given: torch.Tensor, method: str) -> torch.Tensor:
+            table = counts.tolist()
+            return ops.gemm_all_to_all(comm, given, unit, table, tiles=TILES, method=method, **options)
+
+        ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda given: ops.all_to_all_rows(comm, given, counts, **options),
+            *(functools.partial(tiled, method=method) for method in ("fused", "split", "unfused")),
+        ]
+        draws = Draws(n, rank)
+        for number, way in itertools.product(range(rounds), ways):
+            draws.late()
+            came = way(x)
+            draws.late()
+            assert torch.equal(way(came), x), (number, ways.index(way))
+    return rounds
+
+
+def results_apart(group: dist.ProcessGroup) -> list[str]:
+    """Results of operators, while others of the same shape run unfused; what all_to_all_gemm does in turn."""
+    seen: list[str] = []
+
+    class Turn:
+        """A turn that is written down."""
+
+        def __enter__(self) -> None:
+            seen.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("end")
+
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch_gemm, "in_turn", lambda _: Turn(), raising=False)
+        patch.setattr(gemm.GemmAllToAll, "_run", noting(gemm.GemmAllToAll._run, "exchange", seen))
+        patch.setattr(torch, "mm", noting(torch.mm, "product", seen))
+        n, device = comm.world_size, comm.device
+        counts = [[3] * n] * n
+        x, weight, options = torch.ones(3 * n, 16, device=device), torch.eye(16, device=device), {"most_rows": 3 * n}
+        rows = ops.all_to_all_rows(comm, x, torch.tensor(counts, device=device), **options)
+        products = ops.gemm_all_to_all(comm, 2 * x, weight, counts, method="unfused", **options)
+        seen.clear()
+        came = ops.all_to_all_gemm(comm, 3 * x, weight, counts, method="unfused", **options)
+        comm.synchronize()
+        assert [(each == number).all() for number, each in enumerate((rows, products, came), 1)] == [True] * 3
+    return seen
+
+
 def experts(
     comm: Communicator, draws: Draws, dtype: torch.dtype, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

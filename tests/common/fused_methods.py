@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fused_ops import check_close, communicator, noting
 from fused_timelines import calls_of
+from torch.nn import functional
 
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
-from sidelane.ops import gemm_reduce, gemv, rms_norm
+from sidelane.ops import gemm_reduce, gemv, rms_norm, unfused
 from sidelane.ops.split_gemm import DEFAULT_PIECES
 from sidelane.program.pieces import SPLIT_GATHER
 
@@ -37,6 +40,40 @@ def methods(group: dist.ProcessGroup) -> list[str]:
             assert os.fspath(keep(key_here("cpu", n), times)).startswith(folder)
         with communicator(group) as comm:
             return compared(comm)
+
+
+def under_autocast(group: dist.ProcessGroup) -> int:
+    """Every method computes in the dtype of its tensors, as it does outside; unfused ones with buffers and without."""
+    calls = 0
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        n, kind = comm.world_size, comm.device.type
+        counts = torch.full((n, n), 2)
+        x, weight = 1 + torch.rand(2 * n, 16) / 1000, torch.rand(5, 16)
+        routed: dict[str, Any] = {"most_rows": 2 * n, "counts": counts}
+        for most in (unfused.MOST_SHAPES, 0):
+            patch.setattr(unfused, "MOST_SHAPES", most)
+            for name, given, methods in (
+                ("gemv_all_reduce", {}, ("fused", "unfused")),
+                *((name, {}, ("split", "unfused")) for name in SPLIT),
+                *((name, routed, ("fused", "unfused")) for name in ("gemm_all_to_all", "all_to_all_gemm")),
+            ):
+                pair = (weight, x) if name == "gemv_all_reduce" else (x, weight)
+                for method in methods:
+                    expected = getattr(ops, name)(comm, *pair, method=method, **given).clone()
+                    with torch.autocast(kind, torch.bfloat16):
+                        result = getattr(ops, name)(comm, *pair, method=method, **given)
+                    assert torch.equal(result, expected), (name, method)
+                    calls += 1
+        norm, total_of = functional.rms_norm, torch.Tensor.sum
+        patch.setattr(functional, "rms_norm", lambda x, *others: norm(x, *others).float())  # as GPUs do under autocast
+        patch.setattr(torch.Tensor, "sum", lambda x, *dim, dtype=torch.float32: total_of(x, *dim, dtype=dtype))
+        x, weight = torch.ones(2 * n, 8, dtype=torch.bfloat16), torch.ones(4, 8, dtype=torch.bfloat16)
+        assert ops.gemm_reduce_scatter(comm, x, weight, method="split").dtype == x.dtype
+        for method in ("fused", "unfused"):
+            x, weight = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+            y, total = ops.all_reduce_rms_norm(comm, x, x, weight, method=method)
+            assert y.dtype == total.dtype == x.dtype, method
+    return calls
 
 
 def compared(comm: Communicator) -> list[str]:
@@ -113,13 +150,18 @@ def known_again(comm: Communicator) -> None:
             ops.gemv_all_reduce(comm, weight, x.bfloat16())
 
 
+def norm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The first result of a norm."""
+    return ops.all_reduce_rms_norm(comm, x, x, weight, **options)[0]
+
+
 def of_parameters(group: dist.ProcessGroup) -> int:
     """Weights and rows that autograd follows: no way gives a result with half of the gradients, or fails under way.
 
     Nor does one whose first call was made in inference mode, as that of a model which is evaluated first.
     """
     done = 0
-    with communicator(group) as comm:
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         n = comm.world_size
         counts = [[2] * n] * n
         x, weight = torch.randn(2 * n, 8).requires_grad_(), torch.nn.Parameter(torch.randn(5, 8))
@@ -131,6 +173,20 @@ def of_parameters(group: dist.ProcessGroup) -> int:
         for op in (ops.gemm_all_to_all, ops.all_to_all_gemm):
             for method in ("fused", "split", "unfused"):
                 calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
+        few, scale = torch.randn(2, 8).requires_grad_(), torch.nn.Parameter(torch.ones(8))
+        bags = [few], torch.zeros(2 * n).int(), torch.arange(2 * n + 1)
+        pooled, product, normal, gathered = comm.empty(2, 8 * n), *(torch.empty(2, size) for size in (5, 8, 8 * n))
+        for method, out in itertools.product(("fused", "unfused"), (False, True)):
+            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal, pooled)]
+            calls += [
+                functools.partial(ops.gemv_all_reduce, comm, weight, few, method=method, **given[0]),
+                functools.partial(norm, comm, few, scale, method=method, **given[1]),
+                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method, **given[2]),
+            ]
+        patch.setattr(unfused, "MOST_SHAPES", 0)
+        calls += [functools.partial(getattr(ops, name), comm, x, weight, method="unfused") for name in SPLIT]
+        gathers = functools.partial(ops.all_gather_gemm, comm, few, weight, gathered=gathered.view(2 * n, 8))
+        calls += [functools.partial(gathers, method=method) for method in ("split", "unfused")]
         for call in calls:
             with torch.inference_mode():
                 call()

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -29,6 +30,53 @@ from sidelane.ops import (
 )
 from sidelane.ops import fusion as fusing
 from sidelane.ops.fusion import Fusion
+
+
+class Overwritten:
+    """A turn behind which all results of operators are overwritten, as a call on another stream would do at once.
+
+    Args:
+        comm: communicator of the operators.
+
+    Attributes:
+        over: number of turns that have ended.
+    """
+
+    over = 0
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        Overwritten.over += 1
+        for made in list(self._comm.kept.values()):
+            for name in ("_output", "_came", "_values"):
+                if isinstance(result := getattr(made, name, None), torch.Tensor):
+                    result.fill_(torch.nan)
+
+
+def results_of_their_own(group: dist.ProcessGroup) -> int:
+    """What operators of PyTorch return stays when the turn of their buffers is over."""
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "in_turn", Overwritten, raising=False)
+        n, number, made = comm.world_size, library.number_of(comm), torch.ops.sidelane
+        x, weight, many = torch.ones(2 * n, 8), torch.ones(4, 8), torch.ones(20, 8)
+        counts, offsets = torch.full((n, n), 2), torch.arange(2 * n + 1)
+        found = [
+            made.row_parallel_linear(number, many, weight) / n,
+            made.gemm_all_reduce(number, many, weight) / n,
+            made.embedding_all_to_all(number, [many], torch.zeros(2 * n).int(), offsets, None, "sum", n) * 8,
+            made.gemm_all_to_all(number, x, weight, counts, 2 * n),
+            made.gemm_all_to_all_evenly(number, x, weight),
+            made.rows_there(number, x, counts, 2 * n) * 8,
+            made.rows_back(number, x, counts, 2 * n) * 8,
+        ]
+        comm.synchronize()
+        assert [bool((result == 8).all()) for result in found] == [True] * len(found)
+    return Overwritten.over
 
 
 def linear(group: dist.ProcessGroup, backend: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +180,53 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
     return len(kept)
 
 
+def gemvs_of_rows_far_apart(group: dist.ProcessGroup) -> list[float]:
+    """The last tokens of long sequences: the ninth row lies behind 2**31 elements, in memory that is hardly there."""
+    apart, tokens, hardly = (1 << 28) + 64, 9, getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 2 * apart * tokens, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | hardly)
+    x = torch.frombuffer(memory, dtype=torch.float16).view(tokens, apart)[:, :32]
+    x.copy_(torch.arange(tokens)[:, None])
+    with communicator(group) as comm:
+        weight = torch.ones(16, 32, dtype=x.dtype)
+        return ops.gemv_all_reduce(comm, weight, x, tiling=Tiling(16, 32, 1, 1), method="fused")[:, 0].tolist()
+
+
+def gemvs_in_place(group: dist.ProcessGroup) -> int:
+    """Results in memory of ``x``: the same, or half of it, of rows that lie apart; again and again."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        draws, rows = Draws(9, comm.rank), 64
+        for tokens, columns, method in itertools.product((1, 3), (rows, 30), ("fused", "unfused")):
+            weights, xs = draws.normal(comm.world_size, rows, columns), draws.normal(comm.world_size, tokens, columns)
+            expected = torch.einsum("ntk,nmk->tm", xs.double(), weights.double())
+            weight = weights[comm.rank].to(comm.device)
+            for _ in range(1 if method == "unfused" else 2):
+                memory = torch.zeros(tokens * rows, device=comm.device)
+                x, out = memory.view(tokens, rows)[:, :columns], memory.view(tokens, rows)
+                x.copy_(xs[comm.rank])
+                options: dict[str, Any] = {"tiling": Tiling(16, 32, 1, 1), "method": method, "out": out}
+                kept.append((ops.gemv_all_reduce(comm, weight, x, **options), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
+def gemvs_without_columns(group: dist.ProcessGroup) -> int:
+    """On one rank or on all of them; dots and sums, also of weights of 8 bits."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        n, tiling = comm.world_size, Tiling(16, 32, 1, 1)
+        for number, (with_columns, tokens) in enumerate(itertools.product((1, 0), (1, 3))):
+            dtype, kind = DTYPES[number % 3], (None, *FLOAT8S)[number % 3]
+            columns = 32 if comm.rank < with_columns else 0
+            weight = torch.ones(32, columns, dtype=dtype).to(kind or dtype)
+            x = torch.ones(tokens, columns, dtype=dtype)
+            expected = torch.full((tokens, 32), 32.0 * min(n, with_columns)).double()
+            for method in ("fused", "unfused"):
+                kept.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, method=method), expected))
+        check_all(comm, kept)
+    return len(kept)
+
+
 def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> set[str]:
     """The schedules that auto takes for these (tokens, hidden) in bfloat16, back to back and in turn with others."""
     schedules = set()
@@ -255,6 +303,21 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
     return len(kept) // 2
 
 
+def norms_of_one_row(group: dist.ProcessGroup) -> int:
+    """One row alone whose stride is odd, as an input, and as an output that is like it."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with communicator(group) as comm:
+        for schedule in ("cells", "pushed"):
+            x, quantized = (torch.ones(1, 9).to(dtype)[:, :8] for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+            options: dict[str, Any] = {"quantized": quantized, "scale": torch.ones(1), "method": "fused"}
+            weight = torch.ones(8, dtype=torch.bfloat16)
+            found = ops.all_reduce_rms_norm(comm, x, x, weight, schedule=schedule, **options)
+            wide = torch.full((1, 8), comm.world_size + 1.0).double()
+            kept += zip((*found, quantized.float()), (wide / wide, wide, wide / wide), strict=True)
+        check_all(comm, kept)
+    return len(kept)
+
+
 def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -> list[list[str]]:
     """For each wrong call, made by the last rank only, what each rank is told; then a call that is right."""
     told: list[str] = []
@@ -319,6 +382,7 @@ def rms_norm_calls(comm: Communicator) -> Calls:
         call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn)),
         call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn), scale=torch.ones(3)),
         call(scale=torch.ones(1)),
+        *(call(eps=eps) for eps in (None, "little")),
     ]
     return wrong, call()
 

@@ -467,9 +467,13 @@ def gemms_back_to_back(
             kept.append((result[: min(9, len(expected))].clone(), expected[:9]))
             if number < 2:
                 table = torch.tensor(counts, device=device)
+                sent = sum(counts[rank])
+                if n > 1:  # back from where they lie, in the memory to which they come
+                    came = all_to_all_rows(ranks, x, table, most_rows=40 * n * 3)
+                    back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
+                    kept.append((back[:sent].clone(), xs[rank][:sent].double()))
                 came = all_to_all_rows(ranks, x, table, most_rows=most).clone()
                 back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
-                sent = sum(counts[rank])
                 kept.append((back[:sent].clone(), xs[rank][:sent].double()))
         ranks.synchronize()
         for number, (result, expected) in enumerate(kept):

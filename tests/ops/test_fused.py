@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_gemvs_with_default_tilings(four: Crew) -> None:
     assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is reserved when it is touched")
+def test_gemvs_of_rows_far_apart(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_of_rows_far_apart, 2, timeout_s=110) == [[64.0 * token for token in range(9)]] * 2
+
+
+def test_gemvs_in_place(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_in_place, 2, timeout_s=110) == [12, 12]
+
+
+def test_gemvs_without_columns(four: Crew) -> None:
+    assert four.run(fused_ops.gemvs_without_columns, 3, timeout_s=110) == [8] * 3
+
+
 def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
     for passes, resources, other in four.run(fused_ops.tilings_that_do_not_compile, 2):
         for told in (passes, resources):
@@ -58,7 +72,7 @@ def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
 
 
 def test_weights_that_autograd_follows(four: Crew) -> None:
-    assert four.run(fused_methods.of_parameters, 2) == [9, 9]
+    assert four.run(fused_methods.of_parameters, 2) == [26, 26]
 
 
 def test_default_devices_of_callers_do_not_matter(four: Crew) -> None:
@@ -74,6 +88,10 @@ def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, long(2), long(3), 4])
 def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
+
+
+def test_norms_of_one_row(four: Crew) -> None:
+    assert four.run(fused_ops.norms_of_one_row, 2, timeout_s=110) == [6, 6]
 
 
 def test_norms_in_8_bits(four: Crew) -> None:
@@ -115,9 +133,19 @@ def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> Non
     assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
 
 
+def test_sums_are_passed_on_where_they_lie(four: Crew) -> None:
+    assert four.run(fused_gemm_family.reductions_passed_on, 3, timeout_s=110) == [4] * 3
+
+
 @pytest.mark.parametrize("world_size", [long(2), 4])
 def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_handles_of_embeddings_refuse_tables_that_have_moved(four: Crew, backward: bool) -> None:
+    for told in four.run(fused_embeddings.tables_that_move, 2, backward):
+        assert told.startswith(("ValueError", "PeerError")) and "memory of the tables (value=moved" in told, told
 
 
 def test_slices_as_they_come(four: Crew) -> None:
@@ -178,6 +206,10 @@ def test_fused_or_unfused(four: Crew) -> None:
         assert unknown.startswith("True gemv_all_reduce: fused: rule of thumb")
 
 
+def test_autocast_changes_no_method(four: Crew) -> None:
+    assert four.run(fused_methods.under_autocast, 2, timeout_s=110) == [24, 24]
+
+
 def test_timelines(four: Crew) -> None:
     """Every rank has those of all, with what each operator does."""
     sends = {"local", "compute", "send", "wait"}
@@ -192,6 +224,10 @@ def test_timelines(four: Crew) -> None:
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
+
+
+def test_results_of_operators_are_copied_in_turn(four: Crew) -> None:
+    assert four.run(fused_modules.results_of_their_own, 2, timeout_s=110) == [7, 7]
 
 
 def test_tables_have_gradients_of_rows(four: Crew) -> None:

@@ -23,6 +23,18 @@ def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [24] * world_size
 
 
+def test_results_are_passed_on_where_they_lie(four: Crew) -> None:
+    assert four.run(fused_gemms.results_passed_on, 3, 12, timeout_s=110) == [12] * 3
+
+
+def test_results_stay_while_other_operators_run_unfused(four: Crew) -> None:
+    assert four.run(fused_gemms.results_apart, 2, timeout_s=110) == [["begin", "exchange", "product", "end"]] * 2
+
+
+def test_gemms_of_ranks_with_depths_of_their_own(four: Crew) -> None:
+    assert four.run(fused_gemms.depths_of_their_own, 3, timeout_s=110) == [5] * 3
+
+
 @pytest.mark.parametrize("world_size", [1, 2, long(4)])
 def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size

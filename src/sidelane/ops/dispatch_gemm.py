@@ -36,7 +36,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -56,6 +55,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, OperatorCall
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
@@ -68,6 +68,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.reference import product
 from sidelane.ops.split_gemm import SplitAllToAllGemm, most_of, routed_method, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -154,9 +155,10 @@ class AllToAllGemm(KernelHandle):
                 weight.stride(0) if experts else 0,
                 self.most_rows,
                 stamps,
+                depth % tiles.depth == 0,  # WHOLE
                 alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
                 EP=power_of_two(experts or 1),
-                **tiles.constants(depth, depth, dtype),
+                **tiles.constants(depth, dtype),
             )
         except Exception as error:
             refuse_tiles(error, NAME, tiles)
@@ -220,7 +222,7 @@ def all_to_all_gemm(
         return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_sender(comm, most_rows, depth, dtype)
+        rows_sender(comm, NAME, most_rows, depth, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
@@ -232,8 +234,9 @@ def all_to_all_gemm(
         return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
         return handle()._run(x, weight, counts)
-    exchange = rows_sender(comm, most_rows, depth, dtype)
-    with torch.no_grad():  # as the other methods
+    exchange = rows_sender(comm, NAME, most_rows, depth, dtype)
+    turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
+    with torch.no_grad(), turn:  # without gradients as the other methods; until the rows have been multiplied
         if routed.grouped:
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             return groups.in_order(groups.product(exchange(x, None, counts, groups=groups), weight))
@@ -241,7 +244,7 @@ def all_to_all_gemm(
         if routed.experts is not None:
             return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers])
         if table is None:
-            return functional.linear(came, weight)
+            return product(came, weight)
         output = x.new_empty(most_rows, columns)
         there = min(most_rows, sum(row[comm.rank] for row in table))
         torch.mm(came[:there], weight.t(), out=output[:there])
@@ -275,9 +278,9 @@ def _pair(counts, sender, receiver, ranks, experts, most_rows, EP: tl.constexpr)
 @triton.jit
 def _all_to_all_gemm(
     context, gathered_of, gathered, counters, x, weight, counts, output, rows, depth, columns, x_stride, weight_stride,
-    experts, expert_stride, most_rows, stamps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr,
+    experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)

@@ -69,6 +69,7 @@ from sidelane.ops.embedding_tables import (
     check_offsets,
     check_sizes,
     checked,
+    require_unmoved,
     sizes_of,
     threads_of,
 )
@@ -135,7 +136,7 @@ class EmbeddingAllToAll(KernelHandle):
     ) -> None:
         with telling_refusals(comm, NAME):
             check_choice(NAME, "mode", mode, MODES)
-            checked(comm, tables)
+            self._checked = checked(comm, tables)
             check_sizes(comm, tables, batch, slice_bags)
             self._warps, rows_each = threads_of(tables[0].shape[1], tables[0].element_size())
             per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
@@ -186,6 +187,7 @@ class EmbeddingAllToAll(KernelHandle):
     ) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
         with telling_refusals(self.comm, NAME):
+            require_unmoved(self.comm, self._checked)
             check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
             check_offsets(self.tables, offsets)
         return self._run(indices, offsets, per_sample_weights, out, order)
@@ -329,8 +331,9 @@ def embedding_all_to_all(
         if out is not None:
             handle.place_of(out)
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
-    return result if out is None else out.copy_(result)
+    with torch.no_grad():  # as the kernel
+        result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
+        return result if out is None else out.copy_(result)
 
 
 def _question_of(

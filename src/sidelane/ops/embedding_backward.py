@@ -54,6 +54,7 @@ from sidelane.ops.embedding_tables import (
     check_sizes,
     checked,
     refuse_atomics,
+    require_unmoved,
     threads_of,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
@@ -76,6 +77,7 @@ class EmbeddingBackward(KernelHandle):
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
         self.comm, self.tables = comm, EmbeddingTables.kept(comm, tables, batch)
+        self._checked = checked(comm, tables)
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
@@ -100,7 +102,21 @@ class EmbeddingBackward(KernelHandle):
         sparse: bool = False,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all_backward`."""
-        comm, tables, weights = self.comm, self.tables, per_sample_weights
+        with telling_refusals(self.comm, NAME):
+            require_unmoved(self.comm, self._checked)
+        return self._run(grad, indices, offsets, mode, per_sample_weights, sparse)
+
+    def _run(
+        self,
+        grad: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        mode: str,
+        weights: torch.Tensor | None,
+        sparse: bool,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Run the operator with tables whose memory was checked."""
+        comm, tables = self.comm, self.tables
         with telling_refusals(comm, NAME):
             if not sparse:
                 refuse_atomics(comm, f"{NAME} backward")
@@ -203,7 +219,7 @@ def embedding_all_to_all_backward(
         check_sizes(comm, tables, batch)
     key = ("backward", batch, *kind)
     handle = kept(comm, key, lambda: EmbeddingBackward(comm, tables, batch))
-    return handle(grad, indices, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse)
+    return handle._run(grad, indices, offsets, mode, per_sample_weights, sparse)
 
 
 @triton.jit

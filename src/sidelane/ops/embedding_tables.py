@@ -162,6 +162,12 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
     return known
 
 
+def require_unmoved(comm: Communicator, before: CheckedTables) -> None:
+    """Refuse tables that have other memory than when a handle was made for them. Raises ValueError."""
+    if checked(comm, before.tables).key != before.key:
+        raise ValueError(f"{NAME}: memory of the tables (value=moved, allowed=that of this handle)")
+
+
 def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
     for number, table in enumerate(tables):
         check_tensor(NAME, f"table {number}", table, comm.device, FLOATS, (2,))

@@ -127,7 +127,8 @@ def all_gather_gemm(
         return parts(x, weight, gathered)
     if gathered is None:
         return unfused.all_gather_gemm(comm, x, weight)
-    return reference.all_gather_gemm(comm, x, weight, gathered=gathered)
+    with torch.no_grad():  # as the other methods
+        return reference.all_gather_gemm(comm, x, weight, gathered=gathered)
 
 
 def split_all_gather_gemm(

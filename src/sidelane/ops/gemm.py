@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -64,7 +63,16 @@ from sidelane.ops.handle import (
     refuse_tiles,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.operands import (
+    Counts,
+    apart_from,
+    check_most_rows,
+    check_routed,
+    check_rows,
+    check_weight,
+    experts_of,
+)
+from sidelane.ops.reference import product
 from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -107,14 +115,13 @@ class TileSizes:
         tiles = cls(columns=128, depth=32) if dtype == torch.float32 else cls()
         return tiles if torch.version.hip is None else dataclasses.replace(tiles, stages=2)
 
-    def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return a kernel's compile-time constants for products ``depth`` deep, and sent rows of ``sent`` elements."""
+    def constants(self, sent: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return a kernel's compile-time constants for sent rows of ``sent`` elements, alike on all ranks."""
         return {
             "ROWS": self.rows,
             "COLS": self.columns,
             "DEPTH": self.depth,
             "GROUP": self.group,
-            "WHOLE": depth % self.depth == 0,
             "ALIGNED": sent * dtype.itemsize % 16 == 0,
             "WIDE": INTERPRETED or dtype == torch.float32,
             "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
@@ -209,7 +216,7 @@ class GemmAllToAll(KernelHandle):
         are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
         must be the same on every rank.
         """
-        comm, experts = self.comm, experts_of(weight, counts)
+        comm, experts, x = self.comm, experts_of(weight, counts), apart_from(self._output, x)
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)
@@ -233,12 +240,13 @@ class GemmAllToAll(KernelHandle):
                 weight.stride(0) if weight is not None and experts else 0,
                 self.most_rows,
                 stamps,
+                x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
                 alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
                 REMOTE_FIRST=order == REMOTE_FIRST,
                 EP=power_of_two(experts or 1),
                 TAKEN=groups is not None and groups.are_sent,
                 TERMS=-summed if sends_zeros else summed,
-                **tiles.constants(x.shape[1], self.columns, self.dtype),
+                **tiles.constants(self.columns, self.dtype),
             )
         except Exception as error:
             refuse_tiles(error, NAME, tiles)
@@ -303,7 +311,7 @@ def gemm_all_to_all(
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_sender(comm, most_rows, columns, dtype)
+        rows_sender(comm, NAME, most_rows, columns, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
@@ -315,9 +323,9 @@ def gemm_all_to_all(
         return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
         return handle()._run(x, weight, counts, order)
-    send = rows_sender(comm, most_rows, columns, dtype)
+    send = rows_sender(comm, NAME, most_rows, columns, dtype)
     if routed.experts is None:
-        return send(functional.linear(x, weight), None, counts, order)
+        return send(product(x, weight), None, counts, order)
     with torch.no_grad():
         if not routed.grouped:
             return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order)
@@ -325,9 +333,13 @@ def gemm_all_to_all(
         return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
 
 
-def rows_sender(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return the function that sends rows unchanged, for a shape; all ranks make its handle together if it is new."""
-    key = (NAME, "rows", most_rows, columns, dtype)
+def rows_sender(
+    comm: Communicator, name: str, most_rows: int, columns: int, dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """Return the function that sends rows unchanged, for a shape of the operator with that name, whose calls alone
+    overwrite its results; all ranks make its handle together if it is new.
+    """
+    key = (name, "rows", most_rows, columns, dtype)
     return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))._run
 
 
@@ -400,10 +412,10 @@ def sum_of_terms(
 @triton.jit
 def _gemm_all_to_all(
     context, outputs, counters, x, weight, counts, moved, terms, factors, rows, depth, columns, x_stride, weight_stride,
-    experts, expert_stride, most_rows, stamps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
-    TAKEN: tl.constexpr, TERMS: tl.constexpr,
+    experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr, TAKEN: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)

@@ -28,7 +28,7 @@ from sidelane.ops import unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
-from sidelane.ops.operands import check_operands
+from sidelane.ops.operands import apart_from, check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
 from sidelane.program.pieces import row_parts
 from sidelane.program.shape import Beside
@@ -63,7 +63,8 @@ class SplitGemmScatter:
         with self._in_turn:  # until the received parts have been added up
             self.make(pieces)
             came = self._moved(x, weight, self._table, pieces)[: self.comm.world_size * self._each]
-            return came.view(self.comm.world_size, self._each, weight.shape[0]).sum(0)
+            parts = came.view(self.comm.world_size, self._each, weight.shape[0])
+            return parts.sum(0, dtype=came.dtype)  # which autocast would take for float32
 
 
 class SplitGemmAllReduce:
@@ -84,6 +85,7 @@ class SplitGemmAllReduce:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_all_reduce`."""
         transposed, works = weight.t(), []
         with torch.no_grad(), self._in_turn:
+            x = apart_from(self._values, x)
             for part in row_parts(x.shape[0], pieces):
                 computed = torch.mm(x[part], transposed, out=self._values[part])
                 beside: Beside = NOTHING if part.stop == x.shape[0] else COMPUTE

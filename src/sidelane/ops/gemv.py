@@ -32,7 +32,7 @@ from sidelane.ops.handle import (
     refuse_tiles,
     telling_refusals,
 )
-from sidelane.ops.operands import check_neighbours
+from sidelane.ops.operands import apart_from, check_neighbours
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -127,6 +127,8 @@ class GemvAllReduce(KernelHandle):
         comm, tiling = self.comm, self.tiling
         if out is None:
             out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
+        elif (other := apart_from(out, x)) is not x:
+            x, again = other, None  # of another layout, maybe
         tensors = out, weight, x, scale
         if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
             return out
@@ -150,7 +152,7 @@ class GemvAllReduce(KernelHandle):
                 0 if scale is None or scale.numel() == 1 else 1,
                 self._rows_each,
                 stamps,
-                self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0,  # EVEN, of this rank
+                self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **gemv_cells.constants_of(
                     tiling,
@@ -206,8 +208,9 @@ def gemv_all_reduce(
     question = question_of(comm, (NAME, method, tiling), weight, x, scale, out)
     found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
     if found.name == UNFUSED:
-        result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
-        return result if out is None else out.copy_(result)
+        with torch.no_grad():  # as the kernel
+            result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
+            return result if out is None else out.copy_(result)
     kernel: GemvAllReduce = handle
     return kernel.run(weight, x, scale, out, again)
 

@@ -16,7 +16,7 @@ Two places for each sender, for even and odd generations, are enough (``kernels/
 cells of every other one in each launch. Cells are 0 before the first launch.
 
 Legend: as of ``ops/gemv.py``; ``cells`` int64 [2, N, M, TP]; R the power of two from N on; a block has ``rows_each``
-rows, of which it waits for LANES cells at a time. EVEN: tiles are whole.
+rows, of which it waits for LANES cells at a time. EVEN: tiles are whole, and there are columns.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def _gemv_cells(
     lane, token, across = tl.arange(0, ROWS), tl.arange(0, TP)[None, :], tl.arange(0, COLS)
     place = (generation & 1) * N
     size = rows * TP  # cells of a sender
-    steps = (columns + COLS - 1) // COLS
+    steps = tl.maximum((columns + COLS - 1) // COLS, 1)  # peers wait for sums of no columns, too
     tiles = (tl.maximum(last - first, 0) + ROWS - 1) // ROWS
+    xs = x + token.to(tl.int64) * x_stride
     kind = weight.dtype.element_ty
     if kind.primitive_bitwidth == 8:  # this dtype has no 0 for masked loads
         weight = weight.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -99,7 +100,7 @@ def _gemv_cells(
             sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
         else:
             known = (token < tokens) & (column[:, None] < columns)
-            v = tl.load(x + token * x_stride + column[:, None], mask=known, other=0)
+            v = tl.load(xs + column[:, None], mask=known, other=0)
             if WIDE:  # also where kernels are interpreted, which takes bfloat16 for integers in a dot
                 w, v = w.to(tl.float32), v.to(tl.float32)
             sums = tl.dot(w.to(v.dtype), v, sums, input_precision="ieee")  # 8 bits are exact in 16

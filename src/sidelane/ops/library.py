@@ -31,7 +31,8 @@ from sidelane.ops import (
     ring,
     rms_norm,
 )
-from sidelane.ops.handle import power_of_two
+from sidelane.ops.buffer_turn import BufferTurn, in_turn
+from sidelane.ops.handle import kept, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS, in_rows, in_rows_or_columns
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
@@ -74,6 +75,12 @@ def ranks_of(number: int) -> Communicator | ScaleOut:
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
     return found
+
+
+def _in_turn(ranks: Communicator | ScaleOut) -> BufferTurn:
+    """Return the turns of operators that copy a result from where the next call, of another stream, puts its own."""
+    comm = ranks if isinstance(ranks, Communicator) else ranks.near
+    return kept(comm, _in_turn, lambda: in_turn(comm))
 
 
 def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +146,8 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
         filled[:tokens, :columns] = x
     if not columns:
         factor = weight.new_zeros(rows, 1)
-    return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
+    with _in_turn(ranks):
+        return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
 def _norm_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -213,8 +221,9 @@ def embedding_all_to_all(
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     ranks = ranks_of(comm)
     call: Any = _of_nodes(ranks, embedding.embedding_all_to_all)
-    found: Tensor = call(ranks, tables, indices, offsets, **options)
-    return found.clone()
+    with _in_turn(ranks):
+        found: Tensor = call(ranks, tables, indices, offsets, **options)
+        return found.clone()
 
 
 def _backward_of_embedding(
@@ -304,8 +313,9 @@ def all_gather_rows(comm: int, x: Tensor) -> Tensor:
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
-    result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
-    return result.clone()  # the next call writes into it
+    with _in_turn(ranks):
+        result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
+        return result.clone()  # the next call writes into it
 
 
 def _routed_like(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, *_: Any) -> Tensor:
@@ -332,8 +342,9 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = ranks_of(comm)
     call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
-    came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
-    return _with_zeros(came, counts[:, ranks.rank].sum())
+    with _in_turn(ranks):
+        came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+        return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
 @operator(_product_like)
@@ -341,7 +352,8 @@ def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
     ranks, rows = communicator(comm), x.shape[0]
     given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
-    return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
+    with _in_turn(ranks):
+        return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -384,7 +396,9 @@ def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
     ranks = communicator(comm)
-    return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
+    with _in_turn(ranks):
+        came = all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows)
+        return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
 @operator(lambda comm, rows, counts, sent: rows.new_empty(sent, rows.shape[1]))
@@ -399,9 +413,10 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
     call: Any = _of_nodes(ranks, all_to_all_rows)
-    came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
     some = min(sent, n * most)
-    back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
+    with _in_turn(ranks):
+        came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+        back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back
 
 

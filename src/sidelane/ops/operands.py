@@ -251,6 +251,19 @@ def check_neighbours(name: str, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: neighbours in a row of {what} lie apart ({given})")
 
 
+def apart_from(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy if it may be in the memory of the contiguous result, which is written while ``x`` is
+    still read: a caller may pass on the result of the call before, where it lies.
+    """
+    behind = x.data_ptr() - result.data_ptr()
+    if behind >= result.nbytes:
+        return x
+    elements = 1  # plainly, since every call of gemv_all_reduce with a tensor for the result comes here
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        elements += (size - 1) * stride
+    return x if behind + elements * x.itemsize <= 0 else x.clone()
+
+
 def in_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose neighbours in its last dimension are neighbours in memory, as kernels require."""
     return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()

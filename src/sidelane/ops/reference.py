@@ -27,7 +27,7 @@ def gemv_all_reduce(
     if weight.dtype != x.dtype:  # of 8 bits
         wide = weight.float()
         weight = (wide if scale is None else wide * scale.view(-1, 1)).to(x.dtype)
-    result = _product(x, weight)
+    result = product(x, weight)
     comm.all_reduce(result)
     return result
 
@@ -47,7 +47,7 @@ def all_reduce_rms_norm(
     comm.all_reduce(total)
     if residual is not None:
         total += residual
-    y = functional.rms_norm(total, weight.shape, weight, eps)
+    y = functional.rms_norm(total, weight.shape, weight, eps).to(x.dtype)  # under autocast it is float32
     if quantized is not None and scale is not None:
         wide, most = y.float(), torch.finfo(quantized.dtype).max
         if scale.dim() == 2:
@@ -104,7 +104,7 @@ def gemm_all_to_all(
     """Run ``x @ weight.T`` and an all-to-all with split sizes that the host knows; see :mod:`sidelane.ops.gemm`."""
     sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
     output = x.new_empty(sum(came), weight.shape[0])
-    comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)
+    comm.all_to_all(output, product(x[: sum(sent)], weight), output_split_sizes=came, input_split_sizes=sent)
     return output
 
 
@@ -117,19 +117,19 @@ def all_to_all_gemm(
     sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
     rows = x.new_empty(sum(came), x.shape[1])
     comm.all_to_all(rows, x[: sum(sent)].contiguous(), output_split_sizes=came, input_split_sizes=sent)
-    return _product(rows, weight)
+    return product(rows, weight)
 
 
 def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Run ``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
     output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])
-    comm.reduce_scatter(output, _product(x, weight))
+    comm.reduce_scatter(output, product(x, weight))
     return output
 
 
 def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemm_all_reduce`."""
-    result = _product(x, weight)
+    result = product(x, weight)
     comm.all_reduce(result)
     return result
 
@@ -141,11 +141,17 @@ def all_gather_gemm(
     if gathered is None:
         gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
     comm.all_gather(gathered, x.contiguous())
-    return _product(gathered, weight)
+    return product(gathered, weight)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``linear(x, weight)`` by ``mm``, for matrices: ``linear`` takes the host twice as long."""
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``linear(x, weight)`` by ``mm``, for matrices: ``linear`` takes the host twice as long.
+
+    Also under ``torch.autocast`` in the dtype of both, as the other methods of an operator do.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return product(x, weight)
     return torch.mm(x, weight.t()) if x.dim() == 2 else functional.linear(x, weight)
 
 

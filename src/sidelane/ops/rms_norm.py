@@ -125,6 +125,7 @@ class AllReduceRmsNorm(KernelHandle):
                 given = f"{tuple(x.shape)}, {x.dtype}"
                 allowed = f"up to {self.tokens} tokens of {self.hidden}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+            eps = _number(eps)
         return self.run(x, residual, weight, eps, out, residual_out, quantized, scale)
 
     def run(
@@ -147,10 +148,11 @@ class AllReduceRmsNorm(KernelHandle):
         tensors = *rows, quantized, None if scales else scale, scale if scales else None
         if again is not None and again.runs and Timeline not in self.comm.kept and self._kernel.repeat(again, tensors):
             return y, total
-        words = [row.view(torch.int32) for row in rows] if self.schedule == CELLS else rows
+        # Without a row's stride, which may be odd if there is one only.
+        words = [row.view(-1).view(torch.int32) for row in rows] if self.schedule == CELLS else rows
         if quantized is not None:
             in_pairs = self.schedule == CELLS and x.element_size() == 2
-            quantized = quantized.view(torch.int16 if in_pairs else torch.uint8)
+            quantized = quantized.view(-1).view(torch.int16 if in_pairs else torch.uint8)
         stamps, stamped = stamps_of(self.comm, self._programs)
         self._kernel.launch_again(
             *(again if stamps is None else None, tensors, _PLACES),
@@ -163,7 +165,7 @@ class AllReduceRmsNorm(KernelHandle):
             x.shape[0],
             self.tokens,
             self._width,
-            float(eps),
+            eps,
             stamps,
             quantized,
             None if scales else scale,
@@ -221,6 +223,9 @@ def all_reduce_rms_norm(
     """
     tensors = x, residual, weight, out, residual_out, quantized, scale
     is_float = type(eps) is float  # others are numbers for the kernel only
+    if not is_float:
+        with telling_refusals(comm, NAME):
+            eps = _number(eps)
     question = question_of(comm, (NAME, method, schedule, eps if is_float else None), *tensors)
     if question is not None:
         for tensor in tensors:
@@ -229,9 +234,10 @@ def all_reduce_rms_norm(
     found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
     if found.name == UNFUSED:
         narrow = {"quantized": quantized, "scale": scale}
-        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
-        given = (y, out), (total, residual_out)
-        y, total = (made if place is None else place.copy_(made) for made, place in given)
+        with torch.no_grad():  # as the kernels
+            y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
+            given = (y, out), (total, residual_out)
+            y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
     kernel: AllReduceRmsNorm = handle
     return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale, again if is_float else None)
@@ -257,6 +263,13 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     if nbytes % 4 or not 4 <= nbytes <= MOST_ROW_BYTES:
         allowed = f"whole words of 4 bytes, up to {MOST_ROW_BYTES} bytes"
         raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
+
+
+def _number(eps: object) -> float:
+    try:
+        return float(eps)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as problem:
+        raise TypeError(f"{NAME}: eps (value={eps!r}, allowed=a number)") from problem
 
 
 def _check(

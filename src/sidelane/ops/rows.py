@@ -58,7 +58,7 @@ def all_to_all_rows(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     check_sums(comm, x, counts, most_rows, terms, factors)
-    sender = rows_sender(comm, most_rows, x.shape[1], x.dtype)
+    sender = rows_sender(comm, NAME, most_rows, x.shape[1], x.dtype)
     return sender(x, None, counts, terms=terms, factors=factors)
 
 

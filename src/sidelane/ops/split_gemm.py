@@ -32,7 +32,7 @@ from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, Method
 from sidelane.ops.auto import OperatorCall, agree
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import is_captured, kept, power_of_two, telling_refusals
-from sidelane.ops.operands import Routed, check_most_rows, check_product
+from sidelane.ops.operands import Routed, apart_from, check_most_rows, check_product
 from sidelane.program.ir import Program
 from sidelane.program.pieces import SPLIT_DISPATCH, SPLIT_GEMM, arriving_program, coming, going, split_program
 from sidelane.session import BoundProgram, Communicator
@@ -141,7 +141,7 @@ class SplitGemmAllToAll(SplitByCounts):
     def _run(
         self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
     ) -> torch.Tensor:
-        x, weight = _for_the_library(x), _for_the_library(weight)
+        x, weight = _for_the_library(apart_from(self._came, x)), _for_the_library(weight)
         parts = going(table, self.comm.rank, pieces)
         if not is_captured(self.comm):
             self._load(x, weight, parts)

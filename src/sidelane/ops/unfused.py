@@ -15,6 +15,7 @@ import torch
 from sidelane.ops import reference
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
 from sidelane.ops.handle import is_captured, kept
+from sidelane.ops.operands import apart_from
 from sidelane.session import Communicator
 
 MOST_SHAPES = 8
@@ -39,7 +40,8 @@ def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tenso
     """Run ``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
     buffer = _buffer_of(comm, "gemm_reduce_scatter", x.shape[0], weight.shape[0], x.dtype)
     if buffer is None:
-        return reference.gemm_reduce_scatter(comm, x, weight)
+        with torch.no_grad():
+            return reference.gemm_reduce_scatter(comm, x, weight)
     with torch.no_grad(), buffer.turn:
         torch.mm(x, weight.t(), out=buffer.values)
         output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])
@@ -53,9 +55,10 @@ def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     """
     buffer = _buffer_of(comm, "gemm_all_reduce", x.shape[0], weight.shape[0], x.dtype)
     if buffer is None:
-        return reference.gemm_all_reduce(comm, x, weight)
+        with torch.no_grad():
+            return reference.gemm_all_reduce(comm, x, weight)
     with torch.no_grad(), buffer.turn:
-        torch.mm(x, weight.t(), out=buffer.values)
+        torch.mm(apart_from(buffer.values, x), weight.t(), out=buffer.values)
         comm.all_reduce(buffer.values)
         return buffer.values
 
@@ -65,11 +68,12 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     rows, depth = x.shape
     buffer = _buffer_of(comm, "all_gather_gemm", comm.world_size * rows, depth, x.dtype)
     if buffer is None:
-        return reference.all_gather_gemm(comm, x, weight)
+        with torch.no_grad():
+            return reference.all_gather_gemm(comm, x, weight)
     with torch.no_grad(), buffer.turn:
         own = buffer.values[comm.rank * rows : (comm.rank + 1) * rows].copy_(x)
         comm.all_gather(buffer.values, own)
-        return torch.mm(buffer.values, weight.t())
+        return reference.product(buffer.values, weight)
 
 
 def _buffer_of(comm: Communicator, op: str, rows: int, columns: int, dtype: torch.dtype) -> _Buffer | None:

@@ -39,7 +39,7 @@ from sidelane.device.memory import pointer
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import NAME, ROW_TILES, TileSizes, tile_at, tile_product
 from sidelane.ops.handle import check_dtype, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.operands import check_most_rows, check_rows, check_weight, experts_of
+from sidelane.ops.operands import apart_from, check_most_rows, check_rows, check_weight, experts_of
 from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
 
@@ -81,6 +81,7 @@ class GemmAcrossNodes:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator with arguments that were checked; without a weight it sends rows unchanged."""
         ranks, tiles, experts = self.ranks, self._tiles, experts_of(weight, counts)
+        x = apart_from(self._output, x)
         comm: Any = ranks
         groups = ranks.world_size * (experts or 1)
         row_tiles = -(-x.shape[0] // tiles.rows) + groups  # at most
@@ -105,13 +106,14 @@ class GemmAcrossNodes:
             experts or 1,
             weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
+            x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
             source=self._sends,
             landing=self._output,
             stride=0,
             alike=f"{experts or 1} experts",
             EP=power_of_two(experts or 1),
             NP=power_of_two(ranks.world_size),
-            **tiles.constants(x.shape[1], self.columns, self.dtype),
+            **tiles.constants(self.columns, self.dtype),
         )
         return self._output
 
@@ -198,9 +200,9 @@ def all_to_all_rows(ranks: ScaleOut, x: torch.Tensor, counts: torch.Tensor, *, m
 @triton.jit
 def _gemm_all_to_all(
     context, far, outputs, sends, counters, x, weight, counts, order, ranks, rows, depth, columns,
-    x_stride, weight_stride, experts, expert_stride, most_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
+    x_stride, weight_stride, experts, expert_stride, most_rows, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
