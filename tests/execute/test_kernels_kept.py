@@ -18,7 +18,7 @@ from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
 from sidelane.execute.cuda.kernel_launch import KernelBinary, KernelTarget, compiled
-from sidelane.kernels import broadcast_relay, exchange_cells, reduce_cells
+from sidelane.kernels import broadcast_relay, exchange_cells, reduce_cells, reduce_direct
 
 CONSTANTS = {"N": 2, "CELLS": 512}
 
