@@ -195,6 +195,7 @@ def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_atte
             ((q, k[:, :2], k), {}),
             ((q, q[:, :, :3], q[:, :, :3]), {}),
             ((q, k, k), {"sequence_length": 3 * comm.world_size + 4}),
+            ((q, k, k), {"scale": "half"}),
         ]
         if attend is sequence_parallel_attention:
             wrong.append(((few, few, few), {}))
@@ -202,7 +203,7 @@ def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_atte
             wrong.append(((q, k, k), {"order": "spiral"}))
         for tensors, options in wrong:
             is_wrong = comm.rank == comm.world_size - 1
-            with pytest.raises((ValueError, PeerError, MismatchError)) as caught:
+            with pytest.raises((ValueError, TypeError, PeerError, MismatchError)) as caught:
                 attend(comm, *(tensors if is_wrong else (q, k, k)), **(options if is_wrong else {}))
             texts.append(str(caught.value))
         assert attend(comm, q, k, k).shape == q.shape

@@ -178,7 +178,7 @@ REFUSALS = (
     ],
 )
 def test_what_is_refused_on_one_rank_is_told_to_the_others(pool: RankPool, attend: str, last: str) -> None:
-    words = (*REFUSALS, "positions of rank 1 (value=3, allowed=5 of sequence_length=10 in", last)
+    words = (*REFUSALS, "positions of rank 1 (value=3, allowed=5 of sequence_length=10 in", "scale (value='half'", last)
     for texts in pool.run(attention_cases.refused, 2, attend):
         for text, word in zip(texts, words, strict=True):
             assert word in text

@@ -15,6 +15,7 @@ four groups of two heads go to the ranks as 2, 1 and 1.
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,7 @@ def sequence_parallel_attention(
     telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, NAME)
     with telling:
         check_attention(NAME, comm, q, k, v, sequence_length)
+        _check_scale(NAME, scale)
         if q.shape[_HEADS] < comm.world_size:
             raise ValueError(f"{NAME}: heads of q (value={q.shape[_HEADS]}, allowed={comm.world_size} and more)")
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
@@ -145,12 +147,18 @@ def ring_attention(
     telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)
     with telling:
         _check_order(RING, order)
-        length = comm.world_size * q.shape[_POSITIONS] if sequence_length is None else sequence_length
+        _check_scale(RING, scale)
+        length = comm.world_size * q.size(_POSITIONS) if sequence_length is None and q.dim() > 1 else sequence_length
         check_attention(RING, comm, q, k, v, length, order)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     result: Tensor
     result, _ = torch.ops.sidelane.ring_attention(library.number_of(comm), q, k, v, is_causal, factor, length, order)
     return result
+
+
+def _check_scale(name: str, scale: object) -> None:
+    if scale is not None and not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name}: scale (value={scale!r}, allowed=a number, or None)")
 
 
 def attention_function(
