@@ -16,11 +16,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from expected import same_bytes
+from programs_at_once import programs_at_once
 from triton.runtime.errors import OutOfResources
 
 from sidelane import Communicator, Config, ops
 from sidelane.errors import SidelaneError
-from sidelane.ops import reference
+from sidelane.ops import reference, rms_norm
 from sidelane.ops.gemv import Tiling
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
 
@@ -228,7 +230,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for _ in range(calls):
-            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40))
+            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40, 150))
             dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
             has_residual, eps = draws.sizes.random() < 0.7, draws.sizes.choice((1e-6, 1e-3))
             schedule = draws.sizes.choice(("auto", "cells", "pushed"))
@@ -351,6 +353,45 @@ def quantized_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) 
                 apart = torch.stack([(one - wanted).abs() for one in written]).amin(0)
                 assert (apart <= wanted.abs() * 2**-3 + 2**-9).all(), (tokens, hidden, dtype, by_row, options)
                 calls += 1
+    return calls
+
+
+@contextlib.contextmanager
+def teams_of_programs(programs: int) -> Iterator[None]:
+    """Let CPU ranks do as GPUs do: a program has one slice of a row, and waits for those that have the others."""
+    with (
+        mock.patch.object(rms_norm, "slices_of_a_program", return_value=1),
+        mock.patch.object(rms_norm, "programs_of", lambda comm, needed, per_unit: min(needed, programs)),
+        programs_at_once(),
+    ):
+        yield
+
+
+def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], programs: int) -> int:
+    """Rows that several programs have, in place: as one program has them. Returns the number of calls."""
+    calls = 0
+    with communicator(group) as comm:
+        draws = Draws(11, comm.rank)
+        for (tokens, hidden), dtype, by_row in itertools.product(sizes, DTYPES, (False, True)):
+            xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(comm.world_size)]
+            residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
+            found = []
+            for schedule, alone in (("pushed", True), ("cells", True), ("cells", False)):
+                narrow = torch.zeros(tokens, hidden, dtype=torch.float8_e4m3fn)
+                scale = torch.zeros(tokens, 1) if by_row else torch.tensor(0.004)
+                x, before = xs[comm.rank].clone(), residual.clone()
+                with contextlib.nullcontext() if alone else teams_of_programs(programs):
+                    handle = ops.AllReduceRmsNorm(comm, tokens, hidden, dtype, schedule=schedule)
+                    for again in range(2):  # of an even generation and an odd one
+                        x.copy_(xs[comm.rank]), before.copy_(residual)
+                        draws.late()
+                        places = {"out": x, "residual_out": before} if again else {"residual_out": x}
+                        y, total = handle(x, before, weight, quantized=narrow, scale=scale, **places)
+                        comm.synchronize()
+                        found.append([part.clone() for part in (y, total, narrow.view(torch.uint8), scale)])
+                        calls += not alone
+            for other in found[1:]:
+                assert all(map(same_bytes, other, found[0])), (tokens, hidden, dtype, by_row)
     return calls
 
 
