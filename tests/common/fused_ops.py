@@ -21,7 +21,7 @@ from programs_at_once import programs_at_once
 from triton.runtime.errors import OutOfResources
 
 from sidelane import Communicator, Config, ops
-from sidelane.errors import SidelaneError
+from sidelane.errors import PeerError, SidelaneError
 from sidelane.ops import reference, rms_norm
 from sidelane.ops.gemv import Tiling
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
@@ -393,6 +393,24 @@ def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], p
             for other in found[1:]:
                 assert all(map(same_bytes, other, found[0])), (tokens, hidden, dtype, by_row)
     return calls
+
+
+def norm_without_a_slice(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+    """Half of a row comes, and the rest does not: the program of that half waits for another one, which waits for a
+    peer. What is told, of two ranks.
+    """
+    comm = Communicator(group, config=Config(timeout_s=1))
+    with teams_of_programs(2):
+        handle = ops.AllReduceRmsNorm(comm, 1, 256, torch.float32, schedule="cells")
+        if comm.rank == 0:
+            cells = handle._came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
+            cells[1, 1, :128] = 1 << 32
+            try:
+                handle(torch.ones(1, 256), None, torch.ones(256))
+                comm.synchronize()
+            except PeerError as error:
+                return type(error).__name__, error.ranks
+    return "nothing", ()
 
 
 def norms_of_nan(group: dist.ProcessGroup) -> None:

@@ -82,9 +82,13 @@ def test_norms_in_8_bits(four: Crew) -> None:
 
 @pytest.mark.parametrize("world_size", [2, long(3)])
 def test_programs_that_share_a_row_wait_for_each_other(four: Crew, world_size: int) -> None:
-    """A row for each program and several of them, of two to five slices, the last one shorter; in 8 bits, too."""
-    sizes = [(1, 300), (5, 270), (2, 514)]
+    """A row for each program and several of them, of two to six slices, the last one shorter or not; in 8 bits, too."""
+    sizes = [(1, 300), (5, 270), (2, 768)]
     assert four.run(fused_ops.norms_of_teams, world_size, sizes, 7, timeout_s=170) == [36] * world_size
+
+
+def test_a_program_that_waits_for_another_one_blames_nobody(four: Crew) -> None:
+    assert four.run(fused_ops.norm_without_a_slice, 2) == [("PeerTimeoutError", (1,)), ("nothing", ())]
 
 
 def test_a_nan_stays_visible_in_8_bits(four: Crew) -> None:
@@ -167,13 +171,8 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
     ("kind", "mistake"),
     [
         *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
-        *(
-            ("rms_norm", "sent"),
-            ("rms_norm", "waited"),
-            ("rms_norm_of_teams", "waited"),
-            ("rms_norm_pushed", "copy"),
-            ("rms_norm_pushed", "order"),
-        ),
+        *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
+        *(("rms_norm_of_teams", "sent"), ("rms_norm_of_teams", "waited"), ("rms_norm_of_teams", "flag")),
         *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
     ],
 )

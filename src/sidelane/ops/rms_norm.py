@@ -103,7 +103,7 @@ class AllReduceRmsNorm(KernelHandle):
             "SLICES": slices,
             "S": power_of_two(slices),
             "PARTS": parts,
-            "WHOLE": self._width == slices * slice_words,
+            "WHOLE": self._width == self._team * parts * slice_words,
             "ELEMENT_BYTES": nbytes,
             "DTYPE": real(DTYPES[str(self.dtype).removeprefix("torch.")]),
             "num_warps": 1,

@@ -32,12 +32,12 @@ each sender, for even and odd generations, are enough (``kernels/cells.py``).
 
 Squares are added up in one order in both, which :func:`_squares_of_slices` and :func:`_sum_of_slices` write down.
 
-Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP a power of two from it on; C words of 4 bytes
-of a row; W words and E elements of a slice; SLICES of a row, S a power of two from it on; PARTS slices of a block, ONE
-if no block has more than one row, WHOLE if all slices are full. In cells ``x``, ``residual`` and outputs are int32 [T,
-C], ``weight`` int32 [C], ``cells`` int64 [2, N, M, C], with ``partials`` [2, M, S] behind them: sums of squares, and
-magnitudes. Pushed, elements: [T, H], [H], ``staging`` [2, N, M, H]. ``quantized`` bytes [T, H], in cells of two-byte
-elements int16 [T, C]; ``scale`` one element, ``own_scales`` [T].
+Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP elements of S slices; C words of 4 bytes of a
+row; W words and E elements of a slice; SLICES of a row, S a power of two from it on; PARTS slices of a block, a power
+of two; ONE if no block has more than one row, WHOLE if all slices of all blocks are full. In cells ``x``, ``residual``
+and outputs are int32 [T, C], ``weight`` int32 [C], ``cells`` int64 [2, N, M, C], with ``partials`` [2, M, S] behind
+them: sums of squares, and magnitudes. Pushed, elements: [T, H], [H], ``staging`` [2, N, M, H]. ``quantized`` bytes [T,
+H], in cells of two-byte elements int16 [T, C]; ``scale`` one element, ``own_scales`` [T].
 """
 
 from __future__ import annotations
