@@ -17,11 +17,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from expected import same_bytes
+from programs_at_once import programs_at_once
 from triton.runtime.errors import OutOfResources
 
 from sidelane import Communicator, Config, ops
-from sidelane.errors import SidelaneError
-from sidelane.ops import reference
+from sidelane.errors import PeerError, SidelaneError
+from sidelane.ops import reference, rms_norm
 from sidelane.ops.gemv import Tiling
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
 
@@ -276,7 +278,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for _ in range(calls):
-            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40))
+            tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40, 150))
             dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
             has_residual, eps = draws.sizes.random() < 0.7, draws.sizes.choice((1e-6, 1e-3))
             schedule = draws.sizes.choice(("auto", "cells", "pushed"))
@@ -416,6 +418,63 @@ def quantized_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) 
                 assert (apart <= wanted.abs() * 2**-3 + 2**-9).all(), (tokens, hidden, dtype, by_row, options)
                 calls += 1
     return calls
+
+
+@contextlib.contextmanager
+def teams_of_programs(programs: int) -> Iterator[None]:
+    """Let CPU ranks do as GPUs do: a program has one slice of a row, and waits for those that have the others."""
+    with (
+        mock.patch.object(rms_norm, "slices_of_a_program", return_value=1),
+        mock.patch.object(rms_norm, "programs_of", lambda comm, needed, per_unit: min(needed, programs)),
+        programs_at_once(),
+    ):
+        yield
+
+
+def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], programs: int) -> int:
+    """Rows that several programs have, in place: as one program has them. Returns the number of calls."""
+    calls = 0
+    with communicator(group) as comm:
+        draws = Draws(11, comm.rank)
+        for (tokens, hidden), dtype, by_row in itertools.product(sizes, DTYPES, (False, True)):
+            xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(comm.world_size)]
+            residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
+            found = []
+            for schedule, alone in (("pushed", True), ("cells", True), ("cells", False)):
+                narrow = torch.zeros(tokens, hidden, dtype=torch.float8_e4m3fn)
+                scale = torch.zeros(tokens, 1) if by_row else torch.tensor(0.004)
+                x, before = xs[comm.rank].clone(), residual.clone()
+                with contextlib.nullcontext() if alone else teams_of_programs(programs):
+                    handle = ops.AllReduceRmsNorm(comm, tokens, hidden, dtype, schedule=schedule)
+                    for again in range(2):  # of an even generation and an odd one
+                        x.copy_(xs[comm.rank]), before.copy_(residual)
+                        draws.late()
+                        places = {"out": x, "residual_out": before} if again else {"residual_out": x}
+                        y, total = handle(x, before, weight, quantized=narrow, scale=scale, **places)
+                        comm.synchronize()
+                        found.append([part.clone() for part in (y, total, narrow.view(torch.uint8), scale)])
+                        calls += not alone
+            for other in found[1:]:
+                assert all(map(same_bytes, other, found[0])), (tokens, hidden, dtype, by_row)
+    return calls
+
+
+def norm_without_a_slice(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+    """Half of a row comes, and the rest does not: the program of that half waits for another one, which waits for a
+    peer. What is told, of two ranks.
+    """
+    comm = Communicator(group, config=Config(timeout_s=1))
+    with teams_of_programs(2):
+        handle = ops.AllReduceRmsNorm(comm, 1, 256, torch.float32, schedule="cells")
+        if comm.rank == 0:
+            cells = handle._came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
+            cells[1, 1, :128] = 1 << 32
+            try:
+                handle(torch.ones(1, 256), None, torch.ones(256))
+                comm.synchronize()
+            except PeerError as error:
+                return type(error).__name__, error.ranks
+    return "nothing", ()
 
 
 def norms_of_nan(group: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from typing import TypeGuard
 import torch
 import torch.distributed as dist
 from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
-from fused_ops import communicator
+from fused_ops import communicator, teams_of_programs
 from shadows import (
     fused_dispatch_gemm,
     fused_embedding,
@@ -29,6 +29,7 @@ from sidelane.ops.gemm import GemmAllToAll, TileSizes
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.gemv_cells import LANES
 from sidelane.ops.rms_norm import AllReduceRmsNorm
+from sidelane.ops.rms_norm_kernels import SLICE_BYTES
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
 from sidelane.session.own_kernel import OwnKernel
@@ -237,17 +238,29 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
 
 
 def rms_norm(comm: Communicator) -> Iterator[Launched]:
-    """In cells: five rows of three words, in three blocks at most."""
-    rows, words = 5, 3
+    """In cells: five rows of three words, in three blocks at most; three rows of two slices, in a block and in two."""
+    yield norm_in_cells(comm, 5, 3)
+    yield norm_in_cells(comm, 3, 130)
+
+
+def rms_norm_of_teams(comm: Communicator) -> Iterator[Launched]:
+    """In cells: three rows of two slices, the second shorter, in two teams of two blocks; two rows, one for a team."""
+    with teams_of_programs(5):
+        yield norm_in_cells(comm, 3, 130)
+        yield norm_in_cells(comm, 2, 130)
+
+
+def norm_in_cells(comm: Communicator, rows: int, words: int) -> Launched:
     handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="cells")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
-    yield Launched(
+    sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle._options["PARTS"]}
+    return Launched(
         lambda: handle(x, None, weight, residual_out=out),
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
-        fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False),
+        fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False, **sizes),
         placed(comm, "cells", handle._came),
-        fused_rms_norm.loaded_flags(comm.world_size, rows, words),
+        fused_rms_norm.loaded_flags(comm.world_size, rows, words, SLICE_BYTES // 4),
     )
 
 
@@ -351,6 +364,7 @@ def without_counters(program: Program, flags: int, consumed: int | None = None) 
 KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemv": gemv,
     "rms_norm": rms_norm,
+    "rms_norm_of_teams": rms_norm_of_teams,
     "rms_norm_pushed": rms_norm_pushed,
     "embedding": embedding,
     "embedding_backward": embedding_backward,

@@ -20,7 +20,7 @@ from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_call
-from sidelane.ops import auto, gemv, operands
+from sidelane.ops import auto, gemv, operands, rms_norm
 from sidelane.ops.gemm import TileSizes
 
 Launch = tuple[str, str, list[Any], dict[str, Any]]
@@ -57,6 +57,8 @@ def amd_ranks(group: dist.ProcessGroup, **settings: Any) -> Iterator[tuple[Commu
         mock.patch.object(kernel_call, "CudaKernelCall", NotedLaunch),
         mock.patch.object(torch.version, "hip", "6.4.43484"),
         mock.patch.object(gemv, "shared_bytes_of", lambda device, per_unit: LDS_BYTES // per_unit),
+        mock.patch.object(rms_norm, "slices_of_a_program", return_value=1),
+        mock.patch.object(rms_norm, "programs_of", lambda comm, needed, per_unit: needed),
         hip_gpus() as driver,
         Communicator(group, config=Config(**settings)) as comm,
     ):

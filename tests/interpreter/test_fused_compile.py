@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import re
 import subprocess
 import tempfile
 import types
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,28 +173,53 @@ NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
 PUSHED = "*i64 *i32 i32 *i64 *{0} *{0} *{0} *{0} *{0} *{0} i32 i32 i32 fp32"
 
 
-@pytest.mark.parametrize(
-    ("element_bytes", "words", "warps"), [(2, 1024, 4), (2, 4096, 8), (2, 8192, 16), (4, 8192, 16)]
-)
-def test_all_reduce_rms_norm_in_cells_compiles(element_bytes: int, words: int, warps: int) -> None:
-    constants = {"N": 2, "W": words, "DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True}
-    constants["MOST_AHEAD"] = rms_norm_kernels.MOST_AHEAD
-    if element_bytes == 4:
-        constants |= {"DTYPE": triton.language.float32, "ELEMENT_BYTES": 4}
-    text, registers, stack = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, constants, warps)
-    widest = words > rms_norm_kernels.MOST_AHEAD and element_bytes == 2  # as many elements as a thread ever has
-    assert stack <= MOST_STACK_BYTES * (1 + widest), (registers, stack)
+NORM_DTYPES = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
+
+
+def norm_in_cells(dtype: str, words: int, *, one: bool = True) -> dict[str, object]:
+    """Constants of blocks with a slice of a row each, as on GPUs."""
+    slice_words = rms_norm_kernels.SLICE_BYTES // 4
+    slices = -(-words // slice_words)
+    constants: dict[str, object] = {"N": 2, "W": slice_words, "SLICES": slices, "S": 1 << (slices - 1).bit_length()}
+    constants |= {"PARTS": 1, "ONE": one, "WHOLE": words == slices * slice_words, "HAS_RESIDUAL": True}
+    return constants | {"DTYPE": NORM_DTYPES[dtype], "ELEMENT_BYTES": 4 if dtype == "fp32" else 2}
+
+
+def norm_pushed(dtype: str, words: int) -> dict[str, object]:
+    slices, slice_bytes = -(-4 * words // rms_norm_kernels.SLICE_BYTES), rms_norm_kernels.SLICE_BYTES
+    padded = 1 << (slices - 1).bit_length()
+    return {"N": 2, "HP": padded * slice_bytes // (4 if dtype == "fp32" else 2), "S": padded, "HAS_RESIDUAL": True}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("words", "one"), [(4096, True), (8192, False), (3000, True), (100, True)])
+def test_all_reduce_rms_norm_in_cells_compiles(dtype: str, words: int, one: bool) -> None:
+    """Rows of whole slices, of others and of a single one; a row for a block, and several."""
+    constants = norm_in_cells(dtype, words, one=one)
+    known = ("cells", *(["words"] if constants["WHOLE"] else []), *NORM_TENSORS)
+    text, registers, stack = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, constants, 1, multiples=known)
+    assert not stack and registers <= 128, (registers, stack)
     assert "release" not in text and "acq_rel" not in text, (
         "words carry their own readiness, and streams order launches"
     )
     assert ".gpu.relaxed.add" in text, "the end of a launch"
     assert "ld.volatile" in text
+    if constants["WHOLE"]:
+        assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text, "cells go and come in wide accesses"
+        assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_all_reduce_rms_norm_in_cells_compiles_for_ranks(ranks: int) -> None:
+    constants = norm_in_cells("bf16", 4096) | {"N": ranks, "HAS_RESIDUAL": ranks == 1}
+    _, registers, stack = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, constants, 1)
+    assert not stack and registers <= 128, (registers, stack)
 
 
 @pytest.mark.parametrize(("dtype", "hidden", "warps"), [("bf16", 2048, 4), ("bf16", 8192, 8), ("bf16", 16384, 16)])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_pushed_all_reduce_rms_norm_compiles(dtype: str, hidden: int, warps: int, ranks: int) -> None:
-    constants = {"N": ranks, "HP": hidden, "HAS_RESIDUAL": True}
+    constants = norm_pushed(dtype, hidden // 2) | {"N": ranks}
     known = ("staging", "output", "total_output", "x", "residual", "weight", "hidden")
     kernel = rms_norm_kernels.PUSHED_KERNEL
     text, registers, stack = compiled(kernel, PUSHED.format(dtype), constants, warps, multiples=known)
@@ -211,47 +234,55 @@ NORM_TENSORS = ("output", "total_output", "x", "residual", "weight")
 @pytest.mark.parametrize(
     ("dtype", "words", "warps"),
     [
-        *(("bf16", 1024, 4), ("bf16", 8192, 16), ("fp32", 4096, 8)),
+        *(("bf16", 1024, 4), ("bf16", 8192, 16), ("fp32", 4096, 8), ("fp16", 1100, 8)),
         *(long("bf16", 256, 4), long("bf16", 4096, 8), long("fp32", 256, 4), long("fp32", 8192, 16)),
+        *(long("bf16", 130, 4), long("fp32", 3000, 8), long("fp32", 60, 4)),
     ],
 )
 def test_both_norms_add_a_row_up_in_one_order(dtype: str, words: int, warps: int) -> None:
-    """A row's bits do not depend on its batch: not on the schedule, and not on what Triton knows of numbers of tokens.
-
-    Threads have neighbours in registers, and nothing is exchanged before each adds up its own.
+    """A row's bits do not depend on its batch: not on the schedule, not on the turns of a block, and not on what Triton
+    knows of numbers of tokens, or of addresses.
     """
-    kinds, elements = PUSHED.format(dtype), words * (2 if dtype == "bf16" else 1)
+    kinds, of_pushed, of_cells = PUSHED.format(dtype), norm_pushed(dtype, words), norm_in_cells(dtype, words)
     pushed, cells = rms_norm_kernels.PUSHED_KERNEL, rms_norm_kernels.CELLS_KERNEL
-    of_pushed: dict[str, object] = {"N": 2, "HP": elements, "HAS_RESIDUAL": True}
-    of_cells: dict[str, object] = {"N": 2, "W": words, "HAS_RESIDUAL": True, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
-    of_cells |= {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2}
-    if dtype == "fp32":
-        of_cells |= {"DTYPE": triton.language.float32, "ELEMENT_BYTES": 4}
     one, wide = {"tokens": 1}, ("tokens", "most_tokens")
+    row_in_cells, row_pushed = (("words",), ("hidden",)) if words % 16 == 0 else ((), ())
     found = {
-        order_of(pushed, kinds, of_pushed, warps, ("staging", "hidden", *NORM_TENSORS)),
-        order_of(pushed, kinds, of_pushed, warps, ("staging", "hidden", *wide, *NORM_TENSORS)),
-        order_of(cells, NORM, of_cells, warps, ("cells", "words", *NORM_TENSORS)),
-        order_of(cells, NORM, of_cells, warps, ("cells", "words", *wide, *NORM_TENSORS)),
-        order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, warps,
-                 ("cells", "words", *NORM_TENSORS)),
-        order_of(cells, NORM, of_cells | {"N": 8, "HAS_RESIDUAL": False}, warps, ("cells", "words", *NORM_TENSORS)),
+        order_of(pushed, kinds, of_pushed, warps, ("staging", *row_pushed, *NORM_TENSORS)),
+        order_of(pushed, kinds, of_pushed, warps, ("staging", *row_pushed, *wide, *NORM_TENSORS)),
+        order_of(pushed, kinds, of_pushed, warps, ()),
+        order_of(cells, NORM, of_cells, 1, ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells | {"ONE": False}, 1, ("cells", *row_in_cells, *wide, *NORM_TENSORS)),
+        order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, 1,
+                 ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells | {"N": 8, "HAS_RESIDUAL": False}, 1, ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, 1, ()),
     }  # fmt: skip
     assert len(found) == 1, found
 
 
 def order_of(kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, multiples: Sequence[str]) -> object:
-    """The last sum of a kernel: elements of a thread that are neighbours, lanes, warps; and what is multiplied."""
+    """How a kernel adds up a row: what it does with how many numbers of a slice, then of a row.
+
+    Neighbours are split, so that no layout has a part in it, until one number is left for each lane, in their order;
+    and of squares and sums the compiler makes no other operations than those that the kernel names.
+    """
     made = made_of(kernel, kinds, constants, warps, multiples=multiples)
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", made.asm["ttgir"], re.MULTILINE))
-    *_, name = re.findall(r"tt\.reshape %\w+ allow_reorder : tensor<[\dx]+xf32, (#\w+)> ->", made.asm["ttgir"])
-    fields = dict(re.findall(r"(\w+) = \[([\d, ]+)\]", layouts[name]))
-    sizes = {field: [int(number) for number in text.split(", ")] for field, text in fields.items()}
-    if len(sizes["order"]) == 2:
-        assert sizes["order"] == [1, 0] and sizes["threadsPerWarp"][1] == sizes["warpsPerCTA"][1] == 1, layouts[name]
-    products = [math.prod(sizes[field]) for field in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
-    arithmetic = re.findall(r"\b(?:fma|mul|div|sqrt)\.[\w.]*f32\b", made.asm["ptx"])
-    return (*products, *sorted(Counter(arithmetic).items()))
+    text, ptx = made.asm["ttgir"], made.asm["ptx"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    (name,) = re.findall(r"\}\) : \(tensor<\d+x32xf32, (#\w+)>\) ->", text)
+    sizes = dict(re.findall(r"(\w+) = \[([\d, ]+)\]", layouts[name]))
+    across = [sizes[field].split(", ")[1] for field in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
+    assert across == ["1", "32", "1"], layouts[name]
+    squares = re.findall(r"fma\.rn\.f32\s+%\w+, (%\w+), (%\w+), (%\w+);", ptx)
+    products = dict(re.findall(r"mul\.f32\s+(%\w+), (%\w+), \2;", ptx))
+    assert squares and len(squares) == ptx.count("fma."), "nothing else is contracted"
+    assert all(one == other and last in products for one, other, last in squares)
+    operations = re.findall(r"= (?:arith|math)\.(\w+f|fma) [^:\n]*: (?:tensor<\d+x(\d+)xf32|f32\b)", text)
+    first = next(number for number, (what, _) in enumerate(operations) if what == "mulf")
+    last = next(number for number, (what, _) in enumerate(operations) if what == "divf")
+    kinds_of_numbers = sorted({*re.findall(r"\b(?:fma|mul|add|div|sqrt)\.[\w.]*f32\b", ptx)})
+    return (*operations[first:last], *kinds_of_numbers)
 
 
 @pytest.mark.parametrize(("dtype", "index", "weighted"), [("fp32", "i32", False), ("bf16", "i64", True)])
@@ -409,7 +440,7 @@ def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
         compiled(
             rms_norm_kernels.PUSHED_KERNEL,
             PUSHED.format("bf16") + kind,
-            {"N": 2, "HAS_RESIDUAL": True, "HP": 2048, **given},
+            {**norm_pushed("bf16", 1024), **given},
             4,
         )[0]
         for kind, given in (("", {}), (" *i64", {"stamps": ...}))
@@ -421,12 +452,10 @@ def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
 @pytest.mark.parametrize("name", ["norm in cells", "norm pushed", "backward of bags"])
 def test_kernels_with_stamps_compile(name: str) -> None:
     dtype = {"DTYPE": triton.language.bfloat16}
-    norm = {"N": 2, "HAS_RESIDUAL": True}
-    cells = norm | dtype | {"W": 1024, "ELEMENT_BYTES": 2, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
     bags = dtype | {"D": 256, "DP": 256, "L": 4, "ALIGNED": True, "MEAN": False, "WEIGHTED": False, "SPARSE": False}
     kernel, kinds, constants = {
-        "norm in cells": (rms_norm_kernels.CELLS_KERNEL, NORM, cells),
-        "norm pushed": (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm | {"HP": 2048}),
+        "norm in cells": (rms_norm_kernels.CELLS_KERNEL, NORM, norm_in_cells("bf16", 1024)),
+        "norm pushed": (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1024)),
         "backward of bags": (embedding_backward.KERNEL, BACKWARD, bags),
     }[name]
     assert "globaltimer" in compiled(kernel, kinds + " *i64", {**constants, "stamps": ...}, 4)[0]
@@ -449,9 +478,9 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         (
             rms_norm_kernels.CELLS_KERNEL,
             NORM,
-            {"N": 2, "W": 1, "DTYPE": BF16, "ELEMENT_BYTES": 2, "HAS_RESIDUAL": True, "MOST_AHEAD": 4096},
+            norm_in_cells("bf16", 1),
         ),
-        (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), {"N": 2, "HP": 1, "HAS_RESIDUAL": True}),
+        (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1)),
         (
             embedding.KERNEL,
             "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32 i32",
@@ -568,15 +597,13 @@ def test_operators_among_nodes_compile(
 @pytest.mark.parametrize("own", [False, True], ids=["a scale", "scales of rows"])
 def test_norms_in_8_bits_compile(own: bool) -> None:
     there: dict[str, object] = {"quantized": ..., "own_scales" if own else "scale": ...}
-    cells: dict[str, object] = {"N": 2, "W": 4096, "HAS_RESIDUAL": True, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
-    cells |= {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, **there}
-    pushed: dict[str, object] = {"N": 2, "HP": 8192, "HAS_RESIDUAL": True, **there}
+    cells, pushed = norm_in_cells("bf16", 4096) | there, norm_pushed("bf16", 4096) | there
     known = ("quantized", "staging", "hidden", *NORM_TENSORS)
-    for kernel, kinds, constants, multiples in (
-        (rms_norm_kernels.CELLS_KERNEL, f"{NORM} *i16 *fp32", cells, ("quantized", "cells", "words", *NORM_TENSORS)),
-        (rms_norm_kernels.PUSHED_KERNEL, f"{PUSHED.format('bf16')} *u8 *fp32", pushed, known),
+    for kernel, kinds, constants, warps, multiples in (
+        (rms_norm_kernels.CELLS_KERNEL, f"{NORM} *i16 *fp32", cells, 1, ("quantized", "cells", "words", *NORM_TENSORS)),
+        (rms_norm_kernels.PUSHED_KERNEL, f"{PUSHED.format('bf16')} *u8 *fp32", pushed, 8, known),
     ):
-        text, registers, stack = compiled(kernel, kinds, constants, 8, multiples=multiples)
+        text, registers, stack = compiled(kernel, kinds, constants, warps, multiples=multiples)
         assert stack <= MOST_STACK_BYTES and registers <= 256, (registers, stack)
         assert "cvt.rn.satfinite.e4m3x2.f32" in text, "what the GPU has for it"
         assert not re.search(r"st\.global\.b(8|16)\b", text), "bytes go in wide stores"

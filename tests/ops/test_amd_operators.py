@@ -113,7 +113,7 @@ def test_every_fused_kernel_compiles_as_it_is_launched(launches: list[Launch], g
         assert int(spilled) <= MOST_SPILLED, launch
         waves = launch[3].get("waves_per_eu")
         assert not waves or int(registers) <= VECTOR_REGISTERS // waves, "all programs have to fit at the same time"
-    assert sum("waves_per_eu" in options for *_, options in launches) == 5
+    assert sum("waves_per_eu" in options for *_, options in launches) == 7
 
 
 @pytest.mark.long

@@ -95,7 +95,18 @@ def test_norms_of_one_row(four: Crew) -> None:
 
 
 def test_norms_in_8_bits(four: Crew) -> None:
-    assert four.run(fused_ops.quantized_norms, 3, [(1, 6), (5, 34)], timeout_s=110) == [36] * 3
+    assert four.run(fused_ops.quantized_norms, 3, [(1, 6), (5, 34), (2, 300)], timeout_s=110) == [54] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, long(3)])
+def test_programs_that_share_a_row_wait_for_each_other(four: Crew, world_size: int) -> None:
+    """A row for each program and several of them, of two to six slices, the last one shorter or not; in 8 bits, too."""
+    sizes = [(1, 300), (5, 270), (2, 768)]
+    assert four.run(fused_ops.norms_of_teams, world_size, sizes, 7, timeout_s=170) == [36] * world_size
+
+
+def test_a_program_that_waits_for_another_one_blames_nobody(four: Crew) -> None:
+    assert four.run(fused_ops.norm_without_a_slice, 2) == [("PeerTimeoutError", (1,)), ("nothing", ())]
 
 
 def test_a_nan_stays_visible_in_8_bits(four: Crew) -> None:
@@ -174,6 +185,7 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
     ("kind", "world_size"),
     [
         ("rms_norm_pushed", 2),
+        ("rms_norm_of_teams", 2),
         ("rms_norm_pushed", 3),
         *((kind, 3) for kind in SHADOWED),
         *(long(kind, 2) for kind in SHADOWED),
@@ -188,6 +200,7 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
     [
         *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
         *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
+        *(("rms_norm_of_teams", "sent"), ("rms_norm_of_teams", "waited"), ("rms_norm_of_teams", "flag")),
         *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
     ],
 )

@@ -88,28 +88,58 @@ def test_mistakes_of_gemvs_in_cells_are_refused() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_all_reduce_rms_norm_is_proved(n: int) -> None:
+    """In cells with one slice of a row and several, the last one shorter, with one for a block and more."""
     for rows, blocks, in_place in itertools.product((1, 3), (1, 2), (False, True)):
-        verify_sequence(fused_rms_norm.cells(n, blocks, rows, 2, in_place=in_place))
         verify_sequence(fused_rms_norm.pushed(n, blocks, rows, TILE, in_place=in_place))
+        for words, slice_words, parts in ((2, 2, 1), (3, 1, 1), (3, 2, 1), (5, 2, 2)):
+            team = -(-words // (slice_words * parts))
+            options = {"slice_words": slice_words, "parts": parts, "in_place": in_place}
+            verify_sequence(fused_rms_norm.cells(n, blocks * team, rows, words, **options))
 
 
 def test_mistakes_of_norms_in_cells_are_refused() -> None:
-    right = fused_rms_norm.cells(3, 2, 3, 2, in_place=True)
-    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (7, 25)))
-    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (7, 25)))
+    right = fused_rms_norm.cells(3, 4, 3, 3, slice_words=2, in_place=True)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (10, 37)))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (10, 37)))
     refuse(right, "a generation before its data", signals_before_stores)
-    threads = fused_rms_norm.loaded_flags(3, 3, 2)
-    counts = right[0].flag_count - 2
+    sums, threads = fused_rms_norm.sum_flags(3, 3, 3), fused_rms_norm.loaded_flags(3, 3, 3, 2)
+    for number in (sums, sums + 1, sums + 5):  # of the first row, and of the last
+        refuse(right, "a sum that is not waited for", without(Wait, lambda flag, number=number: flag.index == number))
+        refuse(right, "a sum that is never told", without(Signal, lambda flag, number=number: flag.index == number))
+    counts = right[0].flag_count - 4
     refuse(right, "no barrier of threads", without_meeting(lambda flag: threads <= flag.index < counts))
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations
         pytest.fail("accepted: one place")
 
 
+def test_blocks_of_a_row_in_other_turns_wait_for_ever() -> None:
+    """One begins with the last of its rows, another one with the first."""
+    sums = fused_rms_norm.sum_flags(2, 2, 2)
+
+    def change(commands: list[Command]) -> list[Command]:
+        ends = [at + 2 for at, command in enumerate(commands) if isinstance(command, Wait) and ends_row(command.flag)]
+        if len(ends) != 2 or not any(isinstance(c, Signal) and c.flag.index == sums + 1 for c in commands):
+            return commands
+        start = max(at for at, command in enumerate(commands[: ends[0]]) if is_barrier(command)) + 1
+        return [*commands[:start], *commands[ends[0] : ends[1]], *commands[start : ends[0]], *commands[ends[1] :]]
+
+    def ends_row(flag: Flag) -> bool:
+        return flag.index in (sums + 1, sums + 3)
+
+    def is_barrier(command: Command) -> bool:
+        return isinstance(command, Wait) and command.flag.index >= fused_rms_norm.loaded_flags(2, 2, 2, 1)
+
+    right = fused_rms_norm.cells(2, 2, 2, 2, slice_words=1, counts=False)
+    verify_sequence(right)
+    with pytest.raises(ProgramError, match="deadlock: rank 0"):
+        verify_sequence([edited(program, change) for program in right])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_mistakes_of_an_early_end_are_refused(n: int) -> None:
     """What counts launches is written when all blocks have read it, and not before."""
-    right = fused_rms_norm.cells(n, 2, 3, 2)
+    right = fused_rms_norm.cells(n, 2, 3, 2, slice_words=1)
     flags = right[0].flag_count - 2
     refuse(right, "a block counts itself before it has read", with_counts_first(flags))
     refuse(right, "not all are waited for", without(Wait, lambda flag: flag.index == flags))

@@ -314,7 +314,7 @@ def test_norms_and_collectives_alone_among_two_gpus():
     """Norms that are pushed, ours unfused by kernels where they are faster, and the fastest collective of all."""
     found = operator_results.hold(named("h200x2"), MEASURED.parents[1] / "h200x2" / "fused.json")[1]
     pushed = [one for one in found if one.schedule == "pushed"]
-    assert len(pushed) == 5 and max(one.error for one in pushed) < 0.17
+    assert len(pushed) == 5 and max(one.error for one in pushed) < 0.2
     chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == operator_results.CHAIN]
     assert len(chains) == 5 and max(one.error for one in chains) < 0.3
     alone = [

@@ -23,10 +23,21 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
 @triton.jit
-def put_flagged_relaxed(addresses, peer, index, words, generation, mask):
-    """Send int32 words to a peer's cells. Relaxed: words arrive in any order, and order no other memory."""
-    cells = (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
-    put_weak(addresses, peer, index, cells, mask)
+def put_flagged_relaxed(addresses, peer, index, words, generation, mask, ALIGNED: tl.constexpr = False):
+    """Send int32 words to a peer's cells. Relaxed: words arrive in any order, and order no other memory.
+
+    ALIGNED: see ``put_weak``.
+    """
+    put_weak(addresses, peer, index, _cells_of(words, generation), mask, ALIGNED)
+
+
+@triton.jit
+def keep_flagged_relaxed(cells, index, words, generation, mask):
+    """Give int32 words to other programs of this launch, in cells of this rank, as :func:`put_flagged_relaxed` does.
+
+    They need one place only, not one for even and one for odd generations: launches of a rank do not overlap.
+    """
+    tl.store(cells + index, _cells_of(words, generation), mask=mask)
 
 
 @triton.jit
@@ -39,7 +50,7 @@ def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
     Args:
         context: context of the kernel.
         cells: pointer to int64, the place of this sender and generation.
-        sender: rank of the sender, to be named if it is late.
+        sender: rank of the sender, to be named if it is late; -1 for programs of this launch, which are never named.
         index: indices of the cells, int[W].
         mask: cells to wait for, int1[W].
         generation: generation of this launch.
@@ -87,6 +98,11 @@ def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
             say_who_is_late(board, tl.arange(0, late.shape[0]), late, generation)
             spent = told_to_give_up(board)
     return found.to(tl.int32)
+
+
+@triton.jit
+def _cells_of(words, generation):
+    return (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit

@@ -39,7 +39,10 @@ CELLS, PUSHED = "cells", "pushed"
 SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
 MOST_ROW_BYTES = 32 << 10
-"""Largest size of a row in bytes: a block holds a row in registers."""
+"""Largest size of a row in bytes: a block that gets pushed rows holds one in registers."""
+
+PROGRAMS_A_UNIT = 16
+"""Programs of one warp on a compute unit, in cells: all of a grid are there at once, since they wait for each other."""
 
 _PLACES = 4, 5, 6, 7, 8, 14, 15, 16
 """Places of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
@@ -80,31 +83,53 @@ class AllReduceRmsNorm(KernelHandle):
             sent_bytes = tokens * hidden * dtype.itemsize * (comm.world_size - 1)
             schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
         self.schedule = schedule
-        options: dict[str, Any] = {"N": comm.world_size}
-        words = hidden * dtype.itemsize // 4
-        # Alike in both schedules, whose rows are added up in the same order: with other warps it would be another one.
-        warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
+        slices = -(-hidden * dtype.itemsize // rms_norm_kernels.SLICE_BYTES)
         if schedule == CELLS:
-            self._width, programs_a_unit = words, 1
-            options |= {"W": power_of_two(words), "ELEMENT_BYTES": dtype.itemsize}
-            options |= {"DTYPE": real(DTYPES[str(dtype).removeprefix("torch.")])}
-            options |= {"MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+            self._init_cells(slices)
         else:
-            self._width, programs_a_unit = hidden, 2 if warps <= 8 else 1
-            options |= {"HP": power_of_two(hidden), **register_limit(128, warps, programs_a_unit)}  # of 16 warps a unit
-        self._options = {**options, "num_warps": warps}
-        self._programs = programs_of(comm, tokens, programs_a_unit)
-        self._came = comm.empty(
-            *(2, comm.world_size, tokens, self._width), dtype=torch.int64 if schedule == CELLS else dtype
-        )
-        if schedule == CELLS:
-            self._came.zero_()
-            self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
-            comm.barrier()  # all cells are 0 before any is written
-        else:
-            self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
+            self._init_pushed(slices)
         self._counters = self._kernel.counters
         self._addresses = comm.peers(self._came)  # now, as the first launch may be captured
+
+    def _init_cells(self, slices: int) -> None:
+        comm, tokens, nbytes = self.comm, self.tokens, self.dtype.itemsize
+        self._width, slice_words = self.hidden * nbytes // 4, rms_norm_kernels.SLICE_BYTES // 4
+        parts = slices_of_a_program(comm, slices)
+        self._team = -(-slices // parts)
+        self._programs = programs_of(comm, tokens * self._team, PROGRAMS_A_UNIT) // self._team * self._team
+        self._options: dict[str, Any] = {
+            "N": comm.world_size,
+            "W": slice_words,
+            "SLICES": slices,
+            "S": power_of_two(slices),
+            "PARTS": parts,
+            "WHOLE": self._width == self._team * parts * slice_words,
+            "ELEMENT_BYTES": nbytes,
+            "DTYPE": real(DTYPES[str(self.dtype).removeprefix("torch.")]),
+            "num_warps": 1,
+            **register_limit(128, 1, PROGRAMS_A_UNIT),
+        }
+        self._came = comm.empty(2 * tokens * (comm.world_size * self._width + power_of_two(slices)), dtype=torch.int64)
+        self._came.zero_()
+        self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
+        comm.barrier()  # all cells are 0 before any is written
+
+    def _init_pushed(self, slices: int) -> None:
+        comm, nbytes = self.comm, self.dtype.itemsize
+        words = self.hidden * nbytes // 4
+        warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
+        programs_a_unit = 2 if warps <= 8 else 1
+        self._team, self._width = 1, self.hidden
+        self._programs = programs_of(comm, self.tokens, programs_a_unit)
+        self._options = {
+            "N": comm.world_size,
+            "HP": power_of_two(slices) * rms_norm_kernels.SLICE_BYTES // nbytes,
+            "S": power_of_two(slices),
+            "num_warps": warps,
+            **register_limit(128, warps, programs_a_unit),  # of 16 warps a unit
+        }
+        self._came = comm.empty(2, comm.world_size, self.tokens, self._width, dtype=self.dtype)
+        self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
 
     def __call__(
         self,
@@ -153,10 +178,15 @@ class AllReduceRmsNorm(KernelHandle):
         if quantized is not None:
             in_pairs = self.schedule == CELLS and x.element_size() == 2
             quantized = quantized.view(-1).view(torch.int16 if in_pairs else torch.uint8)
-        stamps, stamped = stamps_of(self.comm, self._programs)
+        if self.schedule == CELLS:
+            programs = min(self._programs, x.shape[0] * self._team)
+            options = {**self._options, "ONE": x.shape[0] * self._team <= programs}
+        else:
+            programs, options = self._programs, self._options
+        stamps, stamped = stamps_of(self.comm, programs)
         self._kernel.launch_again(
             *(again if stamps is None else None, tensors, _PLACES),
-            (self._programs,),
+            (programs,),
             self._counters,
             self.comm.rank,
             self._addresses,
@@ -172,7 +202,7 @@ class AllReduceRmsNorm(KernelHandle):
             scale if scales else None,
             alike=f"{x.shape[0]} tokens{stamped}",
             HAS_RESIDUAL=residual is not None,
-            **self._options,
+            **options,
         )
         return y, total
 
@@ -241,6 +271,12 @@ def all_reduce_rms_norm(
         return y, total
     kernel: AllReduceRmsNorm = handle
     return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale, again if is_float else None)
+
+
+def slices_of_a_program(comm: Communicator, slices: int) -> int:
+    """Return the number of slices of a row that a program has, in cells, of so many: a power of two."""
+    # Programs of CPU ranks run one after the other: none may wait for another one.
+    return power_of_two(slices) if comm.device.type == "cpu" else 1
 
 
 def _checked(comm: Communicator, schedule: str, x: torch.Tensor, *others: torch.Tensor | None) -> OperatorCall:
