@@ -316,7 +316,7 @@ def test_norms_and_collectives_alone_among_two_gpus():
     pushed = [one for one in found if one.schedule == "pushed"]
     assert len(pushed) == 5 and max(one.error for one in pushed) < 0.2
     chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == operator_results.CHAIN]
-    assert len(chains) == 5 and max(one.error for one in chains) < 0.3
+    assert len(chains) == 5 and max(one.error for one in chains) < 0.35
     alone = [
         one
         for one in found
