@@ -431,12 +431,20 @@ def teams_of_programs(programs: int) -> Iterator[None]:
         yield
 
 
-def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], programs: int) -> int:
-    """Rows that several programs have, in place: as one program has them. Returns the number of calls."""
+def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], programs: int, every: bool) -> int:
+    """Rows that several programs have, in place: as one program has them. Returns the number of calls.
+
+    Every size with every dtype, or dtypes in turn.
+    """
     calls = 0
     with communicator(group) as comm:
         draws = Draws(11, comm.rank)
-        for (tokens, hidden), dtype, by_row in itertools.product(sizes, DTYPES, (False, True)):
+        places = list(itertools.product(sizes, (False, True)))
+        if every:
+            cases = [(*place, dtype) for place in places for dtype in DTYPES]
+        else:
+            cases = [(*place, dtype) for place, dtype in zip(places, itertools.cycle(DTYPES), strict=False)]
+        for (tokens, hidden), by_row, dtype in cases:
             xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(comm.world_size)]
             residual, weight = draws.normal(tokens, hidden).to(dtype), draws.normal(hidden).to(dtype)
             found = []
@@ -449,8 +457,8 @@ def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], p
                     for again in range(2):  # of an even generation and an odd one
                         x.copy_(xs[comm.rank]), before.copy_(residual)
                         draws.late()
-                        places = {"out": x, "residual_out": before} if again else {"residual_out": x}
-                        y, total = handle(x, before, weight, quantized=narrow, scale=scale, **places)
+                        written = {"out": x, "residual_out": before} if again else {"residual_out": x}
+                        y, total = handle(x, before, weight, quantized=narrow, scale=scale, **written)
                         comm.synchronize()
                         found.append([part.clone() for part in (y, total, narrow.view(torch.uint8), scale)])
                         calls += not alone

@@ -24,7 +24,7 @@ def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
 
 
 def test_results_are_passed_on_where_they_lie(four: Crew) -> None:
-    assert four.run(fused_gemms.results_passed_on, 3, 12, timeout_s=110) == [12] * 3
+    assert four.run(fused_gemms.results_passed_on, 3, 4, timeout_s=110) == [4] * 3
 
 
 def test_results_stay_while_other_operators_run_unfused(four: Crew) -> None:
