@@ -151,7 +151,7 @@ def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, m
 
 
 def tables_that_move(group: dist.ProcessGroup, backward: bool) -> str:
-    """What a handle says of tables that have got other memory, and its peers; an operator makes another one."""
+    """Return what a handle and its peers say of tables that have got other memory; an operator makes another handle."""
     with communicator(group) as comm:
         n, table = comm.world_size, torch.ones(5, 4)
         indices, offsets, grad = torch.zeros(n).int(), torch.arange(n + 1), torch.ones(1, 4 * n)

@@ -59,7 +59,7 @@ class Overwritten:
 
 
 def results_of_their_own(group: dist.ProcessGroup) -> int:
-    """What operators of PyTorch return stays when the turn of their buffers is over."""
+    """Operators of PyTorch return what stays when the turn of their buffers is over."""
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "in_turn", Overwritten, raising=False)
         n, number, made = comm.world_size, library.number_of(comm), torch.ops.sidelane

@@ -151,7 +151,7 @@ def steps_of(accesses: Sequence[Access], places: Places) -> Done:
 
 
 def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
-    """What a shadow says that a block does: one queue with an order, and what is apart. Cells go in front.
+    """Return what a shadow says that a block does: one queue with an order, and what is apart. Cells go in front.
 
     Cells from a rank to itself stand for registers, and are no access.
     """

@@ -40,7 +40,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(nccl_policies, "_library", lambda: made)
-    monkeypatch.setattr(nccl_policies, "loaded_version", lambda: (2, 32, 3))
+    monkeypatch.setattr(nccl_policies, "nccl_version", lambda: (2, 32, 3))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     return made
 

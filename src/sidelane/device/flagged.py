@@ -28,7 +28,7 @@ def put_flagged_relaxed(addresses, peer, index, words, generation, mask, ALIGNED
 
     ALIGNED: see ``put_weak``.
     """
-    put_weak(addresses, peer, index, _cells_of(words, generation), mask, ALIGNED)
+    put_weak(addresses, peer, index, cells_of(words, generation), mask, ALIGNED)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def keep_flagged_relaxed(cells, index, words, generation, mask):
 
     They need one place only, not one for even and one for odd generations: launches of a rank do not overlap.
     """
-    tl.store(cells + index, _cells_of(words, generation), mask=mask)
+    tl.store(cells + index, cells_of(words, generation), mask=mask)
 
 
 @triton.jit
@@ -101,7 +101,8 @@ def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
 
 
 @triton.jit
-def _cells_of(words, generation):
+def cells_of(words, generation):
+    """Return int64 cells of int32 words: the words in the low halves, their generation in the high ones."""
     return (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
 
 

@@ -29,7 +29,7 @@ MOST_THREADS = tl.constexpr(1024)
 """Largest number of threads of a block: a load of as many lanes is made by all of its threads."""
 
 ACQUIRING_POLLS = tl.constexpr(64)
-"""Polls of a wait, some 30 us, that acquire."""
+"""Polls of a wait that acquire. Those behind them are plain loads, and one more load acquires."""
 
 POLLS = tl.constexpr(32 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
 """Polls between two loads of the board: some milliseconds. All warps of a block load it, over PCIe, and this traffic
@@ -178,24 +178,17 @@ def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl
 def _poll_acquire(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
     """Poll as :func:`_poll` does, and acquire at system scope by a load instead of an atomic operation.
 
-    It saves 0.3 to 0.4 us a wait: an atomic operation begins only when a plain load has found the flag. A load that
-    acquires drops what the unit has cached, which may slow down other kernels there, so that few of them are made.
+    It saves 0.2 to 0.4 us a wait (docs/lab/kernels.md): an atomic operation begins only when a plain load has found the
+    flag. A load that acquires drops what the unit has cached, which may slow down other kernels there, so that few of
+    them are made.
     """
-    lane = tl.arange(0, MAX_RANKS)
     missing = 1
     polls = 0
-    while (missing != 0) & (spent == 0):
-        if polls < ACQUIRING_POLLS:
-            words = _load_acquire(flags, mask)
-        else:
-            words = tl.load(flags, mask=mask, other=0, volatile=True)
-        late = _late(words, mask, generation, AHEAD, COUNTS)
-        missing = tl.max(late)
+    while (missing != 0) & (polls < ACQUIRING_POLLS) & (spent == 0):
+        missing = tl.max(_late(_load_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
         polls += 1
-        if polls % POLLS == 0:
-            say_who_is_late(board, lane, late, generation)
-            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
-    if polls > ACQUIRING_POLLS:
+    if missing != 0:
+        spent = _poll(flags, mask, generation, board, spent, AHEAD, COUNTS)
         _load_acquire(flags, mask)
     return spent
 

@@ -17,6 +17,7 @@ rank waits for data from each peer, and the kernels of a rank never overlap.
 from __future__ import annotations
 
 from sidelane.device import layout
+from sidelane.device.flagged import cells_of
 from sidelane.device.flags import POLLS, say_who_is_late, told_to_give_up
 from sidelane.device.language import tl, triton
 from sidelane.device.memory import pointer
@@ -41,8 +42,7 @@ def cells_there(index, cells, WHOLE: tl.constexpr):
 @triton.jit
 def put_cells(slot_address, index, words, generation, mask):
     """Send int32 ``words`` as cells ``index``. Relaxed: cells arrive in any order."""
-    cells = (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(pointer(slot_address, tl.int64, True) + index, cells, mask=mask)
+    tl.store(pointer(slot_address, tl.int64, True) + index, cells_of(words, generation), mask=mask)
 
 
 @triton.jit

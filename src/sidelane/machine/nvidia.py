@@ -151,7 +151,7 @@ def inspect() -> Accelerators:
 def nccl_uses_copy_engines() -> bool:
     """Return True if NCCL can use copy engines: it is new enough, and torch passes the policy on."""
     process_group = getattr(dist, "ProcessGroupNCCL", None)
-    return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and _nccl_version() >= COPY_ENGINE_NCCL
+    return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and nccl_version() >= COPY_ENGINE_NCCL
 
 
 def software_versions() -> dict[str, str]:
@@ -264,13 +264,14 @@ def _driver_version(nvml: Any) -> str:
     return version.decode() if isinstance(version, bytes) else version or "unknown"
 
 
-def _nccl_version() -> tuple[int, ...]:
-    return loaded_nccl_version() if dist.is_nccl_available() else (0,)
-
-
 @functools.cache
-def loaded_nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that this process runs: PyTorch says with which one it was compiled."""
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that this process runs, ``(0,)`` for none.
+
+    PyTorch says with which one it was compiled.
+    """
+    if not dist.is_nccl_available():
+        return (0,)
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))  # that which is loaded, whatever its path
@@ -280,4 +281,4 @@ def loaded_nccl_version() -> tuple[int, ...]:
 
 
 def _nccl_version_text() -> str:
-    return ".".join(map(str, _nccl_version()))
+    return ".".join(map(str, nccl_version()))

@@ -119,7 +119,7 @@ class AllReduceRmsNorm(KernelHandle):
         words = self.hidden * nbytes // 4
         warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
         programs_a_unit = 2 if warps <= 8 else 1
-        self._team, self._width = 1, self.hidden
+        self._width = self.hidden
         self._programs = programs_of(comm, self.tokens, programs_a_unit)
         self._options = {
             "N": comm.world_size,
@@ -301,9 +301,9 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
         raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
 
 
-def _number(eps: object) -> float:
+def _number(eps: Any) -> float:
     try:
-        return float(eps)  # type: ignore[arg-type]
+        return float(eps)
     except (TypeError, ValueError) as problem:
         raise TypeError(f"{NAME}: eps (value={eps!r}, allowed=a number)") from problem
 

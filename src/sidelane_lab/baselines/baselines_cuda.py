@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import UnavailableError
+from sidelane.machine.nvidia import nccl_version
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
     COALESCED,
@@ -48,7 +49,7 @@ from sidelane_lab.baselines.candidate import (
     separately,
     views,
 )
-from sidelane_lab.baselines.nccl_policies import call_with_policy, loaded_version, policies_of
+from sidelane_lab.baselines.nccl_policies import call_with_policy, policies_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 
@@ -79,7 +80,7 @@ class Nccl(Implementation):
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         if in_place not in self.places.get(kind, ()):
             return ()
-        return ("", WINDOW, *(f"{WINDOW}_{policy}" for policy in policies_of(kind, loaded_version())))
+        return ("", WINDOW, *(f"{WINDOW}_{policy}" for policy in policies_of(kind, nccl_version())))
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         names = self.variants(kind, in_place)[:2]

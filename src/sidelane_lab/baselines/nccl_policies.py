@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import UnavailableError
-from sidelane.machine.nvidia import loaded_nccl_version
+from sidelane.machine.nvidia import nccl_version
 from sidelane.program.collective import Kind
 
 POLICIES = {"efficiency": 1, "zero": 2}
@@ -49,11 +49,6 @@ class _Config(ctypes.Structure):
         ("user_profiler_tag", ctypes.c_uint64),
         ("launch_completion_event", ctypes.c_void_p),
     )
-
-
-def loaded_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that is loaded, ``(0,)`` for none."""
-    return loaded_nccl_version() if dist.is_nccl_available() else (0,)
 
 
 def policies_of(kind: Kind, version: tuple[int, ...]) -> tuple[str, ...]:
@@ -93,7 +88,7 @@ def call_with_policy(
     communicator = 0 if pointer_of is None else int(pointer_of())
     if not communicator:
         raise UnavailableError("this PyTorch does not tell the address of NCCL's communicator")
-    version = loaded_version()
+    version = nccl_version()
     code = version[0] * 10000 + version[1] * 100 + version[2]
     config = _Config(ctypes.sizeof(_Config), _MAGIC, code, None, *(_UNDEFINED,) * 4, None, 1, POLICIES[policy], 0, None)
     ends = {

@@ -28,7 +28,7 @@ def cells(
     in_place: bool = False,
     counts: bool = True,
 ) -> tuple[Program, ...]:
-    """Of even and of odd generations: slices go into cells of the others, and every rank adds up all of them.
+    """Return programs of even and of odd generations: slices go into cells of the others, and all ranks add them up.
 
     Args:
         world_size: ranks.
