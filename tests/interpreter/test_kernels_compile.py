@@ -101,4 +101,4 @@ def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     text = compile_for(H200, launch.kernel, launch.constants, launch.warps).asm["ptx"]
     assert "ld.acquire.sys" in text and ".sys.acquire.add" not in text
     amd = compile_for(GPUTarget("hip", "gfx942", 64), launch.kernel, launch.constants, launch.warps).asm["amdgcn"]
-    assert "ld.acquire" not in amd and "atomic_add" in amd
+    assert "ld.acquire" not in amd and "buffer_inv sc0 sc1" in amd, "an acquire at system scope"
