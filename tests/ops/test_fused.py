@@ -81,7 +81,7 @@ def test_default_devices_of_callers_do_not_matter(four: Crew) -> None:
 
 @pytest.mark.parametrize("world_size", [2, long(4)])
 def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
-    found = four.run(fused_ops.large_norms, world_size, [(2, 128), (40, 8192)], timeout_s=110)
+    found = four.run(fused_ops.large_norms, world_size, [(2, 128), (65, 8192)], timeout_s=110)
     assert found == [{"cells", "pushed"}] * world_size
 
 

@@ -42,10 +42,16 @@ class SplitAllGatherGemm:
     """
 
     def __init__(self, comm: Communicator, rows: int, depth: int, dtype: torch.dtype, pieces: int) -> None:
-        self.comm, self._rows = comm, rows
+        self.comm = comm
         self._gathered = comm.empty(comm.world_size * rows, depth, dtype=dtype)
         self._in_turn = in_turn(comm)
-        self._turns = list(itertools.product(range(1, comm.world_size), parts_of(rows, pieces)))
+        self._mine = slice(comm.rank * rows, (comm.rank + 1) * rows)
+        self._own = self._gathered[self._mine]
+        self._arrivals: list[tuple[slice, torch.Tensor]] = []  # rows of the result, and of the input that arrive
+        for turn, part in itertools.product(range(1, comm.world_size), parts_of(rows, pieces)):
+            first = (comm.rank - turn) % comm.world_size * rows
+            came = slice(first + part.start, first + part.stop)
+            self._arrivals.append((came, self._gathered[came]))
         program = gathering_program(comm.world_size, rows, pieces, depth * dtype.itemsize)
         self._program = comm.load(program, {"rows": self._gathered})
 
@@ -58,17 +64,13 @@ class SplitAllGatherGemm:
             return output
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        n, rank, rows = self.comm.world_size, self.comm.rank, self._rows
-        output = x.new_empty(n * rows, weight.shape[0])
-        mine = slice(rank * rows, (rank + 1) * rows)
-        self._gathered[mine] = x
+        output, transposed = x.new_empty(len(self._gathered), weight.shape[0]), weight.t()
+        self._own.copy_(x)
         work = self._program(async_op=True)
-        torch.mm(x, weight.t(), out=output[mine])
-        for number, (turn, part) in enumerate(self._turns):
+        torch.mm(x, transposed, out=output[self._mine])
+        for number, (rows, came) in enumerate(self._arrivals):
             self._program.wait_for_arrival(number)
-            first = (rank - turn) % n * rows
-            came = slice(first + part.start, first + part.stop)
-            torch.mm(self._gathered[came], weight.t(), out=output[came])
+            torch.mm(came, transposed, out=output[rows])
         assert work is not None
         work.wait()
         return output

@@ -17,8 +17,6 @@ Parts before an all-reduce are rows, and an asynchronous all-reduce of each runs
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from sidelane.choice.fused import SPLIT, UNFUSED
@@ -31,8 +29,7 @@ from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import apart_from, check_operands
 from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
 from sidelane.program.pieces import row_parts
-from sidelane.program.shape import Beside
-from sidelane.session import Communicator, Work
+from sidelane.session import Communicator
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
 
@@ -62,7 +59,7 @@ class SplitGemmScatter:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_reduce_scatter`."""
         with self._in_turn:  # until the received parts have been added up
             self.make(pieces)
-            came = self._moved(x, weight, self._table, pieces)[: self.comm.world_size * self._each]
+            came = self._moved(x, weight, self._table, pieces)
             parts = came.view(self.comm.world_size, self._each, weight.shape[0])
             return parts.sum(0, dtype=came.dtype)  # which autocast would take for float32
 
@@ -79,20 +76,32 @@ class SplitGemmAllReduce:
 
     def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> None:
         self.comm, self._values = comm, comm.empty(rows, columns, dtype=dtype)
+        self._parts: dict[int, list[tuple[slice, torch.Tensor]]] = {}
         self._in_turn = in_turn(comm)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`split_gemm_all_reduce`."""
-        transposed, works = weight.t(), []
         with torch.no_grad(), self._in_turn:
-            x = apart_from(self._values, x)
-            for part in row_parts(x.shape[0], pieces):
-                computed = torch.mm(x[part], transposed, out=self._values[part])
-                beside: Beside = NOTHING if part.stop == x.shape[0] else COMPUTE
-                works.append(self.comm.all_reduce(computed, async_op=True, beside=beside))
+            x, transposed = apart_from(self._values, x), weight.t()
+            *ahead, (last, values) = self._parts_of(pieces)
+            works = []
+            for rows, part in ahead:
+                torch.mm(x[rows], transposed, out=part)
+                works.append(self.comm.all_reduce(part, async_op=True, beside=COMPUTE))
+            torch.mm(x[last], transposed, out=values)
+            # Asynchronous behind asynchronous calls, since a call on another stream than the one before takes longer.
+            works.append(self.comm.all_reduce(values, async_op=bool(ahead), beside=NOTHING))
             for work in works:
-                cast("Work", work).wait()
+                if work is not None:
+                    work.wait()
             return self._values
+
+    def _parts_of(self, pieces: int) -> list[tuple[slice, torch.Tensor]]:
+        """Return the rows of each part, and these rows of the result."""
+        if pieces not in self._parts:
+            with torch.inference_mode(False):
+                self._parts[pieces] = [(rows, self._values[rows]) for rows in row_parts(len(self._values), pieces)]
+        return self._parts[pieces]
 
 
 def gemm_reduce_scatter(

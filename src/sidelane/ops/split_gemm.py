@@ -48,15 +48,23 @@ Maker = Callable[[Table, int, int, int], Program]
 
 @dataclasses.dataclass(slots=True)
 class Routing:
-    """The program for one table and number of pieces.
+    """The program for one table and number of pieces, and all that a call would else derive from these again.
 
     Attributes:
         program: program of all parts.
+        parts: rows of this rank's parts, in the order of its triggers or arrivals.
+        views: these rows of the buffer that the products write or read, a tensor each.
+        stays: rows of x that stay on this rank, and their place in the result; both empty if there are none.
         in_a_graph: a graph holds it, so that it must stay.
+        loaded: layouts of x and weight whose products of these parts have been loaded.
     """
 
     program: BoundProgram
+    parts: tuple[slice, ...]
+    views: tuple[torch.Tensor, ...]
+    stays: tuple[slice, slice]
     in_a_graph: bool = False
+    loaded: set[Hashable] = dataclasses.field(default_factory=set)
 
 
 class Routings:
@@ -65,13 +73,22 @@ class Routings:
     Args:
         comm: communicator of the ranks.
         make: function that makes the program of a table, pieces, bytes of a row and most rows (``program.pieces``).
-        sent: rows that leave, [most_rows, columns] in symmetric memory.
-        buffers: buffers of that program, by name, ``sent`` among them.
+        parts_of: function that returns this rank's parts of a table, pieces and rank, as rows of ``of_parts``.
+        buffers: buffers of that program, by name, each [most_rows, columns] in symmetric memory.
+        of_parts: name of the buffer whose rows are parts.
     """
 
-    def __init__(self, comm: Communicator, make: Maker, sent: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-        self._comm, self._make, self._buffers = comm, make, buffers
-        self._sizes = sent.shape[1] * sent.element_size(), sent.shape[0]
+    def __init__(
+        self,
+        comm: Communicator,
+        make: Maker,
+        parts_of: Callable[[Table, int, int], list[slice]],
+        buffers: dict[str, torch.Tensor],
+        of_parts: str,
+    ) -> None:
+        self._comm, self._make, self._parts_of, self._buffers = comm, make, parts_of, buffers
+        self._of_parts = buffers[of_parts]
+        self._sizes = self._of_parts.shape[1] * self._of_parts.element_size(), self._of_parts.shape[0]
         self.known: dict[tuple[Table, int], Routing] = {}
 
     def of(self, table: Table, pieces: int) -> Routing:
@@ -79,7 +96,13 @@ class Routings:
         key = table, pieces
         found = self.known.pop(key, None)
         if found is None:
-            found = Routing(self._comm.load(self._make(table, pieces, *self._sizes), self._buffers))
+            program = self._comm.load(self._make(table, pieces, *self._sizes), self._buffers)
+            rank = self._comm.rank
+            parts = tuple(self._parts_of(table, rank, pieces))
+            with torch.inference_mode(False), torch.no_grad():
+                views = tuple(self._of_parts[rows] for rows in parts)
+            first, place, stay = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank]), table[rank][rank]
+            found = Routing(program, parts, views, (slice(first, first + stay), slice(place, place + stay)))
             # Programs that graphs hold stay.
             loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
             if len(loose) >= MOST_TABLES:
@@ -100,14 +123,17 @@ class SplitByCounts:
 
     name: ClassVar[str]
     program: ClassVar[Maker]
+    parts: ClassVar[Callable[[Table, int, int], list[slice]]]
     target: ClassVar[str]
     """Name of the program's buffer that receives the rows."""
+    of_parts: ClassVar[str]
+    """Name of the buffer whose rows are the parts of the products."""
 
     def __init__(self, comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> None:
         self.comm, self._most_rows = comm, most_rows
         self._sent, self._came = (comm.empty(most_rows, width, dtype=dtype) for _ in range(2))
         buffers = {"sent": self._sent, self.target: self._came}
-        self.routings = Routings(comm, type(self).program, self._sent, buffers)
+        self.routings = Routings(comm, type(self).program, type(self).parts, buffers, self.of_parts)
         self._in_turn = in_turn(comm)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
@@ -115,46 +141,43 @@ class SplitByCounts:
         with torch.no_grad(), self._in_turn:
             routing = self.routings.of(table, pieces)
             routing.in_a_graph |= is_captured(self.comm)
-            return self._run(x, weight, table, pieces, routing.program)
+            return self._run(x, weight, table, routing)
 
-    def _run(
-        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
-    ) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
         raise NotImplementedError
 
-    def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table, output: torch.Tensor) -> None:
-        rank = self.comm.rank
-        first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
-        if stays := table[rank][rank]:
-            torch.mm(x[first : first + stays], weight.t(), out=output[place : place + stays])
+
+def _compute_what_stays(x: torch.Tensor, transposed: torch.Tensor, output: torch.Tensor, routing: Routing) -> None:
+    rows, place = routing.stays
+    if rows.stop > rows.start:
+        torch.mm(x[rows], transposed, out=output[place])
 
 
 class SplitGemmAllToAll(SplitByCounts):
     """Buffers and programs of :func:`split_gemm_all_to_all`."""
 
-    name, program, target = SPLIT_GEMM, split_program, "output"
+    name, program, parts, target, of_parts = SPLIT_GEMM, split_program, going, "output", "sent"
 
     def __init__(self, comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(comm, most_rows, width, dtype)
         self._loaded: set[Hashable] = set()
 
-    def _run(
-        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
-    ) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
         x, weight = _for_the_library(apart_from(self._came, x)), _for_the_library(weight)
-        parts = going(table, self.comm.rank, pieces)
+        transposed = weight.t()
         if not is_captured(self.comm):
-            self._load(x, weight, parts)
+            self._load(x, weight, transposed, routing)
+        program = routing.program
         work = program(async_op=True)
-        for number, rows in enumerate(parts):
-            torch.mm(x[rows], weight.t(), out=self._sent[rows])
+        for number, (rows, computed) in enumerate(zip(routing.parts, routing.views, strict=True)):
+            torch.mm(x[rows], transposed, out=computed)
             program.trigger(number)
-        self._compute_what_stays(x, weight, table, self._came)
+        _compute_what_stays(x, transposed, self._came, routing)
         assert work is not None
         work.wait()
         return self._came
 
-    def _load(self, x: torch.Tensor, weight: torch.Tensor, parts: Sequence[slice]) -> None:
+    def _load(self, x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor, routing: Routing) -> None:
         """Compute parts of new sizes once: loading a kernel, or allocating its memory, may wait for the device, and so,
         once the program has begun, for triggers that would never come (docs/internals/prelaunch.md).
         """
@@ -165,32 +188,36 @@ class SplitGemmAllToAll(SplitByCounts):
             cuda.allow_bf16_reduced_precision_reduction,
         )
         stream = torch.cuda.current_stream().cuda_stream if x.device.type == "cuda" else 0
-        for part in (x[rows] for rows in parts):
+        of_matrices = [(matrix.shape[1], matrix.stride(), matrix.data_ptr() % 16) for matrix in (x, weight)]
+        layout = (*of_matrices, settings, stream)
+        if layout in routing.loaded:
+            return
+        for part in (x[rows] for rows in routing.parts):
             laid_out = [(tensor.shape, tensor.stride(), tensor.data_ptr() % 16) for tensor in (part, weight)]
             key = (*laid_out, settings, stream)
             if key not in self._loaded:
-                torch.mm(part, weight.t())
+                torch.mm(part, transposed)
                 self._loaded.add(key)
+        routing.loaded.add(layout)
 
 
 class SplitAllToAllGemm(SplitByCounts):
     """Buffers and programs of :func:`split_all_to_all_gemm`."""
 
-    name, program, target = SPLIT_DISPATCH, arriving_program, "came"
+    name, program, parts, target, of_parts = SPLIT_DISPATCH, arriving_program, coming, "came", "came"
 
-    def _run(
-        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
-    ) -> torch.Tensor:
-        rank = self.comm.rank
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, routing: Routing) -> torch.Tensor:
+        sends, first = table[self.comm.rank], routing.stays[0]
         output = x.new_empty(self._most_rows, weight.shape[0])
-        first = sum(table[rank][:rank])
-        for rows in (slice(0, first), slice(first + table[rank][rank], sum(table[rank]))):
+        transposed = weight.t()
+        for rows in (slice(0, first.start), slice(first.stop, sum(sends))):
             self._sent[rows] = x[rows]
+        program = routing.program
         work = program(async_op=True)
-        self._compute_what_stays(x, weight, table, output)
-        for number, came in enumerate(coming(table, rank, pieces)):
+        _compute_what_stays(x, transposed, output, routing)
+        for number, (rows, came) in enumerate(zip(routing.parts, routing.views, strict=True)):
             program.wait_for_arrival(number)
-            torch.mm(self._came[came], weight.t(), out=output[came])
+            torch.mm(came, transposed, out=output[rows])
         assert work is not None
         work.wait()
         return output

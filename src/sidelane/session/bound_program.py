@@ -22,7 +22,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
-from sidelane.errors import ProgramError, SidelaneError, UnavailableError
+from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
 from sidelane.memory.base import SymmetricBlock
 from sidelane.modes import untraced
@@ -151,7 +151,9 @@ class BoundProgram:
             Addresses(addresses, tuple(base + region * flag_bytes for base in begins)) for region in (_EAGER, _CAPTURED)
         ]
         self._last_signals = _last_signals(program, calls.control.rank)
+        self._name = f"{program.collective} {program.variant}"
         self._signature, self._written = buffers.signature, buffers.written
+        self._tensors: tuple[torch.Tensor, ...] = tuple(buffers.tensors.values())
         eager = self._prepare(forms.eager, _EAGER)
         self._prepared: list[PreparedCall | None] = [eager, None]
         flag = self._addresses[_EAGER].flag
@@ -171,7 +173,7 @@ class BoundProgram:
         self._capture = 0  # number of the capture that the last call of all went into
 
     def __str__(self) -> str:
-        return f"{self.program.collective} {self.program.variant}"
+        return self._name
 
     range_name = property(__str__)
     """Name of its calls in profilers."""
@@ -193,15 +195,18 @@ class BoundProgram:
         call = calls.number()
         place = calls.backend.place()
         region = _CAPTURED if place[1] else _EAGER
-        with calls.telling_refusals(call, str(self)):
+        try:  # plainly, as in all that an operator in parts calls for each part: contexts take the host longer
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, place) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
+        except Exception as error:
+            calls.refuse(call, self._name, error)
+            raise
         calls.announce(call, prepared.signature, compares=False)
-        work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
+        work = calls.run(prepared, call, async_op, self._tensors, self._written, place)
         if self._has_callers:
             self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
             if capture:
@@ -223,11 +228,14 @@ class BoundProgram:
         """
         self._check_number("trigger", number)
         place = self._place_of_call("trigger")
-        with self._calls.failing_for_good():
+        try:
             if place[1]:
                 cast(Marked, self._captured_work).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
+        except (PeerError, KeyboardInterrupt) as error:
+            self._calls.fail(error)
+            raise
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
@@ -270,11 +278,14 @@ class BoundProgram:
                 f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
             )
         place = self._place_of_call("wait_for_arrival")
-        with self._calls.failing_for_good():
+        try:
             if place[1]:
                 cast(Marked, work).follow(number, place)
             else:
                 self._arrivals[number].follow(self._epoch, place, work)
+        except (PeerError, KeyboardInterrupt) as error:
+            self._calls.fail(error)
+            raise
 
     def renew(self, call: int) -> None:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
@@ -307,7 +318,7 @@ class BoundProgram:
         rank = self._calls.control.rank
         self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
         self._preparer.own_programs.discard(self)
-        self._prepared, self._block, self._written = [None, None], None, ()
+        self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
         self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None
         self._unfired.clear()
         self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
