@@ -257,6 +257,7 @@ def refused_by(comm: Communicator, op: Callable[..., torch.Tensor]) -> Calls:
         call(counts=torch.full((n, n), 2.0)),
         *(call(counts=torch.full((n, n), rows)) for rows in (3, -1)),
         *(call(method=method) for method in ("split", "best")),
+        *(call(tiles=tiles) for tiles in ("large", [128, 256])),
         call(weight=torch.ones(2, 4, 8)),
         call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 3).long()),
         call(weight=torch.ones(2, 4, 8), counts=[[[1, 1]] * n] * n, method="split"),

@@ -357,6 +357,8 @@ def gemv_calls(comm: Communicator) -> Calls:
         call(weight=small, scale=torch.ones(20).half()),
         call(weight=small, x=x.to(small.dtype)),
         call(weight=weight.to(torch.float8_e4m3fnuz)),
+        call(tiling="large"),
+        call(tiling=[16, 512]),
     ]
     return wrong, call()
 

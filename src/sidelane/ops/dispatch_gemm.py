@@ -61,6 +61,7 @@ from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
     KernelHandle,
     check_dtype,
+    check_tiles,
     kept,
     power_of_two,
     programs_of,
@@ -110,6 +111,7 @@ class AllToAllGemm(KernelHandle):
             for width in (depth, columns):
                 check_most_rows(NAME, most_rows, width)
             check_dtype(NAME, dtype)
+            check_tiles(NAME, "tiles", tiles, TileSizes)
         self.comm, self.most_rows, self.shape = comm, most_rows, (depth, columns, dtype)
         self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-most_rows // tiles.rows)
@@ -213,6 +215,7 @@ def all_to_all_gemm(
     with telling_refusals(comm, NAME):
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method, depth_is_alike=True)
         check_most_rows(NAME, most_rows, x.shape[1])
+        check_tiles(NAME, "tiles", tiles, TileSizes)
     table, counts = routed.table, routed.counts
     columns, depth = weight.shape[-2:]
     dtype = weight.dtype

@@ -57,6 +57,7 @@ from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
     check_dtype,
+    check_tiles,
     kept,
     power_of_two,
     programs_of,
@@ -171,6 +172,7 @@ class GemmAllToAll(KernelHandle):
         with telling_refusals(comm, NAME):
             check_most_rows(NAME, most_rows, columns)
             check_dtype(NAME, dtype)
+            check_tiles(NAME, "tiles", tiles, TileSizes)
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
@@ -303,6 +305,7 @@ def gemm_all_to_all(
     """
     with telling_refusals(comm, NAME):
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
+        check_tiles(NAME, "tiles", tiles, TileSizes)
     counts = routed.counts
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)

@@ -26,6 +26,7 @@ from sidelane.ops.handle import (
     KernelHandle,
     check_dtype,
     check_tensor,
+    check_tiles,
     kept,
     power_of_two,
     programs_of,
@@ -78,6 +79,7 @@ class GemvAllReduce(KernelHandle):
             if weight_dtype not in (None, dtype, *FLOAT8S):
                 allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
                 raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
+            check_tiles(NAME, "tiling", tiling, Tiling)
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
         self.tiling = tiling = tiling or tiling_of(tokens)
@@ -225,6 +227,7 @@ def _checked(
 ) -> OperatorCall:
     """Refuse wrong arguments. Raises ValueError or TypeError."""
     _check(comm, weight, x, scale, out)
+    check_tiles(NAME, "tiling", tiling, Tiling)
     rows, columns = weight.shape
     tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
     key = (NAME, rows, tokens, x.dtype, weight.dtype, tiling)

@@ -170,6 +170,12 @@ def check_choice(name: str, what: str, value: object, allowed: tuple[str, ...]) 
         raise ValueError(f"{name}: {what} (value={value!r}, allowed={', '.join(allowed)})")
 
 
+def check_tiles(name: str, what: str, value: object, kind: type) -> None:
+    """Refuse tile sizes of a kernel that are of another type. Raises TypeError."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}: {what} (value={value!r}, allowed={kind.__name__}, None)")
+
+
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is no less.
 
