@@ -25,7 +25,7 @@ from sidelane_lab.model.operators import (
     predict_fused,
     predict_unfused,
 )
-from sidelane_lab.model.split import chain_us, split_us
+from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers import operator_results, operators
 from sidelane_lab.sim import simulate
 from sidelane_lab.studies.fused.rows import FusedRow
@@ -222,6 +222,50 @@ def test_a_norm_sends_twice_the_bytes_and_waits_once():
     assert few.fused.time_us < few.unfused_us / 2, "one launch and one crossing"
 
 
+# tokens, hidden; cells, pushed, one kernel that adds and norms, the all-reduce alone: two H200s, graphs, 28 November,
+# probes (docs/lab/model.md) but for the kernel alone (results/h200x2/fused.json)
+NORMS = (
+    ((1, 4096), (3.15, None, None, None)),
+    ((1, 8192), (3.33, 6.43, 2.67, 2.42)),
+    ((6, 6144), (3.69, 6.61, 2.58, 2.84)),
+    ((16, 8192), (4.87, 7.29, 2.86, 4.63)),
+    ((32, 8192), (6.23, 8.07, None, 6.23)),
+    ((64, 8192), (9.13, 9.58, None, 9.09)),
+    ((128, 8192), (16.9, 12.97, 3.86, 12.11)),
+    ((256, 8192), (33.4, 20.55, None, 18.71)),
+    ((512, 8192), (78.0, 35.9, None, 31.44)),
+)
+NORMS_OFF = ((0.08, 0.17), (0.04, 0.06), (0.05, 0.07), (0.08, 0.2))
+"""Errors of these four: median and worst."""
+
+
+def test_norms_in_slices_are_as_they_were_measured():
+    machine = named("h200x2")
+    errors = [[], [], [], []]
+    for shape, measured in NORMS:
+        cells, pushed = (AllReduceNorm(*shape, pushed=pushed) for pushed in (False, True))
+        predicted = (
+            *(predict_fused(machine, one).fused.time_us for one in (cells, pushed)),
+            cells.alone_us(machine),
+            ours_us(machine, cells.kind, cells.collective_bytes(2)),
+        )
+        for found, time_us, there in zip(errors, predicted, measured, strict=True):
+            found += [] if there is None else [abs(time_us / there - 1)]
+    for found, (median, worst) in zip(errors, NORMS_OFF, strict=True):
+        assert statistics.median(found) < median and max(found) < worst, found
+
+
+def test_rows_in_slices_that_find_no_room_go_in_turns():
+    """64 rows of 32 slices are 2,048 blocks of the 2,112 that fit; of 67 the last one goes behind the others."""
+    machine = named("h200x2")
+    one, two = (predict_fused(machine, AllReduceNorm(rows, 8192)).fused.time_us for rows in (66, 67))
+    assert two > one + 2 * float(machine.occupancy.step_us)
+    whole, half = (AllReduceNorm(1, hidden).kernel(machine, 1.0, 0) for hidden in (8192, 256))
+    assert (whole.resident, half.resident) == (32, 1)
+    waits_us = float(machine.occupancy.step_us)
+    assert whole.reduce_us == pytest.approx(half.reduce_us + waits_us), "a slice alone has nobody to wait for"
+
+
 IN_PARTS = {"gemm_all_to_all": 0.05, "all_gather_gemm": 0.04, "gemm_reduce_scatter": 0.20}
 """Errors at worst, one H200 (docs/lab/model.md)."""
 
@@ -311,17 +355,21 @@ def _results(rows):
 
 
 def test_norms_and_collectives_alone_among_two_gpus():
-    """Norms that are pushed, ours unfused by kernels where they are faster, and the fastest collective of all."""
+    """Norms that are pushed, ours unfused by kernels where they are faster, and the fastest collective of all.
+
+    The worst collective is an all-reduce of 1 MiB: predicted 9.1 us, which it took in a probe; here it has 10.1.
+    """
     found = operator_results.hold(named("h200x2"), MEASURED.parents[1] / "h200x2" / "fused.json")[1]
     pushed = [one for one in found if one.schedule == "pushed"]
-    assert len(pushed) == 5 and max(one.error for one in pushed) < 0.2
+    assert len(pushed) == 5 and max(one.error for one in pushed) < 0.17
     chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == operator_results.CHAIN]
-    assert len(chains) == 5 and max(one.error for one in chains) < 0.35
+    assert len(chains) == 5 and max(one.error for one in chains) < 0.2
     alone = [
         one
         for one in found
         if one.part == operator_results.COLLECTIVE and one.op in ("all_gather_gemm", "gemm_all_reduce")
     ]
-    assert len(alone) == 7 and max(one.error for one in alone) < 0.1
+    assert len(alone) >= 8 and max(one.error for one in alone) < 0.11
+    assert statistics.median(one.error for one in alone) < 0.02
     in_rows = [one.error for one in found if (one.op, one.part) == ("gemm_all_reduce", operator_results.PARTS)]
-    assert len(in_rows) == 12 and max(in_rows) < 0.2
+    assert len(in_rows) == 15 and max(in_rows) < 0.2

@@ -356,7 +356,12 @@ class Fused:
 class KernelsFigures:
     """Sidelane's own kernels that move and add on compute units."""
 
-    latency_us: Time  # of a call, without its bytes.
+    launch_us: Time  # of an empty kernel in a graph.
+    # Of a call in a graph whose words carry their own readiness, without its bytes, which are twice those of the data.
+    latency_us: Time
+    parcels_us: Time  # that a call takes longer whose bytes travel as they are, each block's with a flag behind them.
+    bulk_us: Time  # that a call takes longer whose bytes go into outputs, or come out of inputs, between meetings.
+    eager_us: Time  # that a call takes longer on the GPU where the host launches it, and not a graph.
     gather_gbps: Speed  # bytes on a link or port, of what gathers and exchanges.
     # The same of what adds.
     reduce_scatter_gbps: Speed

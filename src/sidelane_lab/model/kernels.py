@@ -6,7 +6,7 @@ import dataclasses
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
-from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
+from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS, MOST_PARCEL_BYTES, most_cell_bytes
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine, Topology
 from sidelane_lab.model.collectives import (
@@ -21,6 +21,8 @@ from sidelane_lab.model.collectives import (
 from sidelane_lab.model.device import Gang
 from sidelane_lab.sim import SimulatedRun
 
+FLAGGED = 2
+"""Bytes of a word and its flag in cells, next to those of the word (``device/flagged.py``)."""
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
 
@@ -49,9 +51,19 @@ def library_gang(
 
 
 def own_gang(
-    machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
+    machine: Machine,
+    kind: Kind,
+    nbytes: int,
+    *,
+    units: int | None = None,
+    reserved: bool = False,
+    priority: int = 0,
+    captured: bool = False,
 ) -> Gang:
     """Sidelane's kernel. On all units it has so many workgroups that next to nothing of a GPU is left.
+
+    Its protocol follows from the bytes from rank to rank, as that of kernels does (``program/kernel.py``); an
+    all-reduce has one shot, which sends everything to all, or two, whichever is faster.
 
     Args:
         machine: with a section ``[kernels]``.
@@ -60,6 +72,7 @@ def own_gang(
         units: that it has; None: as many as its workgroups.
         reserved: units are set aside for it.
         priority: of its stream.
+        captured: a graph launches it, and not the host.
 
     Raises:
         ValueError: the description has no such section.
@@ -73,8 +86,16 @@ def own_gang(
     need = float(own.all_reduce_need if kind is Kind.ALL_REDUCE else own.need)
     speeds = {Kind.ALL_REDUCE: own.all_reduce_gbps, Kind.REDUCE_SCATTER: own.reduce_scatter_gbps}
     share = (1 if machine.links.topology is Topology.MESH else machine.gpus - 1) / machine.gpus
-    moved = share * nbytes * (2 if kind is Kind.ALL_REDUCE else 1)
-    alone = own.latency_us + moved / (speeds.get(kind, own.gather_gbps) * 1e3) / min(1.0, count / need)
+    bytes_a_us = speeds.get(kind, own.gather_gbps) * 1e3 * min(1.0, count / need)
+    whole, part = (share * machine.gpus, nbytes) if kind is Kind.ALL_REDUCE else (share, nbytes / machine.gpus)
+    exchanged_us = whole * nbytes / bytes_a_us
+    if part <= most_cell_bytes(machine.gpus):
+        exchanged_us *= FLAGGED
+    else:
+        exchanged_us += float(own.parcels_us if part <= MOST_PARCEL_BYTES else own.bulk_us)
+    if kind is Kind.ALL_REDUCE:
+        exchanged_us = min(exchanged_us, own.bulk_us + 2 * share * nbytes / bytes_a_us)
+    alone = float(own.latency_us + exchanged_us + (0.0 if captured else own.eager_us))
     memory = wire_gbps(machine, kind, nbytes, alone) * own.traffic
     return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
 

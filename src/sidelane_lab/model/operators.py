@@ -2,7 +2,7 @@
 
     embedding + all-to-all   a workgroup pools the rows of a bag       gathers
     GEMV + all-reduce        a workgroup has some rows of the weight   streams
-    all-reduce + norm        a block adds a row, and sends it first    streams
+    all-reduce + norm        a block adds a slice, and sends it first  latencies and bytes
     GEMM + all-to-all        a workgroup computes a tile               operations
     all-to-all + GEMM        rows go first; tiles wait for their rank  operations
     GEMM + reduction         no kernel: unfused, or in parts (``model/split.py``)
@@ -25,10 +25,12 @@ from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.spec import Machine, Topology
+from sidelane_lab.model.blocks import occupancy as unit_limits
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.fused import FusedKernel, FusedRun, KernelWork, run_fused
 from sidelane_lab.model.gemm import bags_us, gemm_us
-from sidelane_lab.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps
+from sidelane_lab.model.kernels import FLAGGED
+from sidelane_lab.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps, units_gbps
 
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)
@@ -39,10 +41,12 @@ TILE = 128
 """Rows and columns of the result that a workgroup of a generic GEMM computes."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """The same of the kernel of :mod:`sidelane.ops`, a workgroup a unit (``ops.gemm.TileSizes``)."""
-FLAGGED = 2
-"""Bytes of a word and its flag in cells, next to those of the word (``device/flagged.py``)."""
+SLICE_BYTES = 512
+"""Size of a slice of a row that a block of a warp has in the fused norm (``ops/rms_norm_kernels.py``)."""
+SLICES_A_UNIT, ROWS_A_UNIT = 16, 2
+"""Blocks of it on a unit: of slices in cells, and of pushed rows (``ops/rms_norm.py``)."""
 NORM_BLOCK = 2
-"""Workgroups of 256 threads that a block of the fused norm is worth: 8 or 16 warps for a row."""
+"""Workgroups of 256 threads that a block of the framework's norm is worth: 8 or 16 warps for a row."""
 ELEMENTS = 2048
 """Elements of a workgroup of an element-wise kernel: eight a thread."""
 HALF = 2
@@ -89,6 +93,10 @@ class OperatorModel:
     def kernel(self, machine: Machine, occupancy: float, rank: int) -> FusedKernel:
         """Return the fused kernel of a rank, with its work by the rank that gets it, or that it comes from."""
         raise NotImplementedError
+
+    def launch_us(self, machine: Machine) -> float:
+        """Return the time that the fused kernel takes to start: that of a GEMM, where its own is not known."""
+        return float(machine.matmul.launch_us)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,9 +197,16 @@ class Gemv(OperatorModel):
 class AllReduceNorm(OperatorModel):
     """``tokens`` rows of ``hidden`` elements: the sum of all ranks' and a residual, and its RMSNorm.
 
-    The kernel is the one of ``ops.rms_norm``: a block a unit, a row at a time. In cells every word of data travels with
-    a flag of its own, so that twice the bytes cross a link and nobody waits for anything else; pushed, rows go as they
-    are, and a flag follows. Unfused: the library's all-reduce, an addition and a norm, a kernel each.
+    The kernel is the one of ``ops.rms_norm``. In cells every word of data travels with a flag of its own, so that twice
+    the bytes cross a link and nobody waits for anything else. A block has a slice of a row, and the blocks of a row
+    exchange sums of squares through memory; rows that find no room go in turns, behind each other. Pushed, a block has
+    a row, which goes as it is; a fence waits until it is there, a flag follows, and the block counts itself behind its
+    last row. Unfused: the library's all-reduce, an addition and a norm, a kernel each.
+
+        cells     launch | load | bytes with flags -> crossing | turns of: load, sum to the team and back, bytes
+        pushed    launch | load | bytes -> crossing, and back | flag crosses | rows of: load, bytes | count
+
+    A load, a sum, and a count each take ``occupancy.step_us``, a crossing ``fused.flag_us``.
 
     Attributes:
         pushed: rows travel as they are; False: in cells.
@@ -208,18 +223,39 @@ class AllReduceNorm(OperatorModel):
         return f"{self.tokens}x{self.hidden}"
 
     def kernel(self, machine: Machine, occupancy: float, rank: int) -> FusedKernel:
-        blocks, ranks = max(1, int(machine.gpu.units * occupancy)), machine.world_size
+        ranks, units = machine.world_size, max(1, int(machine.gpu.units * occupancy))
+        row, step_us = HALF * self.hidden, float(unit_limits(machine).step_us)
+        slices = 1 if self.pushed else math.ceil(row / SLICE_BYTES)
+        most = max(1, units * (ROWS_A_UNIT if self.pushed else SLICES_A_UNIT) // slices)
+        turns, blocks = math.ceil(self.tokens / most), min(self.tokens, most) * slices
         flagged = 1 if self.pushed else FLAGGED
-        passes = 1 + flagged * (ranks - 1) + 2  # the residual, what came, and both results
-        adding_us = self.collective_bytes(ranks) * passes / self._bytes_a_us(machine, min(self.tokens, blocks))
-        row = float(HALF * flagged * self.hidden)
-        works = (KernelWork(self.tokens, tuple((to, row) for to in range(ranks))),)
-        return FusedKernel(works, blocks, self._round_us(machine), reduce_us=adding_us)
+        again = self.pushed or turns > 1 or ranks == 1  # the own part, which one turn in cells has in registers
+        passes = again + 1 + flagged * (ranks - 1) + 2  # the residual, what came, and both results
+        adding_us = passes * row * self.tokens / self._bytes_a_us(machine, blocks) + turns * step_us
+        if self.pushed:
+            adding_us += step_us + (2 * float(fused_figures(machine).flag_us) if ranks > 1 else 0.0)
+        elif slices > 1:
+            adding_us += turns * step_us
+        sent = float(flagged * row / slices)
+        works = (KernelWork(self.tokens * slices, tuple((to, sent) for to in range(ranks))),)
+
+        def round_us(count: int) -> float:
+            return step_us + count * row / slices / self._bytes_a_us(machine, count) if ranks > 1 else 0.0
+
+        return FusedKernel(works, blocks, round_us, reduce_us=adding_us)
+
+    def alone_us(self, machine: Machine) -> float:
+        """Return the time of the addition and the norm by one kernel, a block a row, which sends nothing."""
+        silent = dataclasses.replace(self, pushed=True).kernel(dataclasses.replace(machine, gpus=1, nodes=1), 1.0, 0)
+        return self.launch_us(machine) + silent.reduce_us
+
+    def launch_us(self, machine: Machine) -> float:
+        return OperatorModel.launch_us(self, machine) if machine.kernels is None else float(machine.kernels.launch_us)
 
     def compute_us(self, machine: Machine) -> float:
         rows = self.collective_bytes(machine.world_size)
         adding = stream_gbps(machine, min(resident(machine), max(1.0, self.tokens * self.hidden / ELEMENTS))) * 1e3
-        norm = self._bytes_a_us(machine, min(self.tokens, resident(machine)))
+        norm = stream_gbps(machine, min(resident(machine), NORM_BLOCK * self.tokens)) * 1e3
         return 2 * float(machine.matmul.launch_us) + 3 * rows / adding + 2 * rows / norm
 
     def collective_bytes(self, ranks: int) -> float:
@@ -228,12 +264,9 @@ class AllReduceNorm(OperatorModel):
     def held_bytes(self, ranks: int) -> float:
         return (4 + 2 * FLAGGED * ranks) * self.collective_bytes(ranks)  # inputs, results, and cells for two calls
 
-    def _round_us(self, machine: Machine) -> RoundTime:
-        return lambda blocks: blocks * self.hidden * HALF / self._bytes_a_us(machine, blocks)
-
     @staticmethod
-    def _bytes_a_us(machine: Machine, blocks: float) -> float:
-        return stream_gbps(machine, min(resident(machine), NORM_BLOCK * blocks)) * 1e3
+    def _bytes_a_us(machine: Machine, blocks: int) -> float:
+        return units_gbps(machine, min(int(machine.gpu.units), blocks)) * 1e3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -530,7 +563,7 @@ def predict_fused(
         raise ValueError(f"fused: starts_us (value={list(starts_us)}, allowed={ranks} times, one a rank, 0 or more)")
     if occupancy is None:
         occupancy = float(fused_figures(machine).kept_share) if across else 1.0
-    launch = float(machine.matmul.launch_us)
+    launch = operator.launch_us(machine)
     kernels = []
     for rank in range(ranks):
         kernel = operator.kernel(machine, occupancy, rank)

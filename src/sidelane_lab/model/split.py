@@ -82,10 +82,12 @@ def _in_rows(machine: Machine, operator: GemmReduce, pieces: int) -> float:
     if machine.world_size == 1:
         return sum(operator.rows_us(machine, some) for some in rows)
     time = operator.rows_us(machine, rows[0])
+    own = machine.kernels
+    captured = machine if own is None else machine.with_value("kernels.eager_us", 0.0)
     for added, computed in itertools.pairwise(rows):
         gemm = Gemm(computed, operator.columns, operator.depth)
         pair = Workload(gemm, Kind.ALL_REDUCE, added * operator.columns * HALF)
-        time += predict(machine, pair, BY_ENGINES if machine.kernels is None else BY_KERNEL).time_us
+        time += predict(captured, pair, BY_ENGINES if own is None else BY_KERNEL).time_us
     return time + ours_us(machine, Kind.ALL_REDUCE, rows[-1] * operator.columns * HALF)
 
 
@@ -109,9 +111,14 @@ def chain_us(machine: Machine, operator: OperatorModel) -> float | None:
 
 
 def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
-    """Time of Sidelane's collective alone, on copy engines or, where the description has them, by kernels if faster."""
+    """Time of Sidelane's collective alone, on copy engines or, where the description has them, by kernels if faster.
+
+    Both are captured in graphs.
+    """
     engines = _engines_us(machine, kind, round(nbytes))
-    return engines if machine.kernels is None else min(engines, own_gang(machine, kind, round(nbytes)).alone_us)
+    if machine.kernels is None:
+        return engines
+    return min(engines, own_gang(machine, kind, round(nbytes), captured=True).alone_us)
 
 
 @functools.lru_cache(maxsize=256)

@@ -60,5 +60,13 @@ def gather_gbps(machine: Machine, workgroups: float) -> float:
     return _reachable(machine) * min(1.0, rise) / (1 + fused.crowding * max(0.0, share - knee))
 
 
+def units_gbps(machine: Machine, units: float) -> float:
+    """Bandwidth of so many units that have all loads of a slice or a row on their way at once.
+
+    Each takes no more than a unit gets from the cache that all share.
+    """
+    return min(_reachable(machine), float(unit_limits(machine).unit_gbps * units))
+
+
 def _reachable(machine: Machine) -> float:
     return float(machine.gpu.memory_gbps * machine.matmul.memory_efficiency)

@@ -44,7 +44,7 @@ SCHEDULES = {
     "cells": REMOTE_FIRST,
     "pushed": REMOTE_FIRST,
 }
-"""Orders of the model by schedules of the study. Norms that are pushed it does not have."""
+"""Orders of the model by schedules of the study."""
 
 UNKNOWN = {("gemv_all_reduce", "cells")}
 """Operators and schedules with a name that the model has of others only."""

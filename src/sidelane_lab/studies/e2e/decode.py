@@ -269,8 +269,7 @@ class DecodeWorkload:
 
         if size.tokens <= MOST_NORMED:
             fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
-            # "none" adds and norms by one kernel, and not by two.
-            alone = AllReduceNorm(size.tokens, model.hidden).compute_us(machine) - float(machine.matmul.launch_us)
+            alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes
             half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
         else:
             depths = model.hidden // ranks, model.intermediate // ranks

@@ -425,7 +425,7 @@ class Experts:
             "copies": by_exchange(ours_us),
         }
         if machine.kernels is not None:
-            found["operators"] = by_exchange(lambda *call: own_gang(*call).alone_us, gathers=False)
+            found["operators"] = by_exchange(lambda *call: own_gang(*call, captured=True).alone_us, gathers=False)
         return found
 
 
