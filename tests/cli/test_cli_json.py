@@ -59,7 +59,8 @@ COMMANDS: dict[str, set[str]] = {
     f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
 KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
-SLOW = ("chain", "claims", "clients", "demo", "e2e", "fused --device", "gemms", "host", "pg", "plan", "tune")
+SLOW = ("chain", "claims", "clients", "demo", "e2e", "fsdp", "fused --device", "gemms", "host", "layouts", "ordinary",
+        "pg", "plan", "prelaunch", "tune")  # fmt: skip
 
 
 def test_every_command_is_here() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from interpreter import Interpreter
 from sidelane import Communicator, Config
 from sidelane.cli import launch
 from sidelane.cli.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
 from sidelane.machine import local
+
+PATIENT_S = 60.0
+"""However busy the machine is."""
 
 
 def add_ranks(rank: Rank, offset: int) -> tuple[float, str]:
@@ -105,12 +108,14 @@ def end_in_the_middle_of_a_line(rank: Rank) -> None:
 
 def wait_for_nothing(rank: Rank, folder: str) -> None:
     """Deaf to being asked to end, as whoever waits inside of a library is."""
+    launch.GRACE_S = PATIENT_S
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(folder, f"rank{rank.rank}").write_text(str(os.getpid()))
     time.sleep(100)
 
 
 def sleep_and_clean_up(rank: Rank, folder: str) -> None:
+    launch.GRACE_S = PATIENT_S
     path = Path(folder, f"rank{rank.rank}")
     try:
         path.write_text(str(os.getpid()))  # from here on it may be interrupted
@@ -220,49 +225,45 @@ def test_ranks_that_do_not_finish_are_ended_and_clean_up(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def parent_of(function: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process that runs ``function`` on two ranks, and the ids of these once they are at work."""
+def parent_of(function: str, interpreter: Interpreter, folder: Path) -> tuple[int, list[int]]:
+    """The id of a program that runs ``function`` on two ranks, a session of its own, and those of these at work."""
     script = (
+        f"import os; os.setsid(); sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "from test_launch import *\n"
-        "launch.GRACE_S = 60.0\n"  # however busy the machine is
-        f"if __name__ == '__main__': run_ranks({function}, 2, {str(folder)!r}, timeout_s=100)\n"
+        f"launch.GRACE_S = {PATIENT_S}\n"
+        f"run_ranks({function}, 2, {str(folder)!r}, timeout_s=100)\n"
     )
-    (folder / "parent.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    parent = subprocess.Popen(
-        [sys.executable, str(folder / "parent.py")],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    (parent,) = interpreter.start(script, folder, ())
     files = [folder / "rank0", folder / "rank1"]
     assert until(lambda: all(file.exists() and file.read_text() for file in files)), "ranks did not start"
     return parent, [int(file.read_text()) for file in files]
 
 
 @pytest.mark.long
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path):
-    parent, ranks = parent_of("wait_for_nothing", tmp_path)
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(interpreter: Interpreter, tmp_path: Path):
+    parent, ranks = parent_of("wait_for_nothing", interpreter, tmp_path)
     for _ in range(2):
-        os.killpg(parent.pid, signal.SIGINT)
+        os.killpg(parent, signal.SIGINT)
         time.sleep(0.5)
-    parent.communicate(timeout=60)
+    interpreter.wait(60)
     assert until(lambda: not any(map(alive, ranks))), "ranks outlived their parent"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed parent"])
-def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals):
-    parent, ranks = parent_of("sleep_and_clean_up", tmp_path)
+def test_ranks_end_with_their_parent(interpreter: Interpreter, tmp_path: Path, how: signal.Signals):
+    parent, ranks = parent_of("sleep_and_clean_up", interpreter, tmp_path)
     if how is signal.SIGINT:
-        os.killpg(parent.pid, how)  # a terminal sends Ctrl-C to all of them
+        os.killpg(parent, how)  # a terminal sends Ctrl-C to all of them
     else:
-        parent.send_signal(how)
-    _, errors = parent.communicate(timeout=60)
+        os.kill(parent, how)
+    codes, *_ = interpreter.wait(60)
     assert until(lambda: not any(map(alive, ranks))), "ranks outlived their parent"
     assert not list(tmp_path.glob("rank*")), "ranks did not clean up"
     if how is signal.SIGINT:
+        errors = (tmp_path / "err-0").read_text()  # of the ranks as well, which have ended
         assert errors.count("KeyboardInterrupt") == 1, errors
+    else:
+        assert codes == [-how]
 
 
 def until(condition, timeout_s: float = 60.0) -> bool:

@@ -23,7 +23,7 @@ from sidelane.program.collective import Kind
 
 @pytest.mark.parametrize("n", [2, 3, long(4), long(6), long(8)])
 def test_moving_collectives(pool: RankPool, n: int) -> None:
-    sizes = (1, 1023) if n in (2, 4) else (257,)
+    sizes = {2: (1,), 4: (1, 1023)}.get(n, (257,))
     assert pool.run(sweeps.moving_sweep, n, (torch.bfloat16,), sizes) == [2 * len(sizes)] * n
 
 
@@ -35,7 +35,7 @@ def test_every_dtype_moves(pool: RankPool, n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, long(5), long(7), long(8)])
 def test_reducing_collectives(pool: RankPool, n: int) -> None:
-    dtypes = REDUCING_DTYPES if n in (2, 3) else (torch.float32,)
+    dtypes = REDUCING_DTYPES if n == 3 else (torch.float32,)
     assert pool.run(sweeps.reducing_sweep, n, dtypes, (333,)) == [8 * len(dtypes)] * n
 
 

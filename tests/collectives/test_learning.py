@@ -63,7 +63,7 @@ def test_a_storm_in_memory_of_several_pieces(pool: RankPool) -> None:
     assert sum(said["hits"] for said in found) > 50 and sum(said.get("misses", 0) for said in found) > 0
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_freed_memory_is_given_back_without_a_call(pool: RankPool, n: int) -> None:
     found = pool.run(learn_cases.gives_back, n, 700)
     for rank, given_back in enumerate(found):

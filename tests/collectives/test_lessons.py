@@ -19,14 +19,14 @@ from sidelane.config import COMPUTE, NOTHING, Config
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
 
-@pytest.mark.parametrize("period", [1, 5, 25])
+@pytest.mark.parametrize("period", [1, long(5), 25])
 def test_what_comes_again_is_made_by_compiled_code(pool: RankPool, period: int) -> None:
     for native, ahead, numbers in pool.run(lesson_cases.made_by, 2, period, 200):
         assert all(native[-100:]) and all(ahead[-100:])
         assert numbers == 200 + 10 + lesson_cases.SETTLED
 
 
-@pytest.mark.parametrize("python_calls", [(3, 300), (250, 20), (100, 101)])
+@pytest.mark.parametrize("python_calls", [(3, 300), (250, 20), long((100, 101))])
 def test_ranks_need_not_have_compiled_code_at_the_same_time(pool: RankPool, python_calls: tuple[int, int]) -> None:
     for native, ahead, numbers in pool.run(lesson_cases.compiled_late, 2, python_calls, 400):
         assert all(native[-50:]) and all(ahead[-300:])

@@ -184,7 +184,7 @@ def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int, calls: int) ->
     """Nothing of an earlier step is taken for results of experts without room: forward and backward, on two ranks."""
     with communicator(group) as comm:
         n, draws, device, done = comm.world_size, Draws(seed, comm.rank), comm.device, 0
-        kinds = ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2), (torch.float16, 3))
+        kinds = ((torch.bfloat16, 1), (torch.float32, 2), (torch.float32, 1), (torch.float16, 3))
         for dtype, k in itertools.islice(itertools.cycle(kinds), calls):
             tokens, each, columns = 6, 2, 8
             near = [*range(each), *range((n - 1) * each, n * each)]  # experts of the first rank and of the last one

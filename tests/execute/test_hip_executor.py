@@ -33,7 +33,7 @@ from sidelane.program.transform import freeze, hold, prelaunch
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, *map(long, (4, 5, 6, 7)), 8])
+@pytest.mark.parametrize("ranks", [long(2), 3, *map(long, (4, 5, 6, 7)), 8])
 def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> None:
     with hip_world(ranks, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(ranks)[:: 1 if ranks < 8 else 5]):

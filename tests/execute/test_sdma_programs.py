@@ -106,7 +106,7 @@ def programs(n: int, draw: random.Random) -> Iterator[tuple[Program, ...]]:
         yield (build_batch(Batch("all_gather", n, parts), variant, [Transport.PUSH] * 2),)
 
 
-@pytest.mark.parametrize("n", [2, 3, long(4), long(5), long(6), long(7), 8])
+@pytest.mark.parametrize("n", [2, 3, 4, *map(long, (5, 6, 7, 8))])
 def test_every_program_moves_the_right_bytes(n: int) -> None:
     """Each three times in a row, with engines in random order, on fresh inputs."""
     draw = random.Random(n)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ddp_cases
 import pytest
-from marks import long
 from ranks import RankPool
 
 
@@ -14,7 +13,8 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool) -> None:
             assert calls >= (3 if name in ("one bucket", "frozen") else 5), name
 
 
-@pytest.mark.parametrize("n", [2, long(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("n", [2, 3])
 def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
     for calls, first, last in pool.run(ddp_cases.curves, n, 100):
         assert calls >= 199 and last < 0.7 * first, "it learns"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import slices
+from marks import long
 from ranks import RankPool, crew
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 4), (4, 5)])
+@pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), long(2, 2), (3, 3), long(3, 4), (4, 5)])
 def test_slices_go_as_they_come(pool: RankPool, world_size: int, seed: int) -> None:
     pool.run(slices.gathered, world_size, seed, 60)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
@@ -66,7 +67,7 @@ def peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
         assert block.tensor[-1] == 100 + (rank - 1) % n
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, (1, 4, 6), (7, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, long(8), (1, 4, 6), (7, 2)])
 def test_peers_see_each_others_bytes(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
     pool.run(peers_see_each_others_bytes, ranks)
 

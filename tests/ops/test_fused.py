@@ -37,9 +37,10 @@ LLAMAS = [  # shape, trains, sequence, bias, dtype, dynamic
 SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
 
 
-@pytest.mark.parametrize("world_size", [long(1), long(2), long(3), 4])
-def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
+@pytest.mark.parametrize(("world_size", "calls"), [long(1, 12), long(2, 12), long(3, 12), (4, 8), long(4, 12)])
+def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int, calls: int) -> None:
+    done = four.run(fused_ops.gemv_back_to_back, world_size, world_size, calls, timeout_s=110)
+    assert done == [calls] * world_size
 
 
 @pytest.mark.parametrize("world_size", [long(2), 3])
@@ -85,17 +86,20 @@ def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
     assert found == [{"cells", "pushed"}] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, long(2), long(3), 4])
-def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
+@pytest.mark.parametrize(("world_size", "calls"), [(1, 8), long(1, 16), long(2, 16), long(3, 16), (4, 8), long(4, 16)])
+def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int, calls: int) -> None:
+    done = four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, calls, timeout_s=110)
+    assert done == [calls] * world_size
 
 
 def test_norms_of_one_row(four: Crew) -> None:
     assert four.run(fused_ops.norms_of_one_row, 2, timeout_s=110) == [6, 6]
 
 
-def test_norms_in_8_bits(four: Crew) -> None:
-    assert four.run(fused_ops.quantized_norms, 3, [(1, 6), (5, 34), (2, 300)], timeout_s=110) == [54] * 3
+@pytest.mark.parametrize("world_size", [2, long(3)])
+def test_norms_in_8_bits(four: Crew, world_size: int) -> None:
+    sizes = [(1, 6), (5, 34), (2, 300)]
+    assert four.run(fused_ops.quantized_norms, world_size, sizes, timeout_s=110) == [54] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, long(3)])
@@ -115,9 +119,10 @@ def test_a_nan_stays_visible_in_8_bits(four: Crew) -> None:
     four.run(fused_ops.norms_of_nan, 2, timeout_s=110)
 
 
-@pytest.mark.parametrize("world_size", [long(2), 3])
-def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+@pytest.mark.parametrize(("world_size", "calls"), [long(2, 3), (3, 2), long(3, 3)])
+def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int, calls: int) -> None:
+    done = four.run(fused_embeddings.forward_back_to_back, world_size, world_size, calls, timeout_s=110)
+    assert done == [3 * calls] * world_size
 
 
 def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
