@@ -37,10 +37,10 @@ def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: i
         assert sum(counts.get("replaced", 0) for counts, _ in found) > 0
 
 
-@pytest.mark.parametrize("mode", ["learn", long("always")])
-def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
-    """On a made-up driver: CPU ranks capture nothing."""
-    found = pool.run(storm_cases.with_graphs, 2, mode, 70, 1)
+@pytest.mark.parametrize(("mode", "steps"), [("learn", 70), long("always", 100)])
+def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str, steps: int) -> None:
+    """On a made-up driver: CPU ranks capture nothing. So many steps have graphs on memory of every kind."""
+    found = pool.run(storm_cases.with_graphs, 2, mode, steps, 1)
     assert [said for _, said in found] == [""] * 2
     for counts, _ in found:
         assert counts["wrong"] == counts["errors"] == counts["stale"] == counts["mapped at the end"] == 0
