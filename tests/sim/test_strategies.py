@@ -288,7 +288,7 @@ def test_our_own_kernels_alone_are_as_fast_as_measured(kind):
     ("file", "median", "worst"), [("collectives", 0.06, 0.17), ("isolated", 0.02, 0.1)], ids=["graphs", "eager"]
 )
 def test_small_exchanges_by_our_kernels_are_as_fast_as_measured_in_graphs_and_eagerly(file, median, worst):
-    """Of 1 KiB to 4 GiB, and of 64 KiB to 896 MiB. One latency for both launches was 161% off in graphs."""
+    """The files have 1 KiB to 4 GiB, and 64 KiB to 896 MiB. One latency for both launches was 161% off in graphs."""
     h200, captured = named("h200x2"), file == "collectives"
     fastest: dict[tuple[str, int], float] = {}
     for row in read(RESULTS / f"{file}.json").rows:

@@ -89,7 +89,7 @@ class SplitGemmAllReduce:
                 torch.mm(x[rows], transposed, out=part)
                 works.append(self.comm.all_reduce(part, async_op=True, beside=COMPUTE))
             torch.mm(x[last], transposed, out=values)
-            # Asynchronous behind asynchronous calls, since a call on another stream than the one before takes longer.
+            # It is asynchronous if others are: a call on another stream than the one before takes the host longer.
             works.append(self.comm.all_reduce(values, async_op=bool(ahead), beside=NOTHING))
             for work in works:
                 if work is not None:

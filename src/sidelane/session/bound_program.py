@@ -22,7 +22,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
-from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
+from sidelane.errors import ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
 from sidelane.memory.base import SymmetricBlock
 from sidelane.modes import untraced
@@ -195,16 +195,13 @@ class BoundProgram:
         call = calls.number()
         place = calls.backend.place()
         region = _CAPTURED if place[1] else _EAGER
-        try:  # plainly, as in all that an operator in parts calls for each part: contexts take the host longer
+        with calls.telling_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, place) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
-        except Exception as error:
-            calls.refuse(call, self._name, error)
-            raise
         calls.announce(call, prepared.signature, compares=False)
         work = calls.run(prepared, call, async_op, self._tensors, self._written, place)
         if self._has_callers:
@@ -228,14 +225,11 @@ class BoundProgram:
         """
         self._check_number("trigger", number)
         place = self._place_of_call("trigger")
-        try:
+        with self._calls.failing_for_good():
             if place[1]:
                 cast(Marked, self._captured_work).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
-        except (PeerError, KeyboardInterrupt) as error:
-            self._calls.fail(error)
-            raise
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
@@ -278,14 +272,11 @@ class BoundProgram:
                 f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
             )
         place = self._place_of_call("wait_for_arrival")
-        try:
+        with self._calls.failing_for_good():
             if place[1]:
                 cast(Marked, work).follow(number, place)
             else:
                 self._arrivals[number].follow(self._epoch, place, work)
-        except (PeerError, KeyboardInterrupt) as error:
-            self._calls.fail(error)
-            raise
 
     def renew(self, call: int) -> None:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
