@@ -20,6 +20,7 @@
 # CLIENTS        which programs `make test-clients` runs, such as "torch_dcp lightning_ddp"; all if empty.
 # SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--storm 100000", "--help".
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
+#                A process that crashes is named and not replaced: with another one in its place the run hung at its end.
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
@@ -35,7 +36,7 @@ SEED ?=
 ATTACK ?=
 CLIENTS ?=
 SOAK ?=
-PARALLEL ?= --numprocesses 3 --dist loadfile
+PARALLEL ?= --numprocesses 3 --dist loadfile --max-worker-restart=0
 
 # Not `pip install .[docs]`, which would put another sidelane next to the one of this checkout.
 export DOCS_REQUIREMENTS := import tomllib; \
