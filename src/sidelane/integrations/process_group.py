@@ -61,8 +61,8 @@ class SidelaneGroup(dist.ProcessGroup):
         owned: bool = True,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
-        self._store, self._timeout, self._ranks = store, timeout, tuple(ranks)
-        witness = Witness(store, rank, self._ranks)
+        self._store, self._timeout, self.world_ranks = store, timeout, tuple(ranks)
+        witness = Witness(store, rank, self.world_ranks)
         self._other, self._owned = other(), owned
         witness.meet()
         self._name = self._description = "undefined"
@@ -70,7 +70,7 @@ class SidelaneGroup(dist.ProcessGroup):
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
+        nodes = find_nodes(store, rank, self.world_ranks, timeout, config.current())
         self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
@@ -151,11 +151,12 @@ class SidelaneGroup(dist.ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         chosen = sorted(new_ranks)
-        ranks = [self._ranks[rank] for rank in chosen]
+        ranks = [self.world_ranks[rank] for rank in chosen]
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, chosen))}"
         store = dist.PrefixStore(f"{name}/", self._store)
         arguments = (store, chosen.index(self.rank()), len(chosen), timeout or self._timeout)
-        made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, ranks, None))
+        # Of the default group's NCCL communicator nothing is split: these ranks may be of several worlds.
+        made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, (), None))
         made.take_devices(*self._dispatcher.what_was_asked())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
