@@ -26,8 +26,9 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
+from sidelane import fsdp
 from sidelane.integrations import batches as sidelane_batches
-from sidelane.integrations import calls, fsdp, ledger
+from sidelane.integrations import calls, ledger
 from sidelane.integrations.process_group import SidelaneGroup
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -566,8 +567,6 @@ def compiled_as_gloos(gloo: dist.ProcessGroup, backend: str = "aot_eager") -> No
                 counters.clear()
                 torch.manual_seed(0)
                 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
-                if group is ours and function is trains and backend == "aot_eager":
-                    sidelane.ddp.enable(model)
 
                 def step(x: torch.Tensor) -> torch.Tensor:
                     made = function(x)  # noqa: B023

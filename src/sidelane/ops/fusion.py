@@ -23,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
+from sidelane.log import UnfailingLogger
 from sidelane.memory.exchange import ranks_of
 from sidelane.ops import gemv, library, rms_norm
 from sidelane.ops.fusion_graph import (
@@ -42,7 +43,7 @@ from sidelane.ops.handle import FLOATS
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.session import Communicator
 
-logger = logging.getLogger(__name__)
+logger = UnfailingLogger(logging.getLogger(__name__))
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
