@@ -12,7 +12,7 @@ from ranks import RankPool
 
 import sidelane
 from interpreter import Interpreter
-from sidelane import Config, log
+from sidelane import Config, log, ranges
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.config import from_environment
@@ -123,6 +123,57 @@ def test_a_handler_of_the_program_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     log.show(logging.INFO)
     assert logger.handlers == [lines] and logger.propagate
     logger.setLevel(logging.NOTSET)
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise LookupError("a handler of the program")
+
+
+class Spoiled(Lines):
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise LookupError("a filter of the program")
+
+
+def with_a_broken_log(group: dist.ProcessGroup, handler: type[logging.Handler]) -> None:
+    """Calls that are new log a line: those of a communicator and of a group, and those that go to Gloo."""
+    broken, logger = handler(), logging.getLogger("sidelane")
+    if dist.get_rank(group):
+        logger.addHandler(broken)
+    logger.setLevel(logging.INFO)
+    try:
+        with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
+            comm.all_reduce(torch.ones(5))
+        own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
+        for dtype in (torch.float32, torch.float64):
+            dist.all_reduce(torch.ones(3, dtype=dtype), group=own)
+        dist.destroy_process_group(own)
+        ranges.observe(object())  # type: ignore[arg-type]  # each of its methods fails, and is logged
+        try:
+            with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
+                comm.all_reduce(torch.ones(5))
+        finally:
+            ranges.leave(ranges.observers[-1])
+    finally:
+        logger.removeHandler(broken)
+        logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("handler", [Broken, Spoiled])
+def test_a_log_of_the_program_that_fails_fails_no_call(pool: RankPool, handler: type[logging.Handler]) -> None:
+    pool.run(with_a_broken_log, 2, handler)
+
+
+def test_a_log_that_fails_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log.calls.logger, "handlers", [Broken()])
+    log.calls.warning("of use")
+    assert "LookupError: a handler of the program" in capsys.readouterr().err
+    lines = Lines()
+    monkeypatch.setattr(log.calls.logger, "handlers", [lines])
+    lines.setFormatter(logging.Formatter("%(filename)s"))
+    lines.emit = lambda record: lines.found.append(lines.format(record))  # type: ignore[method-assign]
+    log.calls.warning("of use")
+    assert lines.found == [Path(__file__).name]
 
 
 def test_levels_that_there_are_not() -> None:

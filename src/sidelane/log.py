@@ -10,14 +10,32 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
+from typing import Any
 
 LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "WARNING": logging.WARNING}
 """Values of ``SIDELANE_LOG``; capital letters do not matter."""
 
-calls = logging.getLogger("sidelane.calls")
+
+class UnfailingLogger(logging.LoggerAdapter[logging.Logger]):
+    """Logger whose handlers and filters, which are the program's, fail no call: peers would wait for it.
+
+    An error of one is printed to the standard error, as Python's own handlers do.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """See ``logging.Logger.log``; the other methods come here."""
+        try:
+            super().log(level, msg, *args, stacklevel=2, **kwargs)
+        except Exception:
+            if logging.raiseExceptions and sys.stderr:
+                traceback.print_exc()
+
+
+calls = UnfailingLogger(logging.getLogger("sidelane.calls"))
 """Logger of communicators and their calls. Unless a handler is set up, it prints nothing, not even warnings."""
 
-calls.addHandler(logging.NullHandler())
+calls.logger.addHandler(logging.NullHandler())
 
 
 def show(level: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane.errors import PeerError, PeerTimeoutError
@@ -424,6 +427,63 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             (error,) = one.errors
             assert isinstance(error, PeerTimeoutError) and error.ranks == (2,), error
             assert "which have not come" in str(error) and one.ring.tensor[STOP] == 1
+
+
+def say_nothing(stranger: socket.socket) -> None:
+    """Wait until rank 0 hangs up."""
+    with contextlib.suppress(OSError):
+        stranger.recv(1)
+
+
+def drip(stranger: socket.socket) -> None:
+    """Say a byte at a time, each in time."""
+    with contextlib.suppress(OSError):
+        while True:
+            stranger.sendall(b"0")
+            time.sleep(0.3)
+
+
+def lie(stranger: socket.socket) -> None:
+    """Say a whole hello without the token."""
+    with contextlib.suppress(OSError):
+        stranger.sendall(bytes(48))
+        say_nothing(stranger)
+
+
+def leave(stranger: socket.socket) -> None:
+    """Hang up in the middle of a hello."""
+    stranger.sendall(b"0" * 10)
+
+
+@pytest.mark.parametrize(
+    ("behave", "number"), [(say_nothing, 8), (drip, 4), (lie, 40), (leave, 40), long(say_nothing, 300)]
+)
+def test_strangers_keep_no_rank_from_the_meeting(behave: Callable[[socket.socket], None], number: int) -> None:
+    store, found = dist.HashStore(), dict[int, FarConnections]()
+
+    def be(stranger: socket.socket) -> None:
+        with stranger:
+            behave(stranger)
+
+    def meet(rank: int) -> None:
+        if rank == 2:  # who has come before rank 1
+            store.wait(["at/0"])
+            port = json.loads(store.get("at/0"))[1]
+            strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(number)]
+            for stranger in strangers:
+                threading.Thread(target=be, args=(stranger,), daemon=True).start()
+            came.set()
+        else:
+            if rank == 1:
+                assert came.wait(20)
+            found[rank] = FarConnections(store, rank, [1 - rank], 10.0)
+
+    came = threading.Event()
+    each(3, meet)
+    found[0].send_header(1, Header(*range(6)))
+    assert found[1].receive_header(0) == Header(*range(6))
+    for links in found.values():
+        links.close()
 
 
 def test_a_rank_that_stops_is_named() -> None:

@@ -162,7 +162,7 @@ def main(options: PlanOptions) -> None:
         say(console, line, style="bold")
     console.print()
     console.print(plan_table(machine, step, found).to_rich())
-    for line in advice(machine, step, found):
+    for line in advice(machine, step, found) if fits(machine, step) else ():
         say(console, line)
     rows = [{**_asked(machine, step, FSDP, one.times), **one.to_dict()} for one in found]
     say_written(write_numbers(options.json, "plan", machine, rows))
@@ -212,7 +212,7 @@ def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
 def answer(
     machine: Machine, step: Step, strategy: str, best: StepTimes, usual: StepTimes, sharding: str = FSDP
 ) -> list[str]:
-    """Say whether a step fits, what it reaches, what stays exposed, and what to write."""
+    """Say whether a step fits, what it reaches, what stays exposed, and what to write where it fits."""
     is_enough = fits(machine, step, sharding)
     lines = [f"{step.model.name} {'fits' if is_enough else 'does not fit'} on {machine.title} ({machine.runs})."]
     lines += _memory_words(machine, step, sharding)
@@ -224,6 +224,8 @@ def answer(
         f"{condition}{ours:,.0f} tokens a second of all GPUs with Sidelane, {theirs:,.0f} with the vendor's library.",
         f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
     ]
+    if not is_enough:
+        return lines
     if machine.runs is RunStatus.UNSUPPORTED:
         lines.append("Sidelane has never run on AMD GPUs: the plan says what copy engines could give.")
     elif strategy not in CODE:
@@ -269,7 +271,9 @@ def _what_fits(machine: Machine, step: Step) -> list[str]:
     least = dataclasses.replace(step, tokens=step.sequence)
     if fits(machine, least):
         ways.append(f"with --tokens {least.tokens} ({memory_gb(machine, least):.0f} GB)")
-    return [f"It fits {', or '.join(ways)}."] if ways else []
+    if ways:
+        return [f"It fits {', or '.join(ways)}."]
+    return ["Nothing fits: neither recomputed layers, more such GPUs, 8-bit moments of Adam, nor fewer tokens."]
 
 
 def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
@@ -279,7 +283,7 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
         raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
     shardings = (FSDP,) if options.fsdp else (FSDP, HSDP)
     console = tables_console(options.json)
-    steps, answers, found = {}, list[str](), list[NodesStep]()
+    steps, answers, advised, found = {}, list[str](), list[str](), list[NodesStep]()
     with progress("simulating") as update:
         for count in counts:
             update(f"{count} nodes")
@@ -288,15 +292,16 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
             mine = plan_nodes(there, steps[count], shardings)
             found += mine
             if count in (counts[0], counts[-1]):
-                fitting = [one for one in mine if fits(there, steps[count], one.sharding)] or mine
-                best = min(fitting, key=lambda one: one.times.time_us)
+                fitting = [one for one in mine if fits(there, steps[count], one.sharding)]
+                best = min(fitting or mine, key=lambda one: one.times.time_us)
                 given = (best.strategy, best.times, mine[0].times, best.sharding)
                 answers += answer(there, steps[count], *given)
+                advised += nodes_advice(best, mine[0]) if fitting else []
     for line in answers:
         say(console, line, style="bold")
     console.print()
     console.print(nodes_table(machine, step, found).to_rich())
-    for line in nodes_advice(found):
+    for line in advised:
         say(console, line)
     if recomputed := [str(count) for count, one in steps.items() if one.recomputed]:
         say(console, f"Layers are recomputed in the backward pass on {', '.join(recomputed)} nodes.")
@@ -344,19 +349,14 @@ def nodes_table(machine: Machine, step: Step, found: Sequence[NodesStep]) -> Tab
     return Table(title, columns, tuple(lines), notes, keys=3)
 
 
-def nodes_advice(found: Sequence[NodesStep]) -> list[str]:
-    """Say for the fewest and the most nodes what is fastest, and what it saves over the library's kernels."""
-    lines = []
-    for count in dict.fromkeys((found[0].nodes, found[-1].nodes)):
-        mine = [one for one in found if one.nodes == count]
-        best, usual = min(mine, key=lambda one: one.times.time_us), mine[0]
-        saved = usual.times.time_us - best.times.time_us
-        share = 100 * saved / usual.times.time_us
-        lines.append(
-            f"{count} nodes: {best.sharding}, {best.strategy}: {_ms(saved)} ms a step less ({share:.0f}%) than "
-            f"{usual.sharding}, {usual.strategy}."
-        )
-    return lines
+def nodes_advice(best: NodesStep, usual: NodesStep) -> list[str]:
+    """Say what the fastest step that fits saves over the library's kernels."""
+    saved = usual.times.time_us - best.times.time_us
+    share = 100 * saved / usual.times.time_us
+    return [
+        f"{best.nodes} nodes: {best.sharding}, {best.strategy}: {_ms(saved)} ms a step less ({share:.0f}%) than "
+        f"{usual.sharding}, {usual.strategy}."
+    ]
 
 
 def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder: Path) -> Path:
@@ -451,10 +451,10 @@ def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
 
 
 def advice(machine: Machine, step: Step, found: list[PlannedStep]) -> list[str]:
-    """Say what to change, most first: a strategy that exposes less, or more tokens where nothing can hide it all."""
+    """Say what to change in a step that fits, most first: a strategy, or more tokens where these would fit, too."""
     library, best = found[0].times, min(found, key=lambda one: one.times.time_us)
     saved = library.time_us - best.times.time_us
-    lines = []
+    longer, lines = dataclasses.replace(step, tokens=step.tokens + step.sequence), []
     if best.strategy != "library" and saved > WORTH * library.time_us:
         share = 100 * saved / library.time_us
         lines.append(f"{_recipe(best)}: {_ms(saved)} ms a step less ({share:.0f}%).")
@@ -465,8 +465,10 @@ def advice(machine: Machine, step: Step, found: list[PlannedStep]) -> list[str]:
     if best.times.communication_us > best.times.compute_us:
         factor = best.times.communication_us / best.times.compute_us
         more = math.ceil(step.tokens * factor / step.sequence) * step.sequence
-        lines.append(f"The collectives outlast the computation: from about {more} tokens a rank they could hide.")
-    elif best.times.exposed_us > 0.05 * best.times.time_us:
+        enough = dataclasses.replace(step, tokens=more)
+        need = "" if fits(machine, enough) else f", which need {memory_gb(machine, enough):.0f} GB and do not fit"
+        lines.append(f"The collectives outlast the computation: they could hide from about {more} tokens a rank{need}.")
+    elif best.times.exposed_us > 0.05 * best.times.time_us and fits(machine, longer):
         lines.append("The collectives could hide: more tokens a rank make what stays exposed a smaller share.")
     return lines
 

@@ -27,13 +27,14 @@ from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
 from sidelane.execute.monitor import NO_CALL, PeerMonitor
+from sidelane.log import UnfailingLogger
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.wraparound import reached
 
-logger = logging.getLogger(__name__)
+logger = UnfailingLogger(logging.getLogger(__name__))
 
 
 @dataclasses.dataclass(slots=True, eq=False)

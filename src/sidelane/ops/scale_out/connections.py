@@ -11,10 +11,11 @@ import json
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -30,6 +31,8 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sqq")
 _MOST_NOTE_BYTES = 1 << 16
 _LISTENS_S = 1.0
+_MOST_CALLERS = 256
+"""Largest number of connections that are kept open before they have said who they are; the oldest ends first."""
 
 
 class Header(NamedTuple):
@@ -82,7 +85,7 @@ class FarConnections:
         if not fars:
             return
         until = time.monotonic() + timeout_s
-        with socket.create_server(("", 0), backlog=2 * len(fars) + 16) as server:
+        with socket.create_server(("", 0), backlog=2 * len(fars) + _MOST_CALLERS) as server:
             token = secrets.token_hex(_TOKEN_BYTES)
             store.set(f"at/{rank}", json.dumps((_own_address(), server.getsockname()[1], token)))
             try:
@@ -115,23 +118,19 @@ class FarConnections:
             kind[far] = _prepared(made)
 
     def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
-        server.settimeout(STEP_S)
-        while missing := [far for far in fars if far not in self.data or far not in self.control]:
-            _require_time(until, missing)
-            try:
-                made, _ = server.accept()
-            except TimeoutError:
-                continue
-            try:
-                made.settimeout(max(STEP_S, min(5.0, until - time.monotonic())))
-                found, far, number = _HELLO.unpack(_exactly(made, _HELLO.size))
-            except (OSError, struct.error):
-                made.close()
-                continue
-            if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars or number not in (0, 1):
-                made.close()  # a stranger
-                continue
-            (self.data, self.control)[number][far] = _prepared(made)
+        with contextlib.closing(_Callers(server)) as callers:
+            while missing := [far for far in fars if far not in self.data or far not in self.control]:
+                _require_time(until, missing)
+                for made, hello in callers.heard():
+                    found, far, number = _HELLO.unpack(hello)
+                    if (
+                        not secrets.compare_digest(found, token.encode("ascii"))
+                        or far not in fars
+                        or number not in (0, 1)
+                    ):
+                        made.close()  # a stranger
+                    else:
+                        (self.data, self.control)[number][far] = _prepared(made)
 
     def send_header(self, target: int, header: Header) -> None:
         """Send a header on its way. Raises :class:`Gone`."""
@@ -204,6 +203,64 @@ class FarConnections:
             made.close()
 
 
+class _Callers:
+    """Connections to a server that have not said yet who they are, all heard side by side: none costs others time.
+
+    Args:
+        server: server that listens. Its owner closes it.
+    """
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server, self._said = server, dict[socket.socket, bytes]()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        server.setblocking(False)
+
+    def heard(self) -> Iterator[tuple[socket.socket, bytes]]:
+        """Yield the connections that have sent a whole hello, with it, after ``STEP_S`` at the latest."""
+        ready = [key.fileobj for key, _ in self._selector.select(STEP_S)]
+        for made in [made for made in self._said if made in ready]:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    more = made.recv(_HELLO.size - len(self._said[made]))
+                except ConnectionError:
+                    more = b""
+                self._said[made] += more
+                if not more:
+                    self._forget(made).close()
+                elif len(self._said[made]) == _HELLO.size:
+                    hello = self._said[made]
+                    yield self._forget(made), hello
+        if self._server in ready:
+            self._take()
+
+    def _take(self) -> None:
+        for _ in range(_MOST_CALLERS):
+            try:
+                made, _ = self._server.accept()
+            except BlockingIOError:
+                return  # there are no more
+            except OSError:  # the caller has gone, or this process has no descriptor for it now
+                time.sleep(STEP_S / 10)
+                return
+            if len(self._said) >= _MOST_CALLERS:
+                self._forget(next(iter(self._said))).close()  # ranks say who they are at once
+            made.setblocking(False)
+            self._said[made] = b""
+            self._selector.register(made, selectors.EVENT_READ)
+
+    def _forget(self, made: socket.socket) -> socket.socket:
+        self._selector.unregister(made)
+        del self._said[made]
+        return made
+
+    def close(self) -> None:
+        """Close the connections of those who never said who they are."""
+        for made in self._said:
+            made.close()
+        self._selector.close()
+
+
 def _prepared(made: socket.socket) -> socket.socket:
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -222,16 +279,6 @@ def _send_whole(made: socket.socket, words: bytes) -> None:
             if not poll.poll(_LISTENS_S * 1000):
                 made.shutdown(socket.SHUT_RDWR)
                 return
-
-
-def _exactly(made: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = made.recv(count - len(found))
-        if not more:
-            break
-        found += more
-    return found
 
 
 def _require_time(until: float, missing: Sequence[int]) -> None:
