@@ -21,7 +21,7 @@ from marks import long
 
 import sidelane
 from interpreter import Interpreter
-from sidelane import Communicator, Session, config, ddp, errors, fsdp, overlap, pool, wrap
+from sidelane import Communicator, Session, config, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
 from sidelane.config import VARIABLES, Config, from_environment
 from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
@@ -74,9 +74,8 @@ WRONG: Any = 3
         (lambda: overlap(lambda: None, lambda comm: None, WRONG), Page.OVERLAP),
         (lambda: possible("fastest", torch.device("cpu")), Page.OVERLAP),
         (lambda: fsdp.enable(torch.nn.Linear(2, 2)), Page.FSDP),
-        (lambda: ddp.enable(WRONG), Page.ONE_LINE),
     ],
-    ids=["overlap", "strategy", "fsdp", "ddp"],
+    ids=["overlap", "strategy", "fsdp"],
 )
 def test_what_is_called_wrongly_says_where_it_is_described(call: Callable[[], object], page: Page) -> None:
     with pytest.raises(ValueError, match=r"\(value=") as refused:
@@ -127,7 +126,7 @@ def test_a_forgotten_group_is_told_how_to_make_one() -> None:
         (lambda: Communicator(timeout_s=3), "'timeout_s' (allowed=group=, device=, config=)", Page.ERRORS),
         (lambda: pool(1 << 20), "'nbytes' (allowed=communicator, nbytes)", Page.ERRORS),
         (lambda: fsdp.enable(), "'model' (allowed=model, config=, straight_into_parameters=)", Page.FSDP),
-        (lambda: ddp.enable(modle=3), "(did you mean 'model'?)", Page.ONE_LINE),
+        (lambda: fsdp.enable(modle=3), "(did you mean 'model'?)", Page.FSDP),
         (lambda: pool(1 << 20, 3), "pool: communicator (value=1048576, allowed=a Communicator)", Page.ERRORS),
     ],
 )
@@ -197,6 +196,7 @@ def test_what_an_error_says_last_is_not_where_to_read() -> None:
 def test_what_is_optional_is_in_the_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(PACKAGES.values()) == set(project["optional-dependencies"]["cuda"])
+    assert [PACKAGES["triton"]] == project["optional-dependencies"]["kernels"]
     names = {re.split(r"[<>=]", package)[0] for package in PACKAGES.values()}
     assert not names & {re.split(r"[<>=]", package)[0] for package in project["dependencies"]}
 
@@ -224,15 +224,15 @@ def test_what_is_missing_is_told_in_a_sentence(module: str, interpreter: Interpr
     code = f"import sys; sys.modules[{module!r}] = None; {does}"
     interpreter.start(code, tmp_path, ())
     *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
-    assert error.startswith(f"sidelane.errors.UnavailableError: {said}")
+    assert error.startswith(f"sidelane.errors.MissingPackageError: {said}")
     assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
 
 
-def test_operators_without_triton_name_the_command(interpreter: Interpreter, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['triton'] = None; from sidelane import ops"
-    interpreter.start(code, tmp_path, ())
+@pytest.mark.parametrize("does", ["from sidelane import ops", "import sidelane.ops", "import sidelane.ops.fusion"])
+def test_operators_without_triton_name_the_command(does: str, interpreter: Interpreter, tmp_path: Path) -> None:
+    interpreter.start(f"import sys; sys.modules['triton'] = None; {does}", tmp_path, ())
     *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
-    assert error.startswith("sidelane.errors.UnavailableError: fused operators need Triton")
+    assert error.startswith("sidelane.errors.MissingPackageError: kernels need Triton")
     assert error.endswith(errors.how_to_get("triton")) and note == f"See {Page.INSTALLATION}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Set
@@ -32,6 +33,7 @@ LAYERS = (
     ("sidelane_lab.machines",),
     ("sidelane.__main__",),
     ("sidelane.cli",),
+    ("sidelane.fsdp",),
     ("sidelane.integrations",),
     ("sidelane.c3", "sidelane.ops"),
     ("sidelane.session",),
@@ -265,6 +267,31 @@ study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
 assert [study_of(name).name for name in studies()] == list(studies())
 """
+    interpreter.run(program, tmp_path)
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_every_module_that_the_reference_lists_can_be_imported(has_triton, interpreter: Interpreter, tmp_path: Path):
+    """By each way to write it. Without Triton each is either there, or says how to get it as an import does."""
+    page = (SOURCE.parent / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- `([\w.]+)`: ((?:.|\n  )*)", page, re.MULTILINE)
+    names = {(module, name) for module, found in listed for name in re.findall(r"`(\w+)`", found) or ["*"]}
+    assert {("sidelane.fsdp", "enable"), ("sidelane.ops", "explain"), ("sidelane", "scale_out")} <= names
+    program = f"""
+import importlib, sys
+if not {has_triton}:
+    sys.modules["triton"] = None
+for module, name in {sorted(names)!r}:
+    if not module.startswith("sidelane_lab"):
+        try:
+            exec(f"import {{module}}")
+            exec(f"from {{module}} import {{name}}")
+        except ImportError as error:
+            assert not {has_triton} and "pip install 'triton" in str(error), f"{{module}}: {{error}}"
+            assert module.startswith("sidelane.ops") or name == "scale_out", module
+"""
+    if has_triton:
+        pytest.importorskip("triton")
     interpreter.run(program, tmp_path)
 
 

@@ -16,14 +16,13 @@ from sidelane.errors import (
 from sidelane.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from sidelane import fsdp as fsdp
     from sidelane import ops as ops
     from sidelane.c3.auto import choose_overlap
     from sidelane.c3.nano_batches import begin_collective, nano_batches
     from sidelane.c3.overlap import Overlap, overlap
     from sidelane.c3.shaped_matmul import ShapedMatmul
     from sidelane.c3.shaping import choose_shaping
-    from sidelane.integrations import ddp as ddp
-    from sidelane.integrations import fsdp as fsdp
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
@@ -93,19 +92,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
         # Importing torch takes seconds; `sidelane --help` and the program tools do without.
         if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
             return getattr(import_module("sidelane.session"), name)
-        if name in ("ddp", "fsdp"):
-            return import_module(f"sidelane.integrations.{name}")
-        if name in ("flight_recorder", "metrics"):
+        if name in ("flight_recorder", "fsdp", "metrics", "ops"):
             return import_module(f"sidelane.{name}")
-        if name == "ops":
-            try:
-                return import_module("sidelane.ops")
-            except ModuleNotFoundError as problem:
-                if problem.name != "triton":
-                    raise
-                from sidelane.errors import missing
-
-                raise missing("fused operators need Triton", "triton", problem) from problem
         if name in _ELSEWHERE:
             return getattr(import_module(_ELSEWHERE[name]), name)
         # Tracebacks then show the nearest of the names below.
@@ -113,4 +101,4 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "ddp", "flight_recorder", "fsdp", "metrics", "ops"})
+    return sorted({*globals(), *__all__, "flight_recorder", "fsdp", "metrics", "ops"})

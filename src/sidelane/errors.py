@@ -22,7 +22,7 @@ SEE = "See "
 PACKAGES: Mapping[str, str] = MappingProxyType(
     {"cuda.bindings": "cuda-bindings>=13", "pynvml": "nvidia-ml-py", "triton": "triton>=3.6"}
 )
-"""Packages on PyPI of modules that only GPUs need: the extra ``cuda`` has them all."""
+"""Packages on PyPI of modules that only GPUs and kernels need: the extra ``cuda`` has them all, ``kernels`` Triton."""
 
 
 class Page(enum.StrEnum):
@@ -33,7 +33,6 @@ class Page(enum.StrEnum):
     ERRORS = "docs/guide/errors.md"
     FSDP = "docs/guide/fsdp.md"
     INSTALLATION = "docs/guide/installation.md"
-    ONE_LINE = "docs/guide/one-line.md"
     OVERLAP = "docs/guide/overlap.md"
     OWN = "docs/guide/own.md"
     SETTINGS = "docs/reference/settings.md"
@@ -172,6 +171,10 @@ class UnavailableError(SidelaneError):
     """This machine or this installation lacks a requested feature; the text says which and how to get it."""
 
 
+class MissingPackageError(UnavailableError, ModuleNotFoundError):
+    """An optional package is not installed; a program that imports what needs it may catch an ``ImportError``."""
+
+
 def in_no_order(what: str, why: str) -> UnavailableError:
     """Return the error of a sum between ranks that ``Config.deterministic`` refuses.
 
@@ -182,13 +185,13 @@ def in_no_order(what: str, why: str) -> UnavailableError:
     return UnavailableError(f"{what}: refused by Config.deterministic: {why}", page=Page.DETERMINISM)
 
 
-def missing(what: str, module: str, problem: BaseException) -> UnavailableError:
+def missing(what: str, module: str, problem: BaseException) -> MissingPackageError:
     """Return the error of ``what``, which needs a module of ``PACKAGES`` that is not installed.
 
     >>> str(missing("power needs NVML", "pynvml", ImportError("No module named 'pynvml'")))
     "power needs NVML (No module named 'pynvml'): pip install nvidia-ml-py"
     """
-    return UnavailableError(f"{what} ({problem}): {how_to_get(module)}", page=Page.INSTALLATION)
+    return MissingPackageError(f"{what} ({problem}): {how_to_get(module)}", page=Page.INSTALLATION)
 
 
 def how_to_get(module: str) -> str:

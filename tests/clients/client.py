@@ -48,11 +48,11 @@ def sums(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 def enable(model: torch.nn.Module) -> None:
-    """Let Sidelane make the calls of a model of DDP or FSDP2, if the backend's name asks for it."""
+    """Let Sidelane make the calls of a model of FSDP2, if the backend's name asks for it."""
     if ENABLE:
-        from sidelane import ddp, fsdp
+        from sidelane import fsdp
 
-        (ddp if isinstance(model, torch.nn.parallel.DistributedDataParallel) else fsdp).enable(model)
+        fsdp.enable(model)
 
 
 def finish(values: Iterable[float]) -> None:

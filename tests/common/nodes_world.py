@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import sidelane
-from sidelane import config
+from sidelane import config, fsdp
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations import fsdp
 from sidelane.integrations.fallback import make_other
 from sidelane.integrations.nodes import communicator
 

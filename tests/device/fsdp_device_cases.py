@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import ddp_cases
 import fsdp_cases
 import straight_cases
 import torch
@@ -21,11 +20,6 @@ def of(context: Context, name: str, *args: Any) -> Any:
 def of_straight(context: Context, name: str, *args: Any) -> Any:
     """The same of what is gathered straight into parameters."""
     return _on(context, straight_cases, name, *args)
-
-
-def of_ddp(context: Context, name: str, *args: Any) -> Any:
-    """The same of DDP."""
-    return _on(context, ddp_cases, name, *args)
 
 
 def in_two_dimensions(context: Context) -> Any:

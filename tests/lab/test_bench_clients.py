@@ -40,7 +40,7 @@ def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
     rows = [row for row in results.rows if isinstance(row, ClientRow)]
     assert [row.to_dict() for row in rows[: len(first.rows)]] == [row.to_dict() for row in first.rows]
     training = ["gloo", "group", "enable", "none"]
-    ways = [("ddp", way) for way in training] + [("tensor", way) for way in training[:2]]
+    ways = [("ddp", way) for way in training if way != "enable"] + [("tensor", way) for way in training[:2]]
     assert [(row.program, row.way) for row in rows] == [*ways, *(("fsdp", way) for way in training)]
     for row in rows:
         library = next(one for one in rows if one.program == row.program)
@@ -57,16 +57,16 @@ def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
 
 
 def in_passes(group: dist.ProcessGroup, options: ClientOptions) -> list[ClientRow]:
-    """The study of DDP with room for one model, in which ``enable`` cannot be built."""
+    """The study of FSDP2 with room for one model, in which ``enable`` cannot be built."""
     torch.set_num_threads(1)
     this = study._Study(Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), lambda line: None), options)
     this._room = 2e6
-    enable = programs.ddp.enable
-    programs.ddp.enable = wrong  # type: ignore[assignment]
+    enable = programs.fsdp.enable
+    programs.fsdp.enable = wrong  # type: ignore[assignment]
     try:
-        return this.rows(this.case("ddp", "tiny"))
+        return this.rows(this.case("fsdp", "tiny"))
     finally:
-        programs.ddp.enable = enable
+        programs.fsdp.enable = enable
         this.close()
 
 

@@ -1,6 +1,6 @@
 """Trains under torchrun, from the last step that all ranks have saved; its first life ends in the middle.
 
-Arguments: what trains (``group``, ``ddp``, ``fsdp``), and a folder. It prints what became of whom into files there.
+Arguments: what trains (``group``, ``fsdp``), and a folder. It prints what became of whom into files there.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import sidelane
-from sidelane import Config, SidelaneError, ddp, fsdp
+from sidelane import Config, SidelaneError, fsdp
 
 STEPS, DIES_AT = 8, 4
 CONFIG = Config(timeout_s=60)
@@ -36,9 +36,7 @@ def trained(what: str) -> Iterator[nn.Module]:
         with fsdp.enable(model, config=CONFIG):
             yield model
     else:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with ddp.enable(wrapped, config=CONFIG) if what == "ddp" else contextlib.nullcontext():
-            yield wrapped
+        yield nn.parallel.DistributedDataParallel(model)
 
 
 def local(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

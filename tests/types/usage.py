@@ -11,7 +11,6 @@ from typing import assert_type
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import sidelane
 from sidelane import (
@@ -37,7 +36,6 @@ from sidelane import (
     Work,
     choose_overlap,
     choose_shaping,
-    ddp,
     fsdp,
     ops,
     overlap,
@@ -123,7 +121,7 @@ def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(step.times_us, dict[str, float])
 
 
-def groups(model: nn.Module, parallel: DistributedDataParallel) -> None:
+def groups(model: nn.Module) -> None:
     register()
     with scale_out(dist.group.WORLD) as ranks:
         assert_type(ranks, ScaleOut)
@@ -134,9 +132,6 @@ def groups(model: nn.Module, parallel: DistributedDataParallel) -> None:
     assert_type(str(found), str)
     with fsdp.enable(model) as sharded:
         assert_type(sharded.calls, int)
-    with sidelane.ddp.enable(parallel) as averaged:
-        assert_type(averaged, ddp.EnabledDdp)
-        assert_type(averaged.calls, int)
 
 
 def operators(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:

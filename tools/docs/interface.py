@@ -94,7 +94,7 @@ TASKS = {
         ),
     ),
     "training": TaskPage(
-        "Train with the process group, DDP and FSDP2",
+        "Train with the process group and FSDP2",
         "Entry points for programs that use `torch.distributed`. The guide shows "
         "[which line to change](../../guide/one-line.md), [the process group](../../guide/pytorch.md) and "
         "[FSDP2](../../guide/fsdp.md).",
@@ -105,7 +105,6 @@ TASKS = {
                 ("register", "SidelaneGroup", "wrap", "report", "Report"),
             ),
             Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp", "Elsewhere")),
-            Section("sidelane.ddp", "DistributedDataParallel", ("enable", "EnabledDdp")),
         ),
     ),
     "operators": TaskPage(
@@ -269,9 +268,6 @@ TASKS = {
 }
 """Pages by file name, in the order of the index."""
 
-LOCATIONS = {"sidelane.fsdp": "sidelane.integrations.fsdp", "sidelane.ddp": "sidelane.integrations.ddp"}
-"""Modules behind names of ``sidelane`` that are no modules themselves."""
-
 
 def index() -> str:
     """Return the list of the pages, in Markdown."""
@@ -307,11 +303,10 @@ def task_page(name: str) -> str:
 
 
 def _found(section: Section) -> Iterator[Definition]:
-    module = LOCATIONS.get(section.module, section.module)
     if section.names:
-        yield from (definition_of(module, name) for name in section.names)
+        yield from (definition_of(section.module, name) for name in section.names)
     else:
-        yield from definitions(module_of(module))
+        yield from definitions(module_of(section.module))
 
 
 def _shown(definition: Definition) -> str:

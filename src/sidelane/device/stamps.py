@@ -20,11 +20,8 @@ import time
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra import hip
-from triton.language.extra.cuda import globaltimer
-from triton.runtime.interpreter import TensorHandle
+
+from sidelane.device.triton_language import globaltimer, hip, interpreter, tl, triton
 
 KINDS = ("compute", "send", "wait", "add", "end")
 """Names of the activities, in the order of their numbers."""
@@ -38,7 +35,7 @@ END = tl.constexpr(KINDS.index("end"))
 
 def _host_clock() -> tl.tensor:
     """Return the host's monotonic clock, which all processes of a host share, for interpreted kernels."""
-    return tl.tensor(TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
+    return tl.tensor(interpreter.TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
 
 
 AMD_TICK_NS = tl.constexpr(10)

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from sidelane import forks
 from sidelane.device.language import COMPILE_OPTIONS
+from sidelane.device.triton_language import interpreter, tl
 
 POLL_S = 1e-3
 """Seconds that a volatile load sleeps first: it polls for a peer, which may need the processor."""

@@ -1,1 +1,1 @@
-"""Entry points for PyTorch programs: the process group, DDP and FSDP2. Each part is imported on first use."""
+"""Entry points for PyTorch programs: the process group and what FSDP2 needs. Each part is imported on first use."""

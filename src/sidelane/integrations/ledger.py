@@ -28,7 +28,7 @@ class ReportRow:
     Attributes:
         group: name of the group, as torch has it.
         ranks: its ranks, in the world.
-        operation: name in ``torch.distributed``; behind ``fsdp`` or ``ddp`` if those were enabled.
+        operation: name in ``torch.distributed``; behind ``fsdp`` if that was enabled.
         dtype, device: dtype and device of the tensors; "" if there are none.
         where: ``sidelane``, or the backend that made the calls (``gloo``, ``nccl``).
         why: variant that Sidelane chose, with the reason of the latest of these calls; or the reason why it made none.

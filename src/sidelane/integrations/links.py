@@ -16,6 +16,7 @@ from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.direct_gather import Gathers, Tensors
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.ring import Ring
+from sidelane.memory.exchange import ranks_of
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator, Session
@@ -49,13 +50,13 @@ class Link(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = ranks_of(group)
         self._ledger = Ledger(self._ranks)
         self._ledger.group = group.group_name
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
         """Return True if the ranks are those of ``group``: FSDP2 may have another one for gradients."""
-        return group is self.group or dist.get_process_group_ranks(group) == self._ranks
+        return group is self.group or ranks_of(group) == self._ranks
 
     @abc.abstractmethod
     def refusal(self, kind: Kind, nbytes: int) -> str:

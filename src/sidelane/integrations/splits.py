@@ -47,9 +47,8 @@ def take_over(kind: type[Any]) -> None:
             return None
         name = f"{parent.group_name}/split{number}.{parts.index(part)}"
         made = parent.split_group(part, timeout=timeout, group_name=name, group_desc=group_desc)
-        backend, ranks = c10d._world.pg_map[parent][0], dist.get_process_group_ranks(parent)
-        devices = c10d._world.pg_backend_config[parent]
-        register(made, name, made.get_group_store(), backend, devices, [ranks[each] for each in part])
+        backend, devices = c10d._world.pg_map[parent][0], c10d._world.pg_backend_config[parent]
+        register(made, name, made.get_group_store(), backend, devices, made.world_ranks)
         return made
 
     split_group.__doc__ = getattr(_torchs, "__doc__", None)

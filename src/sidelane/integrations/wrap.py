@@ -12,7 +12,7 @@ from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
-from sidelane.memory.exchange import require_own
+from sidelane.memory.exchange import ranks_of, require_own
 from sidelane.modes import keep_compilers_out
 from sidelane.session.session import group_for
 
@@ -45,7 +45,7 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     number = next(_made.setdefault(inner, itertools.count()))
     name = f"{inner.group_name}/{NAME}{number}"
     store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
-    ranks = dist.get_process_group_ranks(inner)
+    ranks = ranks_of(inner)
     timeout = c10d._get_default_timeout(dist.get_backend(inner))
     made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
     made.setGroupName(name)

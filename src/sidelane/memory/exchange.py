@@ -66,24 +66,20 @@ class Exchange:
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
-        ranks: global ranks of the group.
+        ranks: see :func:`ranks_of`.
         name: name of the communicator, unique, and the same on all ranks from the first exchange on.
         store: a store of the group for other uses.
         peers: identities of the ranks, once they are known; from then on dead ranks are noticed.
         look: called while this rank waits; it raises failures that are known.
 
     Raises:
-        ValueError: this process is not in the group.
         UnavailableError: the group has no store.
         CommunicatorClosedError: this process is a forked copy of a rank of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, *, again: bool = False) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError("Communicator: this process is not a rank of the group")
         require_own(group, "Communicator")
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        self.rank, self.world_size, self.ranks = group.rank(), group.size(), ranks_of(group)
         self.peers: Sequence[ProcessIdentity] = ()
         self.look: Callable[[], object] | None = None
         self._timeout_s, self._check_group = timeout_s, getattr(group, "check", None)
@@ -370,6 +366,25 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         return clone()
     except RuntimeError:
         return store
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks that errors name and settings count: the group's ranks in the world of this process.
+
+    They are 0 to size - 1 if the group joins processes of several worlds: torch then knows no such ranks, or knows
+    numbers that do not fit this process. For the same reason no rank in a group may be taken from ``dist.get_rank``,
+    which looks up the rank in the world.
+    """
+    from torch.distributed import distributed_c10d
+
+    own: tuple[int, ...] | None = getattr(group, "world_ranks", None)  # of Sidelane's groups
+    if own is not None:
+        return own
+    known = tuple(distributed_c10d._world.pg_group_ranks.get(group, ()))
+    world = dist.group.WORLD
+    if world is not None and len(known) == group.size() and known[group.rank()] == world.rank():
+        return known
+    return tuple(range(group.size()))
 
 
 def require_own(group: dist.ProcessGroup, what: str) -> None:

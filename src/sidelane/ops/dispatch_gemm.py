@@ -34,8 +34,6 @@ COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -53,6 +51,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.buffer_turn import in_turn

@@ -33,8 +33,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.choice.fused_heuristic import OBLIVIOUS, REMOTE_FIRST
@@ -53,6 +51,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops import reference

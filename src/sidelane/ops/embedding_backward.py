@@ -25,8 +25,6 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.device.context import (
     begin,
@@ -40,6 +38,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.language import real
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops.embedding_tables import (

@@ -25,12 +25,11 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch.nn import functional
 
 from sidelane.device import layout
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.ops.handle import power_of_two
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)

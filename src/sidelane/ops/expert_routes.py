@@ -21,11 +21,10 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.ops.gemm import NO_ROOM
 from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, power_of_two, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator

@@ -23,11 +23,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows

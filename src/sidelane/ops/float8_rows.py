@@ -12,11 +12,10 @@ Legend: COLS elements, or GROUPS groups of SCALED elements, of one row are a pro
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import largest_magnitude
 from sidelane.ops import reference
 

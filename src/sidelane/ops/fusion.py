@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 from sidelane.log import UnfailingLogger
+from sidelane.memory.exchange import ranks_of
 from sidelane.ops import gemv, library, rms_norm
 from sidelane.ops.fusion_graph import (
     VIEWS,
@@ -69,7 +70,7 @@ class Fusion(CustomGraphPass):
     def __init__(self, comm: Communicator, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
         assert group is not None
-        given, allowed = dist.get_process_group_ranks(group), list(comm.lane.session.ranks)
+        given, allowed = list(ranks_of(group)), list(comm.lane.session.ranks)
         if given != allowed:
             raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name

@@ -31,8 +31,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
@@ -50,6 +48,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one

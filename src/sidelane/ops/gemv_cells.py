@@ -23,12 +23,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from sidelane.device.context import begin, end, rank_of
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_of_ranks_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.ops.gemv_tiling import Tiling
 from sidelane.ops.handle import power_of_two, register_limit
 

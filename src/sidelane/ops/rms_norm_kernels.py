@@ -42,12 +42,10 @@ H], in cells of two-byte elements int16 [T, C]; ``scale`` one element, ``own_sca
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.context import begin_of, end, end_relaxed, put_weak, signal_all_release, wait_all_acquire
 from sidelane.device.flagged import keep_flagged_relaxed, put_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import largest_magnitude
 from sidelane.kernels.cells import cells_there
 from sidelane.kernels.reduce_cells import elements_of, words_of

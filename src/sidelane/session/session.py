@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import flight_recorder, forks, log, metrics
@@ -30,7 +31,7 @@ from sidelane.collectives.prepare import Preparer
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
 from sidelane.errors import CommunicatorClosedError, MismatchError, Page, PeerError, SidelaneError, see
 from sidelane.memory.control import ControlBlock
-from sidelane.memory.exchange import Exchange
+from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS
@@ -49,7 +50,7 @@ def _warn_once(note: str) -> None:
     log.calls.warning("%s", note)
 
 
-_numbers: dict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
+_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def start_observers() -> None:
@@ -165,7 +166,7 @@ class Session:
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
-        ranks: global ranks of the group's ranks (those of the default group).
+        ranks: the group's ranks in the default group; 0 to size - 1 if the group joins several worlds.
         name: name for observers of calls, the same on all ranks.
         device, config: device and settings in use.
         heap: the symmetric memory of all lanes.
@@ -184,16 +185,18 @@ class Session:
         config: Config | None = None,
     ) -> None:
         chosen = group_for("Communicator", group)
-        self.rank: int = dist.get_rank(chosen)
-        self.world_size: int = dist.get_world_size(chosen)
+        self.rank: int = chosen.rank()
+        self.world_size: int = chosen.size()
         if self.world_size > MAX_NODE_RANKS:
             raise ValueError(
                 f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS}); a process "
                 "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
             )
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
+        self.ranks: tuple[int, ...] = ranks_of(chosen)
         # Numbered before anything can fail on one rank, so that a failed attempt counts on all of them.
-        self.name: str = f"communicator {next(_numbers[self.ranks])} of ranks {list(self.ranks)}"
+        named, number = chosen.group_name, next(_numbers[chosen.group_name, self.ranks])
+        whose = "" if chosen is dist.group.WORLD else f"group {named}, "
+        self.name: str = f"communicator {number} of {whose}ranks {list(self.ranks)}"
         try:
             self.device: torch.device = choose_device(device)
             start_observers()
@@ -312,13 +315,16 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             hint = ": a mesh has one for each dimension, mesh.get_group(0)"
         text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None for the default one)"
         raise see(TypeError(text + hint), Page.ERRORS)
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         text = f"{what}: torch.distributed is not initialised (call torch.distributed.init_process_group first)"
         raise see(RuntimeError(text), Page.ERRORS)
     chosen = group if group is not None else dist.group.WORLD
     assert chosen is not None
-    if chosen == outside or dist.get_rank(chosen) < 0:
+    if chosen == outside:
         raise see(ValueError(f"{what}: this process is not in the group"), Page.ERRORS)
+    if chosen not in c10d._world.pg_map:
+        text = f"{what}: the group was destroyed, or was not made by torch.distributed"
+        raise see(ValueError(text), Page.ERRORS)
     return chosen
 
 

@@ -20,7 +20,7 @@ class ClientOptions(StudyOptions):
 
     Needs transformers. Its Llama at the sizes of five public models, with random weights, is trained under
     DistributedDataParallel and FSDP2, and decodes under DTensor's tensor parallelism: on NCCL's group (Gloo's), on
-    Sidelane's, with sidelane.ddp.enable or sidelane.fsdp.enable, and without communication. Losses are compared with
+    Sidelane's, with sidelane.fsdp.enable, and without communication. Losses are compared with
     those of NCCL.
     """
 

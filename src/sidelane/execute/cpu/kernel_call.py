@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.device.layout import ABORT, BOARD_WORDS, WAITING
-from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError, missing
+from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Place
 from sidelane.execute.cpu.executor import CpuExecutor
 from sidelane.execute.submitted import Counts, Submitted
@@ -42,10 +42,8 @@ class CpuKernelCall:
     """
 
     def __init__(self, executor: CpuExecutor, board: Board, call: KernelCall) -> None:
-        try:
-            from sidelane.device import triton_interpreter
-        except ImportError as error:
-            raise missing("kernels need Triton", "triton", error) from error
+        from sidelane.device import triton_interpreter
+
         if not triton_interpreter.is_interpreted(call.kernel):
             raise UnavailableError(
                 f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sidelane.device.language import COMPILE_OPTIONS
-from sidelane.errors import UnavailableError, missing
+from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place, Repetition
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CudaSite
@@ -48,10 +48,8 @@ class CudaKernelCall:
     """
 
     def __init__(self, executor: CudaSite, call: KernelCall, *, compiles: bool) -> None:
-        try:
-            from sidelane.device.triton_interpreter import is_interpreted
-        except ImportError as error:
-            raise missing("kernels need Triton", "triton", error) from error
+        from sidelane.device.triton_interpreter import is_interpreted
+
         if is_interpreted(call.kernel):
             raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
         self.program = call = dataclasses.replace(call, options={**COMPILE_OPTIONS, **call.options})

@@ -139,15 +139,13 @@ class NodeGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], name: str) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # see SidelaneGroup
-        self._name = name
+        self._name, self.world_ranks = name, tuple(ranks)
         c10d._world.pg_map[self] = ("sidelane-node", store)
-        c10d._world.pg_group_ranks[self] = {world: number for number, world in enumerate(ranks)}
 
     def getGroupName(self) -> str:
         """Return the name under which its ranks meet."""
         return self._name
 
     def close(self) -> None:
-        """Remove it from torch's tables."""
+        """Remove it from torch's table."""
         c10d._world.pg_map.pop(self, None)
-        c10d._world.pg_group_ranks.pop(self, None)

@@ -25,6 +25,7 @@ from sidelane.integrations.order import StreamOrder
 from sidelane.integrations.ring import Ring
 from sidelane.integrations.works import HostWork
 from sidelane.memory import ending
+from sidelane.memory.exchange import ranks_of
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
@@ -47,8 +48,7 @@ class NodesLink(Link):
     ) -> None:
         super().__init__(group, device)
         self.nodes = nodes
-        ranks = dist.get_process_group_ranks(group)
-        rank = dist.get_rank(group)
+        rank, ranks = group.rank(), ranks_of(group)
         witness = Witness(store, rank, ranks)
         self._lanes: list[NodesLane] = []
         try:

@@ -15,7 +15,7 @@ from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part, find_nodes
-from sidelane.memory.exchange import store_of
+from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.ops.scale_out.ranks import CAPACITY
 from sidelane.session import Communicator
@@ -59,7 +59,7 @@ def scale_out(
     assert group is not None, "torch.distributed is initialised"
     config = config or settings.current()
     number = _made[group] = _made.get(group, 0) + 1
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    rank, ranks = group.rank(), ranks_of(group)
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
     nodes = find_nodes(store, rank, ranks, timeout, config)

@@ -13,10 +13,8 @@ after it, as the fence that it contains orders all memory.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import context, flags, layout
+from sidelane.device.triton_language import tl, triton
 from sidelane.ops.scale_out import ring
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)

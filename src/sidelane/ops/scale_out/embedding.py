@@ -30,8 +30,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -44,6 +42,7 @@ from sidelane.device.context import (
     wait_all_acquire,
 )
 from sidelane.device.language import real
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops.embedding import _pooled

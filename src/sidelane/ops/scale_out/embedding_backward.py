@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -39,6 +37,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.language import real
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops.embedding_backward import _scatter, as_sparse

@@ -22,8 +22,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.device.context import (
@@ -36,6 +34,7 @@ from sidelane.device.context import (
     wait_all_acquire,
 )
 from sidelane.device.memory import pointer
+from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import NAME, ROW_TILES, TileSizes, tile_at, tile_product
 from sidelane.ops.handle import check_dtype, kept, power_of_two, programs_of, telling_refusals

@@ -1,6 +1,6 @@
 """Programs of the study: DDP, FSDP2 and DTensor's tensor parallelism of a public Llama, each on one way to communicate.
 
-A program is what a user would write. The ways differ in one line: the process group, or ``enable``.
+A program is what a user would write. The ways differ in one line: the process group, or ``fsdp.enable``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from sidelane import fsdp
 from sidelane.cli.launch import Rank
-from sidelane.integrations import ddp, fsdp, ledger
+from sidelane.integrations import ledger
 from sidelane.integrations.ledger import SIDELANE, ReportRow
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
@@ -248,9 +249,7 @@ class BuiltClient:
         enabled = self._way == ENABLE and self._fusion is None
         rows = ledger.report().rows if self._way in (GROUP, ENABLE) else ()
         mine = [row for row in rows if row.group == self._group.group_name]
-        found = calls_by_maker(
-            [row for row in mine if not enabled or row.operation.startswith((f"{DDP} ", f"{FSDP} "))]
-        )
+        found = calls_by_maker([row for row in mine if not enabled or row.operation.startswith(f"{FSDP} ")])
         replaced = {} if self._fusion is None else Counter(self._fusion.replaced)
         return "; ".join(filter(None, (found, *(f"{count} {name} in the code" for name, count in replaced.items()))))
 
@@ -266,8 +265,6 @@ class BuiltClient:
 
     def _ddp(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
         wrapped = DistributedDataParallel(model, process_group=self._group)
-        if self._way == ENABLE:
-            self._undo.callback(ddp.enable(wrapped).disable)
         return wrapped, self._training(wrapped, wrapped.no_sync if self._way == NONE else contextlib.nullcontext)
 
     def _fsdp(self, model: Any) -> tuple[nn.Module, Callable[[], None]]:

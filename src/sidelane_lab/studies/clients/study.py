@@ -34,8 +34,10 @@ from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.studies.clients.programs import (
     COMPILED,
+    DDP,
     EAGER,
     ENABLE,
+    FSDP,
     GRAPH,
     GROUP,
     MODELS,
@@ -81,9 +83,9 @@ class ClientRow(FlatRow):
         optimizer: ``AdamW``, ``SGD``, or empty where nothing is trained.
         launch: ``eager``; ``graph``: in a CUDA graph; ``compiled``: by torch.compile, in a CUDA graph.
         way: ``nccl``, on CPUs ``gloo``; ``group``: on ``dist.new_group(backend="sidelane")``; ``enable``:
-            ``sidelane.ddp.enable`` or ``sidelane.fsdp.enable`` on the library's group, and compiled, the pass
-            ``sidelane.ops.fusion.Fusion`` on Sidelane's; ``none``: no communication (``no_sync``; FSDP2's collectives
-            move nothing).
+            ``sidelane.fsdp.enable`` on the library's group (of ``ddp``: a hook that files until 28 November 2026
+            have), and compiled, the pass ``sidelane.ops.fusion.Fusion`` on Sidelane's; ``none``: no communication
+            (``no_sync``; FSDP2's collectives move nothing).
         nccl: version that is loaded, which may be another than torch's own (``software``); empty on CPUs.
         transformers: version of that package.
         step_ms: time of a step, median over the rounds of the slowest rank.
@@ -220,7 +222,7 @@ class _Study:
 
     def rows(self, case: ClientCase) -> list[ClientRow]:
         """Measure all ways of a case. Collective."""
-        more = (ENABLE, NONE) if case.program != TENSOR else (ENABLE,) if self._options.compiled else ()
+        more = {DDP: (NONE,), FSDP: (ENABLE, NONE), TENSOR: (ENABLE,) if self._options.compiled else ()}[case.program]
         ways, ranks = [self._library, GROUP, *more], self._rank.world_size
         trial = ClientTrial(case, self._rank, self.meter, self._group, self._options)
         if case.program == TENSOR and case.model.kv_heads % ranks:
@@ -426,7 +428,7 @@ STUDY = Study(
     title="Programs of others, by who makes their collectives",
     legend=(
         "A training step with DDP or FSDP2, or decoding with tensor parallelism by DTensor, of Hugging Face's Llama at "
-        "the sizes of public models. group: the process group is Sidelane's; enable: sidelane.ddp.enable or "
+        "the sizes of public models. group: the process group is Sidelane's; enable: "
         "sidelane.fsdp.enable; none: no communication. Medians over rounds of the slowest rank, in which the ways take "
         "turns; the least of each launch is bold. over the library: than NCCL (Gloo on CPUs) in the same round; "
         "recovered: of the time that its communication is exposed; host: for a backward, or to decode."

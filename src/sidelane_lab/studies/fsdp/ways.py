@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from sidelane import config as settings
+from sidelane import fsdp
 from sidelane.cli.launch import Rank
 from sidelane.errors import UnavailableError
-from sidelane.integrations import direct_gather, fsdp
+from sidelane.integrations import direct_gather
 from sidelane.integrations.direct_gather import Straight, Tensors
 from sidelane.integrations.ring import Ring
 from sidelane.program.shape import Beside

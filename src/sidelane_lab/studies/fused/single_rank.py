@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from sidelane.device.language import real
 from sidelane.device.triton_interpreter import launch
+from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of

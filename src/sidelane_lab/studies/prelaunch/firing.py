@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from sidelane.device.triton_language import tl, triton
 
 
 # What changes from call to call must not choose between kernels: one that is loaded while a call is armed waits for it.

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane import fsdp
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured, check_call

@@ -247,7 +247,7 @@ def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | 
     """Make the link of a group; the ranks find out together whether the group spans machines."""
     chosen = settings.current() if config is None else config
     exchange = Exchange(group, chosen.timeout_s)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = exchange.ranks
     names = exchange("fsdp.enable", lambda: own_node(ranks[exchange.rank], chosen))
     nodes = nodes_named(names, ranks, chosen)
     if not nodes.spans:
