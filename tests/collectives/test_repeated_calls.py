@@ -32,8 +32,12 @@ class Block:
 
 
 class Memory:
+    def __init__(self, owned: list[object]) -> None:
+        self._owned = owned
+
     def allocate(self, nbytes: int) -> Block:
-        return Block(nbytes)
+        self._owned.append(block := Block(nbytes))
+        return block
 
     def close(self) -> None:
         pass
@@ -64,7 +68,7 @@ FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, c
 
 
 def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any) -> Rank:
-    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory())
+    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory(driver.owned))
     monkeypatch.setattr(backend_cuda, "probe", lambda *_: FEATURES)
     monkeypatch.setattr(
         backend_cuda,

@@ -293,6 +293,7 @@ class Preparer:
         for staging in (self._staging, self._kernel_staging, self._slots):
             staging.close()
         self._arena = None
+        self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
     def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
