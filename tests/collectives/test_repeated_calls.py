@@ -190,9 +190,8 @@ def test_compiled_code_keeps_no_more_bytes_than_it_may(rank: Rank, monkeypatch: 
         for _ in range(4):
             gather(rank, output, input)
         rank.finish()
-        assert rank.native[-1], "it is made in C all the same"
         assert rank.comm._repeats._nbytes < 30000 + 20000
-    assert rank.comm._repeats._forgotten > 3
+    assert rank.comm._repeats._forgotten > 3 and sum(rank.native) > 2 * 30, "most are made in C all the same"
 
 
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
