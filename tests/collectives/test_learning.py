@@ -44,6 +44,13 @@ def test_lists_go_ahead_and_miss_if_one_of_their_tensors_lies_elsewhere(pool: Ra
         assert ahead == [True, rank == 0, True]
 
 
+def test_sizes_that_never_come_again_are_forgotten_on_all_ranks_alike(pool: RankPool) -> None:
+    first, *others = pool.run(learn_cases.sizes_between, 3, 60, 200)
+    said, known = first
+    assert others == [first] * 2 and known <= 60, "beside the two that come again there were 200"
+    assert said["hits"] > 100 and "misses" not in said
+
+
 @pytest.mark.parametrize("n", [4, long(8)])
 def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
     found = pool.run(learn_cases.what_comes_again, n, 1, 50)

@@ -146,12 +146,13 @@ def test_shapes_go_when_staging_moves(rank: Rank) -> None:
 
 def test_few_things_are_kept_of_what_changes_for_ever(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_SEEN", 16)
-    monkeypatch.setattr(call_cache, "MOST_PLACES", 4)
+    monkeypatch.setattr(call_cache, "MOST_NEW", 4)
+    monkeypatch.setattr(call_cache, "MOST_BYTES", 30000)
     cache = rank.comm.lane.preparer.cache
     for turn, (output, input) in enumerate(new_ones(200)):
         gather(rank, output[: 8 + 8 * (turn % 7)], input[: 8 + 8 * (turn % 7)])
         assert len(cache._seen) <= 16 and len(cache._seen_before) <= 16
-        assert len(cache._entries) <= 4
+        assert len(cache._entries) <= 4 + 7 and cache.nbytes <= 30000
     rank.finish()
     events = len(rank.driver._events)
     for output, input in new_ones(50):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
 
-from sidelane.collectives import backend_cuda, call_cache, call_path
+from sidelane.collectives import backend_cuda, call_cache, call_path, repeat
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
@@ -32,8 +32,12 @@ class Block:
 
 
 class Memory:
+    def __init__(self, owned: list[object]) -> None:
+        self._owned = owned
+
     def allocate(self, nbytes: int) -> Block:
-        return Block(nbytes)
+        self._owned.append(block := Block(nbytes))
+        return block
 
     def close(self) -> None:
         pass
@@ -64,7 +68,7 @@ FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, c
 
 
 def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any) -> Rank:
-    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory())
+    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory(driver.owned))
     monkeypatch.setattr(backend_cuda, "probe", lambda *_: FEATURES)
     monkeypatch.setattr(
         backend_cuda,
@@ -164,8 +168,9 @@ def test_lists_are_made_in_c_too(rank: Rank) -> None:
     assert len(rank.native) == 12, "several kinds go by Python"
 
 
-def test_lists_that_come_and_go_are_forgotten_sooner(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MOST_PLACES", 3 * call_cache.LIST_PLACES)
+def test_lists_that_come_and_go_are_forgotten(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MOST_NEW", 0)
+    monkeypatch.setattr(call_cache, "MOST_BYTES", 24000)  # four calls with lists
     kept = [[torch.zeros(size, dtype=torch.uint8) for size in (16, 32)] for _ in range(6)]
     single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm.lane.preparer.cache
     for turn in range(18):
@@ -173,9 +178,20 @@ def test_lists_that_come_and_go_are_forgotten_sooner(rank: Rank, monkeypatch: py
         rank.comm.all_to_all(tensors, tensors, variant="b2b")
         gather(rank, single, torch.zeros(64, dtype=torch.uint8))
         calls = [entry.prepared for entry in recent if entry.prepared is not None]
-        assert sum(isinstance(prepared.loaded.program.collective, Batch) for prepared in calls) <= 3
-        assert recent._taken == sum(entry.places for entry in recent) <= 3 * call_cache.LIST_PLACES
+        assert sum(isinstance(prepared.loaded.program.collective, Batch) for prepared in calls) <= 4
+        assert recent.nbytes <= 24000
     rank.finish()
+
+
+def test_compiled_code_keeps_no_more_bytes_than_it_may(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "MOST_BYTES", 30000)
+    pairs = [[torch.zeros(64, dtype=torch.uint8) for _ in range(2)] for _ in range(40)]
+    for output, input in pairs:
+        for _ in range(4):
+            gather(rank, output, input)
+        rank.finish()
+        assert rank.comm._repeats._nbytes < 30000 + 20000
+    assert rank.comm._repeats._forgotten > 3 and sum(rank.native) > 2 * 30, "most are made in C all the same"
 
 
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
@@ -202,7 +218,7 @@ def test_what_is_void_by_the_time_it_is_remembered_is_forgotten(rank: Rank) -> N
         run, forget = repeats._replay.run, repeats._replay.forget
 
         def remember(self, *arguments: Any) -> None:
-            rank.comm.lane.preparer.cache._entries.clear()
+            rank.comm.lane.preparer.cache._forget_all()
             remember(*arguments)
 
     repeats._replay, replay = Late(), repeats._replay
@@ -304,7 +320,7 @@ def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:
     for variant in ("b2b", "pcpy"):
         for _ in range(3):
             gather(rank, output, input, variant=variant)
-    rank.comm.lane.preparer.cache._entries.clear()  # as if many other calls had come
+    rank.comm.lane.preparer.cache._forget_all()  # as if many other calls had come
     gc.collect()
     for variant in ("b2b", "pcpy"):
         gather(rank, output, input, variant=variant)

@@ -249,7 +249,7 @@ class Walk:
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm.lane.preparer.cache._entries.clear()
+            self.comm.lane.preparer.cache._forget_all()
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:

@@ -75,6 +75,7 @@ class FakeDriver:
         self.fail_next: str | None = None
         self.second_contexts = 0
         self.allocated: dict[int, FakeHostWords] = {}
+        self.owned: list[object] = []  # what streams may write until they have ended, whoever has closed meanwhile
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
         self.is_copy = False  # this process is a forked one
@@ -109,10 +110,11 @@ class FakeDriver:
         del self._events[event]
 
     def host_words(self, count: int) -> FakeHostWords:
-        return FakeHostWords(count)
+        self.owned.append(words := FakeHostWords(count))
+        return words
 
     def device_words(self, count: int) -> tuple[int, object]:
-        words = FakeHostWords(count)
+        words = self.host_words(count)
         return words.address, words
 
     def allocate(self, nbytes: int) -> int:
@@ -329,6 +331,7 @@ class FakeDriver:
         """End all streams, which must have nothing left that blocks: no thread may touch memory that a test frees."""
         for channel in self._all_channels:
             channel.stop()
+        self.owned.clear()
 
     def do(self, stream: int, work: Callable[[], Any]) -> None:
         """Put a user's own work on a stream."""

@@ -13,7 +13,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -348,6 +348,57 @@ def callbacks(gloo: dist.ProcessGroup) -> None:
         while any(thread.name == "sidelane-callbacks" for thread in threading.enumerate()):
             assert time.monotonic() < until
             time.sleep(0.01)
+
+
+def strided_elsewhere(members: dist.ProcessGroup) -> None:
+    """Columns of matrices in calls that Gloo makes: the right numbers, and nothing else written (pytorch 192920)."""
+    rank, size, n = members.rank(), members.size(), 5
+    own = [float(rank + each) for each in range(n)]
+    summed = [float(sum(range(each, each + size))) for each in range(n)]
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        matrices.append(torch.full((n, 3), -7, dtype=dtype))
+        return matrices[-1][:, 1].copy_(torch.tensor(values, dtype=dtype))
+
+    def end(*works: dist.Work | None) -> None:
+        for work in works:
+            if work is None:
+                continue
+            if how == "future":
+                work.get_future().wait()
+            while how == "polled" and not work.is_completed():
+                time.sleep(1e-3)
+            if how in ("at once", "waited"):
+                work.wait()
+
+    with sidelane_group(members) as group:
+        for how in ("at once", "waited", "polled", "future"):
+            matrices: list[torch.Tensor] = []
+            a = how != "at once"
+            total, product, at_root = column(own), column([2.0] * n, torch.float32), column(own)
+            end(dist.all_reduce(total, group=group, async_op=a))
+            end(dist.all_reduce(product, dist.ReduceOp.PRODUCT, group, a))
+            end(dist.reduce(at_root, group_dst=0, group=group, async_op=a))
+            assert (total.tolist(), product.tolist()) == (summed, [2.0**size] * n)
+            assert rank > 0 or at_root.tolist() == summed
+            assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
+            if how in ("polled", "future"):  # in Gloo, what follows has neither an end without a wait nor a future
+                continue
+            scattered, given = column([0.0] * n), torch.tensor(own * size, dtype=torch.float64).repeat(2, 1).T[:, 0]
+            end(dist.reduce_scatter_tensor(scattered, given, group=group, async_op=a))
+            assert scattered.tolist() == summed
+            came = column([0.0] * n)
+            sent = dist.isend(column(own), group_dst=(rank + 1) % size, group=group)
+            end(dist.irecv(came, group_src=(rank - 1) % size, group=group), sent)
+            assert came.tolist() == [float((rank - 1) % size + each) for each in range(n)]
+            assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
+        row = torch.arange(12, dtype=torch.float64).view(3, 4)
+        mine = row.clone() if rank == 0 else row.T.clone().T  # of one shape, in memory of two orders
+        dist.all_reduce(mine, group=group)
+        assert torch.equal(mine, row * size)
+        with dist._coalescing_manager(group):
+            dist.all_reduce(total, group=group)
+        assert total.tolist() == [size * each for each in summed]
 
 
 def alike(gloo: dist.ProcessGroup) -> None:

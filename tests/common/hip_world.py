@@ -18,6 +18,7 @@ import pytest
 import torch
 from cuda_world import World
 from fake_driver import FakeHostWords
+from made_up_gpus import OwnedMemory
 
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda, backend_hip
@@ -27,7 +28,6 @@ from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
 from sidelane.memory.shared_tensors import SharedTensors
-from sidelane.memory.shm import ShmMemory
 from sidelane.native.build import find_compiler
 from sidelane.session import session
 
@@ -62,6 +62,7 @@ class StandinDriver(HipDriver):
         self.number, self.queues = next(self.numbers), queues or 0
         self.caller, self.captured, self.spares = 0, False, 0
         self.allocated: list[int] = []
+        self.owned: list[object] = []  # what streams may write until they have ended, whoever has closed meanwhile
         super().__init__(torch.device("cuda", 0), Runtime(self.library))
 
     def make_stream(self, priority: int) -> int:
@@ -85,7 +86,8 @@ class StandinDriver(HipDriver):
         return None
 
     def host_words(self, count: int) -> Any:
-        return FakeHostWords(count)
+        self.owned.append(words := FakeHostWords(count))
+        return words
 
     def device_words(self, count: int) -> tuple[int, object]:
         return self.allocate(4 * count), None
@@ -124,8 +126,10 @@ class StandinDriver(HipDriver):
         self.runtime.call("hipGraphDestroy", graph)
         return int(found)
 
-    def stop(self) -> None:
-        """Do nothing: streams of the stand-in end with what they have, or with the process."""
+    def stop(self, patience_s: int = 10) -> None:
+        """End all streams, which must have nothing left that blocks: no thread may touch memory that a test frees."""
+        assert not self.library.standin_stop(self.number, patience_s), "a stream is stuck"
+        self.owned.clear()
 
 
 @contextlib.contextmanager
@@ -148,7 +152,7 @@ def hip_gpus() -> Iterator[StandinDriver]:
 
     features = DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=True)
     patches = (
-        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: ShmMemory(exchange)),
+        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_hip, "probe", return_value=features),
         mock.patch.object(backend_hip, "HipDriver", return_value=driver),
         mock.patch.object(backend_hip.HipBackend, "_make_ordinary", return_value=SharedTensors()),
@@ -162,6 +166,7 @@ def hip_gpus() -> Iterator[StandinDriver]:
         for patch in patches:
             stack.enter_context(patch)
         yield driver
+    driver.stop()
 
 
 class HipWorld(World):

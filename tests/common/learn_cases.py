@@ -21,7 +21,7 @@ import sidelane
 from sidelane import Communicator, Config
 from sidelane import config as settings
 from sidelane.collectives import backend_cpu, reach_rules
-from sidelane.collectives.learning import mappings
+from sidelane.collectives.learning import mappings, protocol
 from sidelane.collectives.learning.mappings import Mappings
 from sidelane.collectives.learning.protocol import AheadPrograms, Learning
 from sidelane.collectives.prepare import Preparer
@@ -227,6 +227,27 @@ def what_comes_again(group: dist.ProcessGroup, layers: int, steps: int) -> dict[
         assert choice is not None and "no host waits" in choice.reason
         assert str(comm.reach(slots[0].output)).startswith("mapped")
         return done(said, comm)
+
+
+def sizes_between(group: dist.ProcessGroup, most: int, steps: int) -> tuple[dict[str, int], int]:
+    """A loop around two calls, with one of a size that never comes again in each turn. What this rank did, and the
+    number of signatures that it knows in the end."""
+    with (
+        counted() as said,
+        mock.patch.object(protocol, "MOST_SIGNATURES", most),
+        Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm,
+    ):
+        n, rank = comm.world_size, comm.rank
+        slots, other = [Slot(kind, 700, n, rank) for kind in KINDS[:2]], Slot("all_gather", 1000, n, rank)
+        for step in range(steps):
+            for slot in slots:
+                slot.run(comm, step)
+            size = 300 + step
+            comm.all_gather(other.output[: n * size], other.input[:size].fill_(step + rank))
+            assert other.output[: n * size : size].tolist() == [step + peer for peer in range(n)]
+            time.sleep(0.001)  # for the thread that maps
+        assert comm.lane.path.learning is not None
+        return done(said, comm), len(comm.lane.path.learning._signatures)
 
 
 def lists_come_again(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[dict[str, int], list[bool]]:

@@ -18,9 +18,10 @@ from fake_driver import FakeDriver
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordinary import Allocation, Standing
 from sidelane.memory.shared_tensors import SharedTensors
-from sidelane.memory.shm import ShmMemory
+from sidelane.memory.shm import ShmBlock, ShmMemory
 from sidelane.session import session
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
@@ -48,6 +49,18 @@ class AskedTensors(SharedTensors):
         return 0
 
 
+class OwnedMemory(ShmMemory):
+    """Symmetric memory of CPU ranks that stays until the streams of a driver have ended."""
+
+    def __init__(self, exchange: Exchange, driver: Any) -> None:
+        super().__init__(exchange)
+        self._owned: list[object] = driver.owned
+
+    def allocate(self, nbytes: int) -> ShmBlock:
+        self._owned.append(block := super().allocate(nbytes))
+        return block
+
+
 @contextmanager
 def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> Iterator[FakeDriver]:
     """Communicators of this rank are on a GPU that is none. ``finish``: calls have ended when they return."""
@@ -63,7 +76,7 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
             driver.synchronize()
 
     patches = (
-        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: ShmMemory(exchange)),
+        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_cuda, "probe", return_value=FEATURES),
         mock.patch.object(backend_cuda, "CudaExecutor", lambda *given: CudaExecutor(*given, driver=driver)),
         mock.patch.object(backend_cuda, "DriverVirtualMemory"),

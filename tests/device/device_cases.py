@@ -8,9 +8,10 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from vendors import IS_AMD
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
 from sidelane.execute.vendor import make_driver
@@ -518,6 +521,51 @@ def wait_for_a_dead_peer(context: Context, victim: int) -> str:
     wait_for(drained.query, 5.0, "draining")
     assert error.ranks == (victim,), f"names {error.ranks}: {error}"
     return str(error)
+
+
+def refused_half_way(context: Context, number: int) -> None:
+    """The driver refuses a call in the middle of a submission, and the rank closes at once: its stream drains."""
+    context.used = 0
+    party = Party(context)
+    program = build(define.all_gather([MEGABYTE] * context.world_size), "b2b")
+    loaded = party.load(program, Setting(context, program).buffers)
+    driver, numbers = party.executor.driver, itertools.count()
+    real = driver.submit
+
+    def submit(calls: Iterable[Bound]) -> None:
+        for call in calls:
+            if next(numbers) == number:
+                raise DriverError("CUDA_ERROR_UNKNOWN", "a call")
+            real([call])
+
+    dist.barrier()
+    with mock.patch.object(driver, "submit", submit), contextlib.suppress(PeerError, DriverError):
+        loaded.start(party.next_epoch(), context.stream)
+    drained = torch.cuda.Event()
+    drained.record(context.stream)
+    party.close()
+    wait_for(drained.query, 5.0, "draining")
+    dist.barrier()
+
+
+def words_outlive_their_owner(context: Context) -> None:
+    """Words that a stream has yet to write are not handed out again, though nobody refers to them any more."""
+    driver, stream = make_driver(context.device), make_driver(context.device).create_stream()
+    gate = driver.host_words(1)
+    host, (device, owner) = driver.host_words(5000), driver.device_words(5000)
+    dropped = {host.address, device}
+    ops = driver.memory_ops()
+    ops.wait(gate.address, 1, equal=False)
+    for address in dropped:
+        ops.write(address, 7)
+    driver.submit([driver.bind_memory_ops(ops, stream)])
+    del host, owner
+    others = [(driver.host_words(5000), driver.device_words(5000)) for _ in range(4)]
+    gate.array[0] = 1
+    wait_for(lambda: driver.is_idle(stream), 5.0, "two writes")
+    assert not dropped & {address for words, (there, _) in others for address in (words.address, there)}
+    assert not any(words.array.any() or there.any() for words, (_, there) in others)
+    driver.destroy_stream(stream)
 
 
 def release_passes_stuck_streams(context: Context, streams: int) -> None:

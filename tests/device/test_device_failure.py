@@ -70,6 +70,15 @@ def test_a_release_passes_stuck_streams(ranks: Ranks, streams: int) -> None:
     ranks.run("release_passes_stuck_streams", streams)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_a_submission_that_is_refused_half_way(ranks: Ranks, number: int) -> None:
+    ranks.run("refused_half_way", number)
+
+
+def test_words_outlive_their_owner(ranks: Ranks) -> None:
+    ranks.run("words_outlive_their_owner")
+
+
 def test_absent_peer_with_one_hardware_channel(fresh_pool: type[Pool]) -> None:
     """Nothing of the stuck context gets through: neither the reading of flags nor their release."""
     pool = fresh_pool(environment=ONE_CHANNEL)

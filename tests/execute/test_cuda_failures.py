@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
-from cuda_world import world_of
-from fake_driver import Stream
+from cuda_world import World, world_of
+from fake_driver import FakeDriver, Stream
+from hip_world import hip_world
 
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda import release
+from sidelane.execute.cuda import release, site
 from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FLAG_CAPACITY, LANES
 from sidelane.program import collective as define
 from sidelane.program.builders import build
@@ -168,6 +174,135 @@ def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() 
             loaded.ranks[1].start(1, world.streams[1]).wait()
 
 
+REFUSAL = DriverError("CUDA_ERROR_OUT_OF_MEMORY", "a call")
+
+
+def submit_up_to(world: World, number: int, error: BaseException) -> bool:
+    """Start a call on rank 0, and raise before one of its calls to the driver. False if it has fewer of them."""
+    loaded = world.load(build(define.all_gather([4096] * 2), "b2b"))
+    driver, numbers = world.drivers[0], itertools.count()
+    real: Callable[[Iterable[Bound]], None] = driver.submit
+
+    def submit(calls: Iterable[Bound]) -> None:
+        for call in calls:
+            if next(numbers) == number:
+                raise error
+            real([call])
+
+    driver.submit = submit
+    try:
+        loaded.start(ranks=[0])
+    except type(error):
+        return True
+    finally:
+        driver.submit = real
+    world.monitor.of(0).abort("the end of the test", (0,))
+    return False
+
+
+def becomes_idle(world: World) -> bool:
+    """True once the stream of rank 0's caller has nothing left."""
+    deadline = time.monotonic() + 10
+    while not world.drivers[0].is_idle(world.streams[0].cuda_stream):
+        if time.monotonic() > deadline:
+            for flags in world.flags:  # to end it
+                flags[:] = 1 << 20
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+@pytest.mark.parametrize("error", [REFUSAL, KeyboardInterrupt("between two calls")], ids=["refused", "ctrl-c"])
+@pytest.mark.parametrize("make", [world_of, hip_world])
+def test_a_start_that_ends_half_way_lets_the_callers_stream_go_though_the_rank_closes_at_once(
+    make: Callable[[int], AbstractContextManager[World]], error: BaseException
+) -> None:
+    for number in range(20):
+        with make(2) as world:
+            is_half = submit_up_to(world, number, error)
+            world.executors[0].close()
+            assert becomes_idle(world), f"call {number}"
+            if not is_half:
+                break
+    assert 5 < number < 20
+
+
+def test_a_start_that_ends_half_way_lets_the_callers_stream_go_though_its_flags_are_freed_at_once() -> None:
+    with world_of(2) as world:
+        assert submit_up_to(world, 2, REFUSAL)
+        world.executors[0].forget_flags([world.flags[0].ctypes.data], world.flags[0])
+        assert becomes_idle(world)
+
+
+def test_ctrl_c_behind_the_last_call_to_the_driver_is_one_in_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers would wait for the rest of an invocation of which the watch does not know."""
+    with world_of(2) as world:
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(world.executors[0].watch, "issued", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loaded.start(ranks=[0])
+        world.executors[0].close()
+        assert becomes_idle(world)
+        assert world.monitor.aborted is not None
+        assert "rank 0 could not submit it: KeyboardInterrupt" in world.monitor.aborted[0]
+
+
+def slow_lanes(
+    driver: FakeDriver, lanes: Iterable[int], monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]
+) -> None:
+    """Let streams do some work in front of all that is submitted to them."""
+    slow, put = set(lanes), driver._put
+
+    def late(kind: str, stream: int, then: Callable[[], Any]) -> None:
+        put(kind, stream, (lambda: (work(), then())) if stream in slow else then)
+
+    monkeypatch.setattr(driver, "_put", late)
+
+
+def test_nothing_is_stored_once_an_executor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release is over for the watch when one of its streams is through; the others may still have all before them."""
+    with world_of(2) as world:
+        driver, executor = world.drivers[0], world.executors[0]
+        lanes = list(executor.rescue._lanes)
+        slow_lanes(driver, lanes[1:], monkeypatch, lambda: time.sleep(0.2))
+        assert submit_up_to(world, 2, REFUSAL)
+        executor.close()
+        assert all(driver._pending[lane] == 0 for lane in lanes)
+
+
+def test_nothing_is_read_once_an_executor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = build(define.all_gather([8] * 2), "b2b")
+    with world_of(2) as world:
+        driver, executor = world.drivers[0], world.executors[0]
+        lanes = list(executor.rescue._lanes)
+        slow_lanes(driver, lanes, monkeypatch, lambda: time.sleep(0.1))
+        executor.rescue.read(program, Addresses({}, tuple(flags.ctypes.data for flags in world.flags)), 0.01)
+        assert any(driver._pending[lane] for lane in lanes)
+        executor.close()
+        assert all(driver._pending[lane] == 0 for lane in lanes)
+
+
+def test_a_store_that_does_not_end_keeps_flags_and_words_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "_LEAVING_S", 0.1)
+    monkeypatch.setattr(site, "_stuck", [])
+    goes_on = threading.Event()
+    with world_of(2) as world:
+        driver, executor = world.drivers[0], world.executors[0]
+        slow_lanes(driver, executor.rescue._lanes[1:], monkeypatch, goes_on.wait)
+        assert submit_up_to(world, 2, REFUSAL)
+        executor.close()
+        assert executor.waits_for_the_host(), "memory would be given back"
+        memory = weakref.ref(owner := Stream(0))
+        executor.forget_flags([world.flags[0].ctypes.data], owner)
+        del owner
+        assert memory() is not None
+        goes_on.set()
+
+
 def test_streams_for_the_rescue_are_made_at_the_start() -> None:
     with world_of(1) as world:
         assert len(world.drivers[0].urgent) == LANES and not world.drivers[0].second_contexts
@@ -184,6 +319,8 @@ def test_whoever_waits_hears_that_a_peer_gave_up_before_it_let_its_streams_go() 
         world.monitor.of(0).abort("it waited for too long", (1,), timed_out=True)
         with pytest.raises(PeerTimeoutError, match="waited for too long"):
             world.executors[1].synchronize()
+        for executor in world.executors * 2:  # to notice, and to release
+            executor.watch.poll(time.monotonic())
 
 
 def test_calls_that_end_between_two_looks_have_ended() -> None:

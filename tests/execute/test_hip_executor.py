@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,6 +130,22 @@ def hang(driver: StandinDriver, *, urgent: bool) -> np.ndarray:
     ops.wait(word.ctypes.data, 1, equal=True)
     driver.submit([driver.bind_memory_ops(ops, driver.create_stream(urgent=urgent))])
     return word
+
+
+@pytest.mark.parametrize("queues", [None, 1])
+def test_a_driver_that_stops_ends_its_streams_and_tells_of_one_that_waits(queues: int | None) -> None:
+    threads = {path.name for path in Path("/proc/self/task").iterdir()}
+    driver, other = StandinDriver(queues), StandinDriver(queues)
+    word, kept = hang(driver, urgent=False), hang(other, urgent=False)
+    driver.create_stream(urgent=True)
+    with pytest.raises(AssertionError, match="stuck"):
+        driver.stop(patience_s=1)
+    left = {path.name for path in Path("/proc/self/task").iterdir()} - threads
+    assert len(left) == 1, "the other driver's"
+    word[0] = 2
+    kept[0] = 1
+    other.stop()
+    assert {path.name for path in Path("/proc/self/task").iterdir()} <= threads
 
 
 @pytest.mark.parametrize("queues", [None, 1])

@@ -14,6 +14,7 @@ ALONE = [
     cases.many_back_to_back,
     cases.callbacks,
     cases.coalesced,
+    cases.strided_elsewhere,
     cases.alike,
     cases.batches,
     cases.functional_collectives,

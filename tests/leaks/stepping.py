@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sidelane
 from sidelane import Config, fsdp
-from sidelane.collectives import call_cache, plan, reach
+from sidelane.collectives import plan, reach
 from sidelane.integrations.nodes import choose
 
 WHERE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -86,7 +86,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, sizes:
 choose.LEAST_BYTES = 1  # steps for all that there are steps for
 for module, cache in (
     (plan, "MOST_PROGRAMS"),
-    (call_cache, "MOST_PLACES"),
     (reach, "MOST_TEXTS"),
 ):
     assert hasattr(module, cache)

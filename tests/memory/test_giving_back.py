@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sidelane.execute.cuda.driver import HostWords
 from sidelane.memory import release
 from sidelane.memory.release import Kept, give_back
 
@@ -168,6 +169,20 @@ def in_a_fork(job: Callable[[], None]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_words_that_a_stream_may_still_write_are_given_back_behind_it(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *given, pin_memory, **more: zeros(*given, **more))
+    words = HostWords(4, GPU)
+    assert give_back()
+    device.idle.clear()
+    del words
+    assert not give_back()
+    device.idle.set()
+    assert give_back()
+
+
 def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device: SimpleNamespace):
     """As ranks are made that are forked from a process which has imported everything."""
     freed: list[int] = []

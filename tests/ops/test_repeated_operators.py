@@ -31,7 +31,6 @@ from sidelane import Communicator, Config, ops
 from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget
-from sidelane.execute.cuda.release import FlagRescue
 from sidelane.native import load_replays
 from sidelane.session.answers import recall
 from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
@@ -50,8 +49,6 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDriver]:
-    # After a failure, stores for waits, of which there are none here, would come while memory is unmapped.
-    monkeypatch.setattr(FlagRescue, "release", lambda rescue, epoch: None)
     with made_up_launches() as made, made_up_gpus(driver=made):
         yield made
 

@@ -12,6 +12,7 @@ enough.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,16 +27,18 @@ from sidelane.collectives.offers import Outcomes
 from sidelane.collectives.plan import Agreement, AnyAgreement, Plan
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
+from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
+from sidelane.program.footprint import BASE_BYTES, loaded_bytes, program_bytes
 
 Key = tuple[Hashable, ...]
 AnyRequest = Request | ListRequest
 
-MOST_PLACES = 4096
-"""Number of places in the cache. An entry takes one of them, an entry of a call with lists ``LIST_PLACES``."""
+MOST_BYTES = 64 << 20
+"""Bytes of all entries that are kept, and of the programs that these run, as ``footprint`` estimates them."""
 
-LIST_PLACES = 8
-"""Places of a call with lists, which may hold a table of some hundred kilobytes on the device."""
+MOST_NEW = 64
+"""Number of the newest entries, which are kept beyond that only if their call has come again."""
 
 MOST_SEEN = 4096
 """Number of keys in one half of the keys that were seen once (``CallCache.comes_again``)."""
@@ -47,16 +50,23 @@ _PLAIN = ((True, False), (True,))
 
 
 class CallCache:
-    """The entries of one lane, within ``MOST_PLACES``: the oldest one that was not asked for meanwhile goes first.
+    """The entries of one lane: the ``MOST_NEW`` newest, and those of calls that came again, within ``MOST_BYTES``.
+
+    Of these the oldest one that was not asked for meanwhile goes first. Calls of sizes that never come again take the
+    place of each other only.
 
     Attributes:
         keepers: functions to call when all entries become invalid, for objects that hold some prepared calls.
+        nbytes: bytes of the kept entries.
     """
 
     def __init__(self) -> None:
         self.keepers: list[Callable[[], object]] = []
+        self.nbytes = 0
         self._entries: dict[Key, CallEntry] = {}
-        self._taken = 0
+        self._new: collections.deque[CallEntry] = collections.deque()
+        self._kept: collections.deque[CallEntry] = collections.deque()
+        self._holders: collections.Counter[int] = collections.Counter()  # kept entries by the identity of their program
         self._seen: set[int] = set()
         self._seen_before: set[int] = set()
 
@@ -70,25 +80,53 @@ class CallCache:
             entry.is_used = True
         return entry
 
-    def entry(self, key: Key, places: int = 1) -> CallEntry:
-        """Return the entry of a key, a new one of some places if there is none."""
+    def entry(self, key: Key) -> CallEntry:
+        """Return the entry of a key, a new one if there is none."""
         entry = self._entries.get(key)
         if entry is None:
-            self._taken += places
-            while self._taken > MOST_PLACES and self._entries:
-                oldest = self._entries.pop(next(iter(self._entries)))
-                if oldest.is_used:
-                    oldest.is_used = False
-                    self._entries[oldest.key] = oldest
-                else:
-                    self._taken -= oldest.places
-            entry = self._entries[key] = CallEntry(key, places)
+            entry = self._entries[key] = CallEntry(key, is_used=self.comes_again(key))
+            self._new.append(entry)
+            if len(self._new) > MOST_NEW:
+                self._keep(self._new.popleft())
         return entry
+
+    def _keep(self, entry: CallEntry) -> None:
+        """Keep an entry that was asked for since it was new, in place of others; forget any other one."""
+        if not entry.is_used:
+            del self._entries[entry.key]
+            return
+        entry.is_used = False
+        entry.program = entry.held_program()
+        entry.nbytes = BASE_BYTES if entry.program is None else loaded_bytes(entry.program)
+        self._kept.append(entry)
+        self._count(entry, 1)
+        while self.nbytes > MOST_BYTES and len(self._kept) > 1:
+            oldest = self._kept.popleft()
+            if oldest.is_used:
+                oldest.is_used = False
+                self._kept.append(oldest)
+            else:
+                self._count(oldest, -1)
+                del self._entries[oldest.key]
+
+    def _count(self, entry: CallEntry, by: int) -> None:
+        """Count the bytes of an entry, and those of its program if no other entry holds that."""
+        self.nbytes += by * entry.nbytes
+        if entry.program is not None:
+            known, holders = id(entry.program), self._holders
+            holders[known] += by
+            if holders[known] == (by == 1):  # the first one, or none any more
+                self.nbytes += by * program_bytes(entry.program)
+            if not holders[known]:
+                del holders[known]
 
     def prepared(self, key: Key) -> PreparedCall | None:
         """Return the call that was prepared under a key; None if there is none."""
-        entry = self.get(key)
-        return None if entry is None else entry.prepared
+        entry = self._entries.get(key)
+        if entry is None or entry.prepared is None:
+            return None
+        entry.is_used = True
+        return entry.prepared
 
     def comes_again(self, key: Key) -> bool:
         """Return True if this was asked of a key before, among the last ``MOST_SEEN`` keys at least."""
@@ -102,14 +140,23 @@ class CallCache:
 
     def forget_calls_of(self, owner: object) -> None:
         """Forget the entries whose keys begin with an object: launches of a kernel that was closed."""
-        for entry in self:
-            if entry.key[0] is owner:
-                self._taken -= self._entries.pop(entry.key).places
+        gone = [entry for entry in self if entry.key[0] is owner]
+        for entry in gone:
+            del self._entries[entry.key]
+            if entry in self._new:
+                self._new.remove(entry)
+            else:
+                self._kept.remove(entry)
+                self._count(entry, -1)
+
+    def _forget_all(self) -> None:
+        for kept in (self._entries, self._new, self._kept, self._holders):
+            kept.clear()
+        self.nbytes = 0
 
     def clear(self) -> None:
         """Forget all entries: staging has moved, or the lane is closed."""
-        self._entries.clear()
-        self._taken = 0
+        self._forget_all()
         for forget in self.keepers:
             forget()
 
@@ -120,18 +167,17 @@ class CallEntry:
 
     Attributes:
         key: the key.
-        places: number of places that the entry takes in the cache.
         planned: the plan of the call.
         settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
         prepared: the call, loaded.
         shape: under the key of a shape, the program of the shape.
         report: what this rank posts of the call for its peers to learn from.
         hit: the call as it goes ahead.
-        is_used: it was asked for since it was found to be the oldest one.
+        is_used: it was asked for since it was new, or since it was found to be the oldest one.
+        program, nbytes: of an entry that is kept, the program that it was found to hold, and its bytes without that.
     """
 
     key: Key
-    places: int
     planned: PlannedCall | None = None
     settled: SettledCall | None = None
     prepared: PreparedCall | None = None
@@ -139,6 +185,16 @@ class CallEntry:
     report: CallReport | None = None
     hit: Hit | None = None
     is_used: bool = False
+    program: Any = None
+    nbytes: int = 0
+
+    def held_program(self) -> Any:
+        """Return the program that the calls of the entry run; None as long as there is none."""
+        prepared = self.prepared or (self.settled and self.settled.prepared)
+        if prepared:
+            return prepared.loaded.program
+        shape = None if self.shape is None else self.shape.program
+        return shape.turns[0] if isinstance(shape, Alternation) else shape
 
 
 class PlannedCall(NamedTuple):

@@ -47,12 +47,10 @@ class CallForm(abc.ABC):
         tensors: the caller's tensors; None where this rank has none.
         repeated_as: key by which compiled code finds the call again; None for one collective on single tensors.
         exchanges: the ranks exchange more than its signature in each call (:meth:`posted`).
-        places: number of places that it takes in the cache of calls.
     """
 
     __slots__ = ()
     exchanges = False
-    places = 1
 
     @property
     @abc.abstractmethod

@@ -208,7 +208,7 @@ class CallPath:
     def _plan(self, call: _Call) -> PlannedCall:
         """Return the plan of a call, checked here if it is new. Raises TypeError or ValueError for wrong arguments."""
         asked = call.asked
-        entry = self._cache.entry(call.key, asked.places)
+        entry = self._cache.entry(call.key)
         if entry.planned is None:
             asked.check_variant(call.variant, self.calls.backend.abilities)
             beside = self.hint(asked.name, call.beside)
@@ -235,10 +235,10 @@ class CallPath:
             call.number, call.signature + SPLITS + planned.exchanged + (OFFER + offer.text if offer else "")
         )
         posts = calls.posts(call.number)
-        settled = self._cache.entry(call.key, call.asked.places).settled
+        settled = self._cache.entry(call.key).settled
         if settled is None or settled.posts != posts or settled.drops != (reach.drops if reach else 0):
             settled = self._settle(call, planned, posts)
-            self._cache.entry(call.key, call.asked.places).settled = settled
+            self._cache.entry(call.key).settled = settled
         elif reach is not None and offer is not None:
             reach.hold(offer)
             reach.note(offer, settled.outcomes)
@@ -276,7 +276,7 @@ class CallPath:
             return
         request = functools.partial(self._request, call)
         try:  # as in run: every tracked call of Python's comes here
-            entry = self._cache.entry(call.key, call.asked.places)
+            entry = self._cache.entry(call.key)
             learnt = learning.attend(call.signature, call.number, entry, request, call.asked.tensors, call.async_op)
         except BaseException:
             with self.calls.making_ready():

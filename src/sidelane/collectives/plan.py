@@ -19,6 +19,7 @@ from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
 from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
 from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.footprint import program_bytes
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, kernel_program
 from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
@@ -34,8 +35,11 @@ AUTO = "auto"
 Plan = Program | AnyKernelProgram | Alternation
 """Executable form of a call: a program, a kernel, or two programs that alternate."""
 
-MOST_PROGRAMS = 1024
-"""Largest number of cached programs. The oldest goes first, on all ranks alike; uneven calls can need any number."""
+MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
+"""Largest number of cached programs, and bytes of these as ``footprint`` estimates them.
+
+The oldest goes first, on all ranks alike; uneven calls can need any number.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +142,7 @@ class Planner:
         self._chosen_by = chosen_by
         # In the order of their first call, which all ranks share.
         self._programs: dict[AnyAgreement, Plan] = {}
+        self._nbytes = 0
         self._choices: dict[AnyAgreement, Choice] = {}
         self._held: Once[Program, Program] = Once(self._hold)
 
@@ -147,7 +152,10 @@ class Planner:
 
     def forget(self, agreement: AnyAgreement) -> None:
         """Forget a program whose first call failed here: the peers may not have made that call."""
-        self._programs.pop(agreement, None)
+        program = self._programs.pop(agreement, None)
+        if program is not None:
+            self._nbytes -= program_bytes(program)
+            self._choices.pop(agreement, None)
 
     def program(self, agreement: AnyAgreement) -> Plan:
         """Return the program of a call, or the programs that alternate.
@@ -159,8 +167,9 @@ class Planner:
         program = self._programs.get(agreement)
         if program is None:
             program = self._proved(agreement, self.choice(agreement).candidate)
-            if len(self._programs) >= MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
+            self._nbytes += program_bytes(program)
+            while self._programs and (len(self._programs) >= MOST_PROGRAMS or self._nbytes > MOST_PROGRAM_BYTES):
+                self.forget(next(iter(self._programs)))
             self._programs[agreement] = program
         return program
 

@@ -16,7 +16,6 @@ from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Call
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_cache import (
-    LIST_PLACES,
     AnyRequest,
     CallCache,
     Key,
@@ -163,7 +162,7 @@ class Preparer:
         if not was_known:
             log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)
         if key is not None:
-            self.cache.entry(key, LIST_PLACES if isinstance(request, ListRequest) else 1).prepared = prepared
+            self.cache.entry(key).prepared = prepared
         if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):
             places = places_of(request, self._rank, shape.addresses)
             if places is not None:
@@ -192,7 +191,7 @@ class Preparer:
         """Load a program with epochs at given addresses, after :meth:`make_room`. Not collective."""
         addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
         prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
-        self.cache.entry(key, LIST_PLACES if pieces else 1).prepared = prepared
+        self.cache.entry(key).prepared = prepared
         return prepared
 
     def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
@@ -294,6 +293,7 @@ class Preparer:
         for staging in (self._staging, self._kernel_staging, self._slots):
             staging.close()
         self._arena = None
+        self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
     def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:

@@ -13,13 +13,14 @@ import torch
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import HostPath, KernelRunnable
-from sidelane.collectives.call_cache import Key, PreparedCall, Shape, ShapeProgram, all_ordinary
+from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Repetition
 from sidelane.memory.ordinary import Standing
 from sidelane.native import Effect, Note
+from sidelane.program.footprint import loaded_bytes
 
 MOST_TENSORS = 128
 """Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""
@@ -78,6 +79,7 @@ class Repeats:
         self._replay = replay
         self.run = replay.run
         self._forgotten = 0  # how often
+        self._nbytes = 0  # of what was passed since then
         preparer.cache.keepers.append(self.forget)
 
     @property
@@ -88,6 +90,7 @@ class Repeats:
     def forget(self) -> None:
         """Forget all calls."""
         self._forgotten += 1
+        self._nbytes = 0
         self._replay.forget()
 
     @property
@@ -253,6 +256,9 @@ class Repeats:
             details, lists = asked.details, len(asked.given)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        if self._nbytes > MOST_BYTES:
+            self.forget()  # all: those that come again are passed again
+        self._nbytes += loaded_bytes(prepared.loaded.program)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),

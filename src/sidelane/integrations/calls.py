@@ -65,6 +65,29 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
         tensor.data.copy_(part.view(tensor.shape))
 
 
+def call_contiguous(other: functools.partial[Any], outputs: Sequence[torch.Tensor]) -> tuple[Any, Copies]:
+    """Make a call of another group, which takes the memory of each tensor for contiguous and looks at no strides.
+
+    Args:
+        other: the call, with tensors and lists of them among its arguments. Copies replace those not contiguous.
+        outputs: tensors that it writes.
+
+    Returns:
+        Result of the call, and the outputs that were replaced with their copies, to copy back when it has ended.
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def contiguous(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [contiguous(each) for each in argument]
+        if not isinstance(argument, torch.Tensor) or _is_direct(argument):
+            return argument
+        return copies.setdefault(id(argument), (argument, plain(argument)))[1]
+
+    work = other.func(*map(contiguous, other.args), **other.keywords)
+    return work, [copies[id(output)] for output in outputs if id(output) in copies]
+
+
 def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor) -> torch.Tensor:
     """Return one tensor for a call to read, whose parts are ``tensors``; see :func:`parted`."""
     whole = _in_a_row(tensors, apart_from)
@@ -72,6 +95,8 @@ def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor) -> torc
 
 
 _CONTIGUOUS = torch.contiguous_format
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of the caller, each with its contiguous copy that a call writes."""
 
 
 def _is_direct(tensor: torch.Tensor) -> bool:
@@ -102,7 +127,7 @@ DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 _ANY_ORDER = ("min", "max", "band", "bor", "bxor")
 
 Tensor = torch.Tensor
-Other = Callable[[], dist.Work]
+Other = functools.partial[dist.Work]
 
 
 @dataclasses.dataclass(slots=True)

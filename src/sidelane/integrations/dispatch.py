@@ -361,13 +361,16 @@ class Dispatcher:
         self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
-            work = call.other()
+            if name == "nccl":  # it refuses tensors that are not contiguous, on this rank, in words
+                work, copies = call.other(), calls.Copies()
+            else:
+                work, copies = calls.call_contiguous(call.other, call.outputs)
         except RuntimeError as error:
             self._witness.explain(error, needed)
             raise
         if work is None:
             return JoinedWork([])
-        return OtherWork(work, self._witness, needed, looks=is_of_all and name == "gloo")
+        return OtherWork(work, self._witness, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""

@@ -197,7 +197,9 @@ class SidelaneGroup(dist.ProcessGroup):
         opts = opts or c10d.AllgatherOptions()
 
         def make() -> GroupCall:
-            return calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
+            return calls.all_gather(
+                output, input, opts, functools.partial(self._other._allgather_base, output, input, opts)
+            )
 
         return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
 
@@ -208,7 +210,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make several ``all_gather_into_tensor``; functional collectives make a single one so."""
         opts = opts or c10d.AllgatherOptions()
-        other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.allgather_into_tensor_coalesced, outputs, inputs, opts)
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
             make = functools.partial(calls.all_gather, output, input, opts, other)
@@ -221,7 +223,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make an ``all_gather``."""
         opts = _with_timeout(opts or c10d.AllgatherOptions(), timeout)
         inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
-        other = lambda: self._other.allgather(outputs, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.allgather, outputs, inputs, opts)
         if len(inputs) != 1:
             return self._dispatcher.run(calls.make("all_gather", inputs, [], other, None, opts))
         return self._dispatcher.run(calls.all_gather_list(outputs[0], inputs[0], opts, other))
@@ -258,7 +260,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make an ``all_to_all``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
-        other = lambda: self._other.alltoall(outputs, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.alltoall, outputs, inputs, opts)
         return self._dispatcher.run(calls.all_to_all_list(outputs, inputs, opts, other))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -278,7 +280,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make several ``reduce_scatter_tensor``; functional collectives make a single one so."""
         opts = opts or dist.ReduceScatterOptions()
-        other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.reduce_scatter_tensor_coalesced, outputs, inputs, opts)
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
             make = functools.partial(calls.reduce_scatter, output, input, opts, other)
@@ -293,7 +295,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``reduce_scatter``."""
         opts = _with_timeout(_reducing(opts, dist.ReduceScatterOptions), timeout)
         outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
-        other = lambda: self._other.reduce_scatter(outputs, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.reduce_scatter, outputs, inputs, opts)
         if len(outputs) != 1:
             return self._dispatcher.run(calls.make("reduce_scatter", [], outputs, other, None, opts))
         return self._dispatcher.run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
@@ -303,7 +305,7 @@ class SidelaneGroup(dist.ProcessGroup):
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
 
         def make() -> GroupCall:
-            return calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts))
+            return calls.all_reduce(tensors, opts, functools.partial(self._other.allreduce, tensors, opts))
 
         if len(tensors) != 1:
             return self._dispatcher.run(make())
@@ -313,7 +315,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make several ``all_reduce``."""
         opts = opts or dist.AllreduceCoalescedOptions()
         return self._dispatcher.run(
-            calls.all_reduce(tensors, opts, lambda: self._other.allreduce_coalesced(tensors, opts))
+            calls.all_reduce(tensors, opts, functools.partial(self._other.allreduce_coalesced, tensors, opts))
         )
 
     def broadcast(
@@ -321,7 +323,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make a ``broadcast``."""
         opts, tensors = _with_timeout(_rooted(opts, dist.BroadcastOptions, root), timeout), _listed(tensors)
-        other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
+        other = functools.partial(self._other.broadcast, tensors, opts)
         if len(tensors) != 1 or opts.rootTensor:
             return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
         return self._dispatcher.run_alike(
@@ -334,7 +336,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``scatter``."""
         opts, outputs = _with_timeout(_rooted(opts, dist.ScatterOptions, root), timeout), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
-        other = lambda: self._other.scatter(outputs, nested, opts)  # noqa: E731
+        other = functools.partial(self._other.scatter, outputs, nested, opts)
         return self._dispatcher.run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
 
     def gather(
@@ -343,7 +345,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``gather``."""
         opts, inputs = _with_timeout(_rooted(opts, dist.GatherOptions, root), timeout), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
-        other = lambda: self._other.gather(nested, inputs, opts)  # noqa: E731
+        other = functools.partial(self._other.gather, nested, inputs, opts)
         return self._dispatcher.run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -364,7 +366,7 @@ class SidelaneGroup(dist.ProcessGroup):
                 torch.cuda.current_stream(device).synchronize()
 
         stands_for_it = torch.empty(0, dtype=torch.uint8, device=device)
-        call = calls.make("barrier", [stands_for_it], [], lambda: self._other.barrier(opts), job, opts)
+        call = calls.make("barrier", [stands_for_it], [], functools.partial(self._other.barrier, opts), job, opts)
         return self._dispatcher.run(call)
 
     # --- operations that Sidelane lacks -------------------------------------------------------------------------------
@@ -375,28 +377,30 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``reduce``."""
         opts, tensors = _with_timeout(_rooted(opts, dist.ReduceOptions, root), timeout), _listed(tensors)
         return self._dispatcher.run(
-            calls.make("reduce", [], tensors, lambda: self._other.reduce(tensors, opts), None, opts)
+            calls.make("reduce", [], tensors, functools.partial(self._other.reduce, tensors, opts), None, opts)
         )
 
     def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Make an ``all_gather_coalesced``, which torch has deprecated."""
         opts = opts or c10d.AllgatherOptions()
-        other = lambda: self._other.allgather_coalesced(outputs, inputs, opts)  # noqa: E731
-        return self._dispatcher.run(calls.make("all_gather_coalesced", inputs, [], other, None, opts))
+        other = functools.partial(self._other.allgather_coalesced, outputs, inputs, opts)
+        return self._dispatcher.run(
+            calls.make("all_gather_coalesced", inputs, [each for row in outputs for each in row], other, None, opts)
+        )
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Make a ``send`` to a rank of the group."""
-        call = calls.make("send", tensors, [], lambda: self._other.send(tensors, dst, tag), None, None)
+        call = calls.make("send", tensors, [], functools.partial(self._other.send, tensors, dst, tag), None, None)
         return self._dispatcher.pass_on(call, [dst])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Make a ``recv`` from a rank of the group."""
-        call = calls.make("recv", tensors, [], lambda: self._other.recv(tensors, src, tag), None, None)
+        call = calls.make("recv", [], tensors, functools.partial(self._other.recv, tensors, src, tag), None, None)
         return self._dispatcher.pass_on(call, [src])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """Make a ``recv`` from any rank that sends."""
-        call = calls.make("recv", tensors, [], lambda: self._other.recv_anysource(tensors, tag), None, None)
+        call = calls.make("recv", [], tensors, functools.partial(self._other.recv_anysource, tensors, tag), None, None)
         return self._dispatcher.pass_on(call, range(self.size()))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -128,18 +129,31 @@ class OtherWork(dist.Work):
         looks: check the peers while it waits, too: Gloo notices a death only if it talks to the dead rank itself. This
             is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
             ends the call and every connection of the group; one of NCCL may abort its communicator.
+        copies: tensors of the caller with the contiguous ones that the call writes, to copy back when it has ended.
     """
 
-    def __init__(self, work: dist.Work, watch: PeerWatch, peers: Sequence[int], *, looks: bool) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        watch: PeerWatch,
+        peers: Sequence[int],
+        *,
+        looks: bool,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         super().__init__()
         self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
         self._maker = os.getpid()
+        self._copies, self._copying = list(copies), threading.Lock()
+        self._stands_for = {id(copy): tensor for tensor, copy in copies}
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
             raise forks.refusal("call under way", self._maker)
         try:
-            return self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
+            done = self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
+            self._copy_back()
+            return done
         except SidelaneError:
             raise
         except RuntimeError as error:
@@ -162,8 +176,19 @@ class OtherWork(dist.Work):
                 if time.monotonic() - noticed > _PATIENCE_S:
                     raise RuntimeError("connection closed: its process is gone")
 
+    def _copy_back(self) -> None:
+        """Copy what the call has written to the caller's tensors, once."""
+        with self._copying:
+            while self._copies:
+                tensor, copy = self._copies.pop()
+                tensor.data.copy_(copy)
+
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        if not self._work.is_completed():
+            return False
+        if self._copies and self._work.is_success():
+            self._copy_back()
+        return True
 
     def is_success(self) -> bool:
         return self._work.is_success()
@@ -172,10 +197,12 @@ class OtherWork(dist.Work):
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        return self._work.result()
+        self.is_completed()
+        return [self._stands_for.get(id(each), each) for each in self._work.result()]
 
     def synchronize(self) -> None:
         self._work.synchronize()
+        self._copy_back()
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
@@ -187,7 +214,16 @@ class OtherWork(dist.Work):
         return self._work._source_rank()
 
     def get_future(self) -> Any:
-        return self._work.get_future()
+        future = self._work.get_future()
+        if not self._stands_for:
+            return future
+
+        def ended(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            outputs = future.value()  # raises the call's error
+            self._copy_back()
+            return [self._stands_for.get(id(each), each) for each in outputs]
+
+        return future.then(ended)
 
 
 class JoinedWork(Work):

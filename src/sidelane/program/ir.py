@@ -239,7 +239,7 @@ _DEFINITION = an(Collective, Batch, Contract)
 _QUEUES, _SIZES = several(an(Queue), Queue), several(whole, int)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class Program:
     """A collective, or several at once, as commands on engines.
 

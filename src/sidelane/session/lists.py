@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.call_cache import LIST_PLACES
 from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.heap import Region
@@ -42,7 +41,6 @@ class ListedCall(CallForm):
     """
 
     name = BATCH
-    places = LIST_PLACES
 
     def __init__(self, name: str, asked: Sequence[CallRequest], world_size: int) -> None:
         self.name, self._asked, self._world_size = name, asked, world_size

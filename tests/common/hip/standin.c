@@ -64,7 +64,9 @@ typedef struct queue { /* of one stream, or of those of a device and a priority 
     pthread_mutex_t lock;
     pthread_cond_t more;
     operation_t *first, **last;
-    int device, priority, streams, stopped;
+    int device, priority, streams, stopped, ended;
+    atomic_int abandoned; /* what blocks does so no more, and does nothing */
+    struct queue *next; /* of all that were made */
 } queue_t;
 
 typedef struct stream {
@@ -94,7 +96,7 @@ typedef struct {
 
 static pthread_mutex_t global = PTHREAD_MUTEX_INITIALIZER;
 static stream_t *streams[MOST_STREAMS];
-static queue_t *shared[MOST_QUEUES];
+static queue_t *shared[MOST_QUEUES], *queues;
 static allocation_t allocations[MOST_ALLOCATIONS];
 static uint64_t numbers = 1;
 static atomic_int early, is_ending;
@@ -152,8 +154,11 @@ static void pause_a_little(unsigned turn) {
 
 static void run_graph(graph_t *graph);
 
+static int must_end(operation_t *op) { return is_ending || (op->stream && op->stream->queue->abandoned); }
+
 static void run(operation_t *op) {
     _Atomic uint32_t *word = (_Atomic uint32_t *)op->box.dst;
+    if (must_end(op) && op->kind != RUN_GRAPH) return;
     switch (op->kind) {
     case COPY: case COPY_2D: case COPY_3D:
         for (size_t plane = 0; plane < op->box.planes; plane++)
@@ -165,7 +170,7 @@ static void run(operation_t *op) {
         atomic_store_explicit(word, op->value, memory_order_release);
         break;
     case WAIT:
-        for (unsigned turn = 0; !is_ending; turn++) {
+        for (unsigned turn = 0; !must_end(op); turn++) {
             uint32_t seen = atomic_load_explicit(word, memory_order_acquire) & op->mask;
             if (op->comparison == 0 ? seen >= op->value : seen == op->value) break; /* unsigned, as in amdblit.cl */
             pause_a_little(turn);
@@ -178,7 +183,7 @@ static void run(operation_t *op) {
         pthread_mutex_unlock(&op->event->lock);
         break;
     case AWAIT:
-        for (unsigned turn = 0; !is_ending; turn++) {
+        for (unsigned turn = 0; !must_end(op); turn++) {
             pthread_mutex_lock(&op->event->lock);
             int reached = op->event->reached >= op->generation;
             pthread_mutex_unlock(&op->event->lock);
@@ -212,6 +217,7 @@ static void *queue_main(void *argument) {
         while (!queue->first && !queue->stopped) pthread_cond_wait(&queue->more, &queue->lock);
         operation_t *op = queue->first;
         if (!op) {
+            queue->ended = 1;
             pthread_mutex_unlock(&queue->lock);
             return NULL;
         }
@@ -240,7 +246,7 @@ static void *branch_main(void *argument) {
     for (operation_t *op = branch->graph->first; op; op = op->next, position++) {
         if (op->branch != branch->branch) continue;
         if (op->kind == AWAIT) {
-            for (unsigned turn = 0; !branch->passed[op->generation] && !is_ending; turn++) pause_a_little(turn);
+            for (unsigned turn = 0; !branch->passed[op->generation] && !must_end(op); turn++) pause_a_little(turn);
         } else if (op->kind != RECORD || op->generation) { /* a record that is a node tells the outside nothing */
             run(op);
         }
@@ -383,7 +389,44 @@ static queue_t *make_queue(int priority) {
         return NULL;
     }
     pthread_detach(thread);
+    queue->next = queues; /* the global lock is held */
+    queues = queue;
     return queue;
+}
+
+static int has_running(int device) {
+    int running = 0;
+    pthread_mutex_lock(&global);
+    for (queue_t *queue = queues; queue; queue = queue->next) {
+        if (queue->device != device) continue;
+        pthread_mutex_lock(&queue->lock);
+        queue->stopped = 1;
+        pthread_cond_signal(&queue->more);
+        running |= !queue->ended;
+        pthread_mutex_unlock(&queue->lock);
+    }
+    pthread_mutex_unlock(&global);
+    return running;
+}
+
+/* End the streams of a device behind what they have. Returns 1, and lets them do nothing more, if that takes longer
+ * than the seconds given. */
+int standin_stop(int device, unsigned most_s) {
+    double until = now_us() + 1e6 * most_s;
+    pthread_mutex_lock(&global);
+    for (int i = 0; i < MOST_STREAMS; i++)
+        if (streams[i] && streams[i]->queue->device == device) streams[i] = NULL;
+    for (int i = 0; i < MOST_QUEUES; i++)
+        if (shared[i] && shared[i]->device == device) shared[i] = NULL;
+    pthread_mutex_unlock(&global);
+    while (has_running(device) && now_us() < until) usleep(200);
+    if (!has_running(device)) return 0;
+    pthread_mutex_lock(&global);
+    for (queue_t *queue = queues; queue; queue = queue->next)
+        if (queue->device == device) queue->abandoned = 1;
+    pthread_mutex_unlock(&global);
+    while (has_running(device)) usleep(200);
+    return 1;
 }
 
 /* The queue with the fewest streams, or a new one: what ROCr's runtime does. The global lock is held. */

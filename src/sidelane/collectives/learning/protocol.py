@@ -21,6 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -68,6 +69,9 @@ READ_EVERY = 4
 
 KEPT = 512
 """Tracked calls remembered until the ranks go by them."""
+
+MOST_SIGNATURES = 1024
+"""Signatures that are known at a time. At one more the older half is forgotten, in the same call on all ranks."""
 
 MOST_TURNS = 4
 """Calls of a period with the same tensors here that compiled code remembers, which has few places for them."""
@@ -247,6 +251,17 @@ class Learning:
                 self._programs.make_room(found)
                 made = found
         self._signatures[text] = made
+        if len(self._signatures) > MOST_SIGNATURES:
+            self._forget_older_half()
+
+    def _forget_older_half(self) -> None:
+        """Forget signatures; their next calls are noted as new ones, on all ranks alike."""
+        for text in list(itertools.islice(self._signatures, MOST_SIGNATURES // 2)):
+            signature = self._signatures.pop(text)
+            if signature is not None:
+                signature.now = False  # its calls that have begun are made, and teach nothing
+        if self.repeats is not None:  # compiled code does not ask if a call is tracked
+            self.repeats.forget()
 
     # --- what all ranks know alike ------------------------------------------------------------------------------------
 
@@ -455,6 +470,8 @@ class AheadPrograms:
             if self._calls.config.verify and not proved:
                 verify(confirmed(collective, missing, elsewhere=True, unread=unread))
             found = dataclasses.replace(confirmed(collective, missing, unread=unread), alone=signature.alone)
+            if len(self._programs) >= MOST_SIGNATURES:
+                del self._programs[next(iter(self._programs))]
             self._programs[(*key, signature.alone)] = found
         return found
 

@@ -8,6 +8,8 @@ process run concurrently, like those of several processes.
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -42,7 +44,8 @@ from sidelane.program.ir import (
 from sidelane.program.wraparound import WORD_MASK
 
 _COPY_BYTES = 8 << 20
-_SWAP_BYTES = 256 << 10  # through a scratch buffer that stays in the second-level cache
+_MEMORY = ctypes.c_uint8 * sys.maxsize  # of any size: ctypes never forgets a type of arrays of another length
+_SWAP_BYTES = 256 << 10  # through scratch that stays in the second-level cache
 # torch hands work to its thread pool beyond 32768 elements; up to there it runs right here, and temporaries stay small.
 _REDUCE_ELEMENTS = 32768
 
@@ -65,6 +68,24 @@ class InvocationState(Protocol):
 
 
 Action = Callable[[InvocationState], None]
+
+
+class _Scratch(threading.local):
+    """The scratch memory of one engine, for all programs: its thread runs one step after the other."""
+
+    def __init__(self) -> None:
+        self.swapped = ctypes.create_string_buffer(_SWAP_BYTES)
+        self._totals: dict[torch.dtype, torch.Tensor] = {}
+
+    def totals(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``_REDUCE_ELEMENTS`` elements."""
+        found = self._totals.get(dtype)
+        if found is None:
+            found = self._totals[dtype] = torch.empty(_REDUCE_ELEMENTS, dtype=dtype, device="cpu")
+        return found
+
+
+_scratch = _Scratch()
 
 
 def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Action, ...]:
@@ -178,7 +199,7 @@ def _arrays(box: Box) -> tuple[Bytes, Bytes]:
     found: list[Bytes] = []
     for address, pitch, distance in zip((box.dst, box.src), box.pitches, box.distances, strict=True):
         extent = (box.planes - 1) * distance + (box.rows - 1) * pitch + box.width
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent).from_address(address))
+        memory = _view(address, extent, torch.uint8).numpy()
         found.append(as_strided(memory, shape, (distance, pitch, 1)))
     return found[0], found[1]
 
@@ -197,11 +218,8 @@ def _parts(dst: Bytes, src: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
 
 
 def _swap(a: int, b: int, nbytes: int) -> Action:
-    # One scratch for all invocations: those of one queue run one after the other, on one thread.
-    scratch = ctypes.create_string_buffer(max(1, min(nbytes, _SWAP_BYTES)))
-    held = ctypes.addressof(scratch)
-
-    def step(run: InvocationState, keep: object = scratch) -> None:
+    def step(run: InvocationState) -> None:
+        held = ctypes.addressof(_scratch.swapped)
         for offset in range(0, nbytes, _SWAP_BYTES):
             run.stop_if_asked()
             length = min(_SWAP_BYTES, nbytes - offset)
@@ -246,11 +264,14 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
     count = nbytes // reduction.element_bytes
     accumulate = torch.float32 if dtype.is_floating_point else dtype
     combine = _combining(reduction.op)
-    with torch.inference_mode(False):  # the mode of the caller: another thread writes to these tensors
-        target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
-        scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
+    # Kept from the second run on: between tensors that are freed, what was allocated meanwhile would leave holes.
+    is_known, known = False, tuple[torch.Tensor, ...]()
 
     def step(run: InvocationState) -> None:
+        nonlocal is_known, known
+        target, *sources = views = known or tuple(_view(address, nbytes, dtype) for address in (dst, *srcs))
+        is_known, known = True, views if is_known else ()
+        scratch = _scratch.totals(accumulate)
         for begin in range(0, count, _REDUCE_ELEMENTS):
             run.stop_if_asked()
             part = slice(begin, min(begin + _REDUCE_ELEMENTS, count))
@@ -281,4 +302,4 @@ def _combining(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], object]:
 
 def _view(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over memory that the caller keeps alive."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+    return torch.frombuffer(_MEMORY.from_address(address), dtype=dtype, count=nbytes // dtype.itemsize)

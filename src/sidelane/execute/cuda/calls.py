@@ -183,7 +183,7 @@ class StreamCall:
     call: Call
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class StreamPlan:
     """The calls of one invocation, in the order of submission.
 

@@ -26,6 +26,7 @@ from sidelane.execute.cuda import native
 from sidelane.execute.cuda.kernel_launch import WARP_THREADS, KernelTarget, LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.memory.persistent import lasting
+from sidelane.memory.release import Kept, keep_bytes
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
@@ -110,16 +111,19 @@ class DriverError(SidelaneError):
 class HostWords:
     """Pinned host memory of 32-bit words, readable by host threads while streams write it.
 
+    Streams may write it after the last reference: it is released as symmetric memory is (``memory/release.py``).
+
     Attributes:
         array: the words, uint32.
         address: their address for streams.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         # Under unified addressing, which every supported GPU has, host and device use one address.
-        self._tensor = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.array: npt.NDArray[np.uint32] = self._tensor.numpy().view(np.uint32)
-        self.address: int = self._tensor.data_ptr()
+        words = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._owner = Kept(words.untyped_storage(), device)
+        self.array: npt.NDArray[np.uint32] = words.numpy().view(np.uint32)
+        self.address: int = words.data_ptr()
 
 
 class Driver:
@@ -163,14 +167,18 @@ class Driver:
         self.call("cuEventDestroy", self._api.CUevent(event))
 
     def host_words(self, count: int) -> HostWords:
-        return HostWords(count)
+        return HostWords(count, torch.device("cuda", self.index))
 
     def device_words(self, count: int) -> tuple[int, object]:
-        """Allocate zeroed words of device memory. Return their address, and an object that keeps them alive."""
+        """Allocate zeroed words of device memory, released as :class:`HostWords` are.
+
+        Returns:
+            Their address, and a tensor that keeps them alive.
+        """
         device = torch.device("cuda", self.index)
         words = lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
         torch.cuda.current_stream(self.index).synchronize()
-        return words.data_ptr(), words
+        return words.data_ptr(), keep_bytes(words).view(torch.int32)
 
     def allocate(self, nbytes: int) -> int:
         """Allocate device memory, and return its address. Torch might take it from the pool of a captured graph."""

@@ -227,16 +227,16 @@ class CudaProgram:
                 way = self._find_way(place)
             way.set_epoch(epoch)
             executor.driver.submit(way.calls)
+            if place[1]:
+                executor.watch.recorded(self._busy)
+                executor.ledger.count(way.entry)
+            elif not self._bound.plan.is_held:
+                self._note(epoch, way.entry)
         except ValueError:
             raise  # found before anything was submitted
-        except BaseException as error:
+        except BaseException as error:  # of the driver, or Ctrl-C
             executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
             raise
-        if place[1]:
-            executor.watch.recorded(self._busy)
-            executor.ledger.count(way.entry)
-        elif not self._bound.plan.is_held:
-            self._note(epoch, way.entry)
 
     def _note(self, epoch: int, entry: Entry) -> None:
         if self.is_triggered:

@@ -44,7 +44,12 @@ _MAX_BATCH = 255
 
 
 class FlagRescue:
-    """Flags of the programs of one executor. Any thread that is attached to the device may use it, one at a time."""
+    """Flags of the programs of one executor. Any thread that is attached to the device may use it, one at a time.
+
+    Attributes:
+        has_stored: the stores of a release have landed: every wait that was submitted before it passes once a stream
+            comes to it.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -56,7 +61,8 @@ class FlagRescue:
         self._reads_on: int | None = None  # the lane that it is busy with
         # By address of a flag memory of this rank: number of flags, and the values of waits for equality.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
-        self._has_released = False
+        self.has_stored = False
+        self._has_work = False  # the lanes may have some
         self._submitting = forks.lock()  # held while stores are submitted: no region is forgotten meanwhile
 
     def register(self, program: Program, rank: int, addresses: Addresses) -> None:
@@ -93,7 +99,7 @@ class FlagRescue:
         try:
             for base in bases:
                 self._regions.pop(base, None)
-            if not self._has_released:  # and nothing is asked of streams, while one may be captured
+            if not self._has_work:  # and nothing is asked of streams, while one may be captured
                 return True
             ends: list[Callable[[], bool]] = [functools.partial(self._driver.is_idle, lane) for lane in self._lanes]
             if self._second is not None:
@@ -113,19 +119,21 @@ class FlagRescue:
             DriverError: no lane works, and there is no memory for a second context.
         """
         with self._submitting:
-            self._has_released = True
-            self._release(self._batches((epoch + RELEASE_STEP) & WORD_MASK))
+            self._has_work = True
+            self.has_stored |= self._release(self._batches((epoch + RELEASE_STEP) & WORD_MASK))
 
-    def _release(self, batches: Sequence[MemoryOps]) -> None:
+    def _release(self, batches: Sequence[MemoryOps]) -> bool:
+        """Store on all lanes that are idle, or else in a second context. Return True once the stores have landed."""
         if self._second is None:
             lanes = [lane for lane in self._lanes if lane != self._reads_on and self._driver.is_idle(lane)]
             for lane in lanes:
                 self._driver.submit(self._driver.bind_memory_ops(batch, lane) for batch in batches)
             if any(self._becomes_idle(lane, _RELEASE_PATIENCE_S / LANES) for lane in lanes):
-                return
+                return True
             self._second = self._driver.second_context()
         if self._second.is_idle():
             self._second.submit(batches)
+        return _becomes(self._second.is_idle, time.monotonic() + _RELEASE_PATIENCE_S)
 
     def read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
         """Return the flag words of all ranks of ``program``; nothing if reading takes longer than ``timeout_s``."""
@@ -143,6 +151,7 @@ class FlagRescue:
 
     def _read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
         self._driver.attach_thread()
+        self._has_work = True
         count = program.flag_count
         deadline = time.monotonic() + timeout_s
         for number, lane in enumerate(self._lanes):
@@ -162,16 +171,21 @@ class FlagRescue:
                 break
         return {}
 
-    def close(self) -> None:
-        """Destroy the streams, and store nothing more. Their submitted work still completes."""
-        self._regions = {}
+    def close(self) -> bool:
+        """Store and read nothing more, wait for the streams, and destroy them.
+
+        Returns:
+            True; False if work of theirs does not come to its end, so that flags, words and scratch must be kept.
+        """
         if self._reader is not None:
             self._reader.join(_LEAVING_S)
+        has_ended = self.forget(list(self._regions)) and (self._reader is None or not self._reader.is_alive())
         for lane in self._lanes:
             if lane != self._reads_on:
                 self._driver.destroy_stream(lane)
         if self._second is not None:
             self._second.close()
+        return has_ended
 
     def _batches(self, passing: int) -> list[MemoryOps]:
         writes = [

@@ -283,7 +283,9 @@ class CudaSite:
                 with self.lock:
                     self._tables.close()  # while the thread still releases waits that cannot end
             self._end_watch()
-            self.rescue.close()
+            with self.driver.relaxed_capture():
+                if not self.rescue.close() and self not in _stuck:
+                    _stuck.append(self)
             for event in (self.into, self.out_of, self._turn):
                 self.driver.destroy_event(event)
             for stream in self._streams:
@@ -347,24 +349,14 @@ class CudaSite:
         After a failure, streams first pass the waits that the watch releases. If they do not, or if a store may still
         come, this object keeps the memory.
         """
-        if self.closed:  # the thread has ended, or streams are stuck, and then nothing is freed
-            return
-        with self.driver.current(), self.driver.relaxed_capture():
-            if not self._has_drained() or not self.rescue.forget(bases):
-                self._never_freed.append(memory)
-
-    def _has_drained(self) -> bool:
-        """Return True if no stream waits for a flag any more, after a failure once the watch has released them."""
-        if self.watch.failure is None:
-            return True
-        if self not in _stuck:
-            self.drain()
-        deadline = time.monotonic() + _DRAIN_S
-        while self not in _stuck and not self.watch.finished(self.watch.last_epoch):  # on streams of callers, too
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
-        return self not in _stuck
+        if self.closed:
+            has_ended = self not in _stuck
+        else:
+            with self.driver.current(), self.driver.relaxed_capture():
+                has_drained = self.watch.failure is None or (self not in _stuck and self.drain())
+                has_ended = has_drained and self.rescue.forget(bases)
+        if not has_ended:
+            self._never_freed.append(memory)
 
     def check_usable(self, method: str) -> None:
         self.check_open(method)
@@ -400,15 +392,27 @@ class CudaSite:
             return True
         return self.driver.is_idle(handle)
 
-    def drain(self) -> None:
-        """Wait, after a failure, until the streams have passed their released waits: then they may be destroyed."""
+    def drain(self) -> bool:
+        """Wait, after a failure, until the watch has released all waits and streams have passed them.
+
+        A stream of a caller may come to a wait later, and passes it, too, as long as the flags are not freed.
+
+        Returns:
+            True; False if a stream has not passed them in time.
+        """
         deadline = time.monotonic() + _DRAIN_S
         with self.driver.current():
-            while not (self._kernels_idle() and all(map(self.driver.is_idle, self._streams))):
+            while not ((are_own := self._are_released()) and self.watch.is_at_rest):
                 if time.monotonic() > deadline:
-                    _stuck.append(self)  # streams may still write to its memory
-                    return
+                    if not are_own:
+                        _stuck.append(self)  # streams may still write to its memory
+                    return False
                 time.sleep(1e-3)
+        return True
+
+    def _are_released(self) -> bool:
+        """Return True once the watch has released all waits, and the executor's streams have nothing left."""
+        return self.rescue.has_stored and self._kernels_idle() and all(map(self.driver.is_idle, self._streams))
 
 
 class ExecutableGraph:

@@ -207,6 +207,11 @@ class DeviceWatch:
         """Return True once invocation ``epoch`` has ended on this rank, or its waits were released."""
         return reached(int(self._words.array[FINISHED]), epoch)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """True if all that was submitted has ended, and no graph is running a program."""
+        return self.finished(self.last_epoch) and not self._words.array[BUSY]
+
     def wait(self, epoch: int) -> None:
         """Block until ``epoch`` has finished.
 
