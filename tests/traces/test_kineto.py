@@ -10,6 +10,7 @@ import pytest
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.kernels import library_gang
+from sidelane_lab.traces import graph
 from sidelane_lab.traces.command import read_trace, replay_table
 from sidelane_lab.traces.graph import NodeKind
 from sidelane_lab.traces.replay import replay
@@ -140,11 +141,63 @@ def test_collectives_of_old_traces_are_known_by_the_call_that_launched_them(
         ([kernel("a", 1.0, 2.0), kernel("b", 1.0, 2.0, device=1)], "must have one rank's GPU .value=0, 1"),
         ([kernel("gemm", 1.0, -2.0)], "node 0 'gemm' needs times"),
         ([kernel("gemm", None, 2.0)], "node 0 'gemm' needs times"),  # type: ignore[arg-type]
+        ([kernel("gemm", 10**400, 2.0)], "node 0 'gemm' needs times"),
+        (
+            [kernel("gemm", 0.0, 0.0), nccl("ncclDevKernel_AllGather", 0.0, 0.0, **NCCL)],
+            "value=0 microsec",
+        ),
+        ([kernel("a", 0.0, 5.0), kernel("b", 1.7e15, 5.0)], "'CPU before b' is not of a step"),
+        ([kernel("a", 1.0, 4e9)], "'a' is not of a step .value=4e.09 microseconds"),
+        (
+            [kernel(f"a{i}", i * 1e9, 1e9) for i in range(5)],
+            "longer than a step .value=5e.09 us on",
+        ),
+        ([kernel("a", 1.0, 5.0) for _ in range(200)], "more than 128 at once on stream 7"),
+        (
+            [nccl("ncclDevKernel_AllGather", 1.0, 5.0, **{**NCCL, "In msg nelems": 1e15})],
+            "not of a step .value=1.6e.16",
+        ),
+        ([nccl("ncclDevKernel_AllGather", 1.0, 5.0, **{**NCCL, "Group size": 1e9})], "not of a step"),
+        ([kernel("copy", 1.0, 5.0, cat="gpu_memcpy", bytes=1e17)], "not of a step .value=1e.17 bytes"),
     ],
 )
 def test_traces_without_a_rank_are_refused(path: Path, events: list[dict[str, Any]], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_trace(written(path, events))
+
+
+def test_kernels_of_a_stream_that_overlapped_may_overlap(path: Path) -> None:
+    """As branches of a CUDA graph do. One behind another waits for both."""
+    events = [kernel("a", 0.0, 100.0), kernel("b", 20.0, 60.0), kernel("c", 100.0, 50.0)]
+    trace = read_trace(written(path, events))
+    lanes = {node.name: node.lane for node in trace.nodes}
+    assert lanes == {"a": "7", "CPU before b": "before 7, 1", "b": "7, 1", "c": "7"}
+    assert set(trace.nodes[-1].after) == {0, 1}
+    (one,) = replay(named("mi300x8"), trace, ("c3_base",))
+    assert one.time_us < 220.0, "they compete for the compute units, and are not added up"
+
+
+def test_shapes_and_numbers_of_another_form_are_unknown(path: Path) -> None:
+    """What only helps to name a collective; its recorded time stays."""
+    odd = {"correlation": [7], "device": 0}
+    launch = {"ph": "X", "cat": ["cuda"], "name": "launch", "ts": 8.0, "dur": 2.0, "tid": [3], "args": odd}
+    for dims in ([[10**17] * 9], [[2] * 100], [[1e400]], [[True, -1]]):
+        made = call("nccl:all_reduce", 5.0, dims, "float") | {"tid": [3]}
+        events = [made, launch, nccl("ncclKernel_SendRecv", 30.0, 40.0, correlation=[7])]
+        try:
+            (node,) = read_trace(written(path, events)).nodes
+        except ValueError as problem:
+            assert dims == [[10**17] * 9] and "is not of a step" in str(problem)  # noqa: PT017
+        else:
+            assert (node.collective, node.nbytes, node.duration_us) == ("all_reduce", 0, 40.0)
+
+
+def test_a_file_that_unpacks_without_end_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "MOST_UNPACKED_BYTES", 1 << 20)
+    for name in (path, path.with_suffix(".et")):
+        name.write_bytes(gzip.compress(b" " * (1 << 21)))
+        with pytest.raises(ValueError, match="unpacks to too many bytes .allowed=1048576"):
+            read_trace(name)
 
 
 def test_files_that_are_cut_are_refused(path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import click
 
@@ -27,7 +26,27 @@ _TORCHS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 SAME_SIZES = frozenset(("all_gather", "all_reduce", "broadcast", "reduce_scatter", *_TORCHS))
 """Collectives whose sizes are the same on all ranks. Those of others may differ."""
 
-Entry = Mapping[str, Any]
+MOST_NUMBER = 1 << 62
+"""Largest number in a dump: nanoseconds since 1970 are a third of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a rank.
+
+    Attributes:
+        name: name of the collective.
+        dtypes: types of its inputs, in torch's words.
+        sizes: sizes of its inputs.
+        state: ``scheduled``, ``started`` or ``completed``.
+        begun_ns: time at which the host made it.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    state: str
+    begun_ns: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +81,28 @@ class Dump:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    calls: Mapping[str, Mapping[int, Entry]]
+    calls: Mapping[str, Mapping[int, Call]]
     failures: tuple[str, ...]
 
 
-class _Plain(pickle.Unpickler):
-    """Reader of dumps, which consist of plain values: no code of a file runs."""
+class _Plain(pickle._Unpickler):
+    """Reader of dumps, which consist of plain values: no code of a file runs.
+
+    It is the one in Python, as that in C allocates whatever memory a damaged file asks for.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code[0]: pickle._Unpickler.dispatch[code[0]]
+        for code in (
+            *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+            *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+            *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4),
+            *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+            *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+            *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+            *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+        )
+    }
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -77,24 +112,77 @@ def read(path: Path) -> Dump:
     """Read the dump of a rank, of Sidelane or of torch itself.
 
     Raises:
+        OSError: the file can not be read.
         ValueError: the file is none.
     """
+    content = bytes_of(path)
     try:
-        found = _Plain(io.BytesIO(bytes_of(path))).load()
-        entries, config = found["entries"], found["pg_config"]
-        groups = {name: tuple(ast.literal_eval(of["ranks"])) for name, of in config.items()}
-        calls: dict[str, dict[int, Entry]] = collections.defaultdict(dict)
-        for entry in entries:
-            if not entry["is_p2p"]:
-                calls[entry["process_group"][0]][entry["collective_seq_id"]] = entry
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError) as problem:
+        found = _Plain(io.BytesIO(content)).load()
+    except Exception as problem:  # a damaged file is a list of random instructions, and fails in any way
         raise ValueError(f"{path}: no dump of a flight recorder ({type(problem).__name__}: {problem})") from None
-    own = found.get("sidelane", {})
-    digits = re.search(r"(\d+)$", path.name)
+    try:
+        return _dump(found, path.name)
+    except (LookupError, TypeError, ValueError) as problem:
+        why = f"needs {problem}" if isinstance(problem, KeyError) else str(problem)
+        raise ValueError(f"{path}: no dump of a flight recorder ({why})") from None
+
+
+def _dump(found: Any, name: str) -> Dump:
+    """Return the dump with the values of a file, each of the type that it has in one.
+
+    Raises:
+        LookupError, TypeError, ValueError: a value is missing, or is none that a recorder writes.
+    """
+    groups = {_text(group): _ranks_of(of["ranks"]) for group, of in _mapping(found["pg_config"]).items()}
+    calls: dict[str, dict[int, Call]] = collections.defaultdict(dict)
+    for entry in map(_mapping, found["entries"]):
+        if not entry["is_p2p"]:
+            calls[_text(entry["process_group"][0])][_number(entry["collective_seq_id"])] = _call(entry)
+    own = _mapping(found.get("sidelane", {}))
+    digits = re.search(r"([0-9]+)$", name)
     if "rank" not in own and digits is None:
-        raise ValueError(f"{path}: the name does not end with a rank, as torch's dumps do")
-    rank = own["rank"] if "rank" in own else int(digits[1] if digits else 0)
-    return Dump(rank, groups, calls, tuple(failure["text"] for failure in own.get("failures", ())))
+        raise ValueError("the name of the file does not end with a rank, as those of torch's dumps do")
+    rank = _number(own["rank"] if "rank" in own else int(digits[1] if digits else 0))
+    return Dump(rank, groups, calls, tuple(_text(failure["text"]) for failure in own.get("failures", ())))
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    name = _text(entry.get("sidelane_name") or "") or _text(entry["profiling_name"]).partition(":")[2]
+    sizes = tuple(tuple(map(_number, shape)) for shape in entry["input_sizes"])
+    dtypes = tuple(map(_text, entry["input_dtypes"]))
+    return Call(name, dtypes, sizes, _text(entry["state"]), _number(entry["time_created_ns"]))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a dictionary is expected (value={type(value).__name__})")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST_NUMBER:
+        raise TypeError(f"a number is expected (value={_shown(value)}, allowed=0..{MOST_NUMBER})")
+    return value
+
+
+def _text(value: Any) -> str:
+    """Return a text as a terminal may show it: without escape codes."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is expected (value={type(value).__name__})")
+    shown = (sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in value)
+    return "".join(shown)
+
+
+def _ranks_of(value: Any) -> tuple[int, ...]:
+    """Return the ranks of a group, which dumps have as the text of a list."""
+    text = _text(value)
+    if not re.fullmatch(r"[\[(][0-9, ]*[\])]", text):
+        raise ValueError(f"ranks are expected (value={text[:80]!r}, allowed=such as [0, 1])")
+    return tuple(_number(int(digits)) for digits in re.findall(r"[0-9]{1,20}", text))
+
+
+def _shown(value: Any) -> str:
+    return str(value) if type(value) is int and abs(value) < 1 << 64 else type(value).__name__
 
 
 def analyse(dumps: Sequence[Dump]) -> list[Finding]:
@@ -128,13 +216,13 @@ def _of_group(name: str, ranks: Sequence[int], by_rank: Mapping[int, Dump]) -> I
     yield from _different(name, calls)
 
 
-def _late(name: str, calls: Mapping[int, Mapping[int, Entry]]) -> Iterator[Finding]:
+def _late(name: str, calls: Mapping[int, Mapping[int, Call]]) -> Iterator[Finding]:
     """Find the ranks that began the first unfinished call much later than others."""
-    numbers = [number for own in calls.values() for number, entry in own.items() if entry["state"] != "completed"]
+    numbers = [number for own in calls.values() for number, entry in own.items() if entry.state != "completed"]
     if not numbers:
         return
     number = min(numbers)
-    begun = {rank: own[number]["time_created_ns"] for rank, own in calls.items() if number in own}
+    begun = {rank: own[number].begun_ns for rank, own in calls.items() if number in own}
     first = min(begun, key=lambda rank: begun[rank])
     for rank, time_ns in begun.items():
         if (late_ns := time_ns - begun[first]) > LATE_NS:
@@ -142,7 +230,7 @@ def _late(name: str, calls: Mapping[int, Mapping[int, Entry]]) -> Iterator[Findi
             yield Finding(name, "late", (rank,), number, f"{text}, {describe(calls[rank][number])}")
 
 
-def _different(name: str, calls: Mapping[int, Mapping[int, Entry]]) -> Iterator[Finding]:
+def _different(name: str, calls: Mapping[int, Mapping[int, Call]]) -> Iterator[Finding]:
     """Find the first call that is another one on some ranks. Those behind it would all differ."""
     for number in sorted({number for own in calls.values() for number in own}):
         made = {rank: describe(own[number], same=True) for rank, own in calls.items() if number in own}
@@ -154,20 +242,19 @@ def _different(name: str, calls: Mapping[int, Mapping[int, Entry]]) -> Iterator[
             return
 
 
-def describe(entry: Entry, *, same: bool = False) -> str:
+def describe(call: Call, *, same: bool = False) -> str:
     """Describe a call: ``all_reduce of Float [4], started``.
 
     Args:
-        entry: the call.
+        call: the call.
         same: only what is the same on all ranks.
     """
-    name = str(entry.get("sidelane_name") or entry["profiling_name"].partition(":")[2])
-    dtypes, sizes = entry["input_dtypes"], entry["input_sizes"]
-    if same and name not in SAME_SIZES:
-        return f"{name} of {', '.join(sorted(set(dtypes)))}"
-    tensors = ", ".join(f"{dtype} {size}" for dtype, size in zip(dtypes[:3], sizes[:3], strict=False))
-    more = f" and {len(dtypes) - 3} more" if len(dtypes) > 3 else ""
-    return f"{name}{' of ' if tensors else ''}{tensors}{more}" + ("" if same else f", {entry['state']}")
+    if same and call.name not in SAME_SIZES:
+        return f"{call.name} of {', '.join(sorted(set(call.dtypes)))}"
+    shown = zip(call.dtypes[:3], call.sizes[:3], strict=False)
+    tensors = ", ".join(f"{dtype} {list(size)}" for dtype, size in shown)
+    more = f" and {len(call.dtypes) - 3} more" if len(call.dtypes) > 3 else ""
+    return f"{call.name}{' of ' if tensors else ''}{tensors}{more}" + ("" if same else f", {call.state}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -298,7 +298,8 @@ def replay(
     """Replay a recorded step on a described machine, by strategy.
 
     TRACE is a Chakra execution trace of one rank, or with .json or .json.gz a trace of PyTorch's profiler. A trace that
-    is cut, or whose nodes wait for each other in a circle or for missing ones, is refused with the node's name.
+    is cut, whose nodes wait for each other in a circle or for missing ones, or whose times and sizes no step has, is
+    refused with the node's name.
     """
     with plain_errors():
         command = loaded("traces.command")

@@ -15,14 +15,11 @@ Chakra's converter for PyTorch leaves out of the file, and some of which wait fo
 
 from __future__ import annotations
 
-import gzip
 import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sidelane.user_files import bytes_of
-from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
+from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode, content_of
 
 Value = int | float | str | bytes
 
@@ -66,12 +63,7 @@ def read_chakra(path: Path) -> TraceGraph:
         ValueError: the file is cut or no Chakra trace, or its graph is not one that can run; the message names the
             node.
     """
-    content = bytes_of(path)
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, zlib.error) as problem:
-            raise ValueError(f"read_chakra: {path} must be a whole gzip file ({problem})") from problem
+    content = content_of(path)
     nodes: list[TraceNode] = []
     last = "the metadata"
     place = 0
@@ -87,9 +79,9 @@ def read_chakra(path: Path) -> TraceGraph:
                 list(_fields(content[begin:end]))
         except (_CutError, UnicodeDecodeError, struct.error) as problem:
             text = f"(value=a message that is cut or damaged at byte {place} of {len(content)}, behind {last})"
-            raise ValueError(f"read_chakra: {path} must be a whole Chakra trace {text}") from problem
+            raise ValueError(f"replay: {path} must be a whole Chakra trace {text}") from problem
         except ValueError as problem:
-            raise ValueError(f"read_chakra: {path}: {problem}") from problem
+            raise ValueError(f"replay: {path}: {problem}") from problem
     return TraceGraph(str(path), tuple(nodes))
 
 

@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import heapq
+import io
+import math
+import struct
+import zlib
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
+
+from sidelane.user_files import MOST_RANKS, bytes_of
+
+LONGEST_US = 3.6e9
+"""Microseconds that the nodes of a thread or stream take together at the most: a trace is of a step, not of an hour."""
+MOST_BYTES = 1 << 40
+"""Bytes that a node moves at the most: more than any GPU's memory."""
+MOST_UNPACKED_BYTES = 1 << 32
+"""Bytes of a gzipped trace at the most, once it is unpacked."""
+MOST_FLOPS = 1 << 64
+"""Operations of a node at the most: about an hour of the fastest GPU."""
+
+
+def content_of(path: Path) -> bytes:
+    """Return the bytes of a trace, unpacked if it is gzipped.
+
+    Raises:
+        OSError: the file can not be read.
+        ValueError: the gzip file is cut or damaged, or unpacks to more than ``MOST_UNPACKED_BYTES``.
+    """
+    content = bytes_of(path)
+    if content[:2] != b"\x1f\x8b":
+        return content
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            found = file.read(MOST_UNPACKED_BYTES + 1)
+    except (EOFError, OSError, struct.error, zlib.error) as problem:
+        raise ValueError(f"replay: {path} must be a whole gzip file ({problem})") from problem
+    if len(found) > MOST_UNPACKED_BYTES:
+        raise ValueError(f"replay: {path} unpacks to too many bytes (allowed={MOST_UNPACKED_BYTES})")
+    return found
 
 
 class NodeKind(StrEnum):
@@ -67,8 +104,8 @@ class TraceGraph:
         nodes: nodes in any order.
 
     Raises:
-        ValueError: no nodes, two of one number, a node that waits for one that is missing, or a circle; the message
-            names the node.
+        ValueError: no nodes, two of one number, a node that waits for one that is missing, a circle, or times and sizes
+            that no step has; the message names the node.
     """
 
     source: str
@@ -77,6 +114,7 @@ class TraceGraph:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ValueError(f"TraceGraph: {self.source} needs nodes (value=none, allowed=1 or more)")
+        _require_plausible(self)
         places: dict[int, int] = {}
         for place, node in enumerate(self.nodes):
             if node.ident in places:
@@ -120,3 +158,25 @@ class TraceGraph:
             ident = next(before for before in self.nodes[places[ident]].after if before in missing)
         circle = list(seen)[list(seen).index(ident) :]
         return [self.nodes[places[one]] for one in (*circle[:5], ident)]
+
+
+def _require_plausible(trace: TraceGraph) -> None:
+    """Refuse times and sizes that no step has: damaged ones would be predicted as they are."""
+    took: dict[tuple[bool, str], float] = {}
+    for node in trace.nodes:
+        moved = node.nbytes * (max(node.ranks, 1) if node.collective == "all_gather" else 1)
+        for what, value, most in (
+            ("bytes", moved, MOST_BYTES),
+            ("operations", node.flops, MOST_FLOPS),
+            ("ranks", node.ranks, MOST_RANKS),
+            ("microseconds", node.duration_us, LONGEST_US),
+        ):
+            if not 0 <= value <= most:
+                text = f"(value={float(min(value, 1e300)):.4g} {what}, allowed=0..{most:.4g})"
+                raise ValueError(f"TraceGraph: {trace.source}: {node} is not of a step {text}")
+        lane = node.on_host, node.lane
+        took[lane] = took.get(lane, 0.0) + node.duration_us
+    whole, (_, name) = max((us, lane) for lane, us in took.items())
+    if not math.isfinite(whole) or whole > LONGEST_US:
+        text = f"(value={whole:.4g} us on stream or thread {name!r}, allowed={LONGEST_US:.4g})"
+        raise ValueError(f"TraceGraph: {trace.source} takes longer than a step {text}")

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import gzip
 import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from sidelane.user_files import bytes_of
-from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
+from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode, content_of
 
 CATEGORIES = {"kernel": NodeKind.COMPUTE, "gpu_memcpy": NodeKind.MEMORY, "gpu_memset": NodeKind.MEMORY}
 """Kinds of the events of a GPU, by category."""
@@ -49,6 +46,12 @@ CALL = "nccl:"
 """Begin of the names of a process group's calls."""
 PAUSE_US = 0.01
 """Microseconds above which a pause is the CPU's; shorter ones are rounding."""
+MOST_BESIDE = 128
+"""Kernels of a stream that run beside each other at the most, as those of a CUDA graph may."""
+MOST_DIMENSIONS = 64
+"""Dimensions of a tensor in PyTorch at the most."""
+LARGEST = 1e18
+"""Largest number in a trace: microseconds since 1970 are a thousandth of it."""
 
 
 def read_kineto(path: Path) -> TraceGraph:
@@ -58,43 +61,44 @@ def read_kineto(path: Path) -> TraceGraph:
         OSError: the file can not be read.
         ValueError: the file is cut or no trace of PyTorch's profiler, has nothing that ran on a GPU, or several GPUs.
     """
-    content = bytes_of(path)
+    content = content_of(path)
     try:
-        found = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except (ValueError, EOFError, RecursionError, zlib.error, OSError) as problem:
-        raise ValueError(f"read_kineto: {path} must be a whole JSON file ({problem})") from problem
+        found = json.loads(content)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"replay: {path} must be a whole JSON file ({problem})") from problem
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise ValueError(f"read_kineto: {path} needs a list traceEvents (value={type(events).__name__})")
+        raise ValueError(f"replay: {path} needs a list traceEvents (value={type(events).__name__})")
     ran = [
         (place, event)
         for place, event in enumerate(events)
-        if isinstance(event, dict) and event.get("ph") == "X" and event.get("cat") in CATEGORIES
+        if isinstance(event, dict) and event.get("ph") == "X" and str(event.get("cat")) in CATEGORIES
     ]
     if not ran:
-        raise ValueError(f"read_kineto: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
+        raise ValueError(f"replay: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
     calls = _Calls(events)
     devices = {str(_arguments(event).get("device", 0)) for _, event in ran}
     if len(devices) > 1:
-        raise ValueError(f"read_kineto: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
-    return TraceGraph(
-        str(path), tuple(_ordered([_node(path, place, event, calls) for place, event in ran], len(events)))
-    )
+        raise ValueError(f"replay: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
+    nodes = [_node(path, place, event, calls) for place, event in ran]
+    if not any(node.duration_us for node in nodes):
+        raise ValueError(f"replay: {path} needs times of what ran on the GPU (value=0 microseconds of every event)")
+    return TraceGraph(str(path), tuple(_ordered(path, nodes, len(events))))
 
 
 class _Calls:
     """Calls of a process group by what they launched: their names and the bytes of their inputs."""
 
     def __init__(self, events: Sequence[Any]) -> None:
-        self.launches: dict[object, tuple[object, float]] = {}
-        self.by_thread: dict[object, list[tuple[float, float, str, int]]] = {}
+        self.launches: dict[str, tuple[str, float]] = {}
+        self.by_thread: dict[str, list[tuple[float, float, str, int]]] = {}
         for event in events:
             if not isinstance(event, dict) or event.get("ph") != "X" or not _positive(event.get("ts")):
                 continue
-            name, thread, start = str(event.get("name", "")), event.get("tid"), float(event["ts"])
+            name, thread, start = str(event.get("name", "")), str(event.get("tid")), float(event["ts"])
             correlation = _arguments(event).get("correlation")
-            if correlation is not None and event.get("cat") not in CATEGORIES:
-                self.launches[correlation] = thread, start
+            if correlation is not None and str(event.get("cat")) not in CATEGORIES:
+                self.launches[str(correlation)] = thread, start
             if name.startswith(CALL) and _positive(event.get("dur")):
                 call = (start, start + float(event["dur"]), name.removeprefix(CALL), _recorded_bytes(event))
                 self.by_thread.setdefault(thread, []).append(call)
@@ -103,7 +107,7 @@ class _Calls:
 
     def launched(self, kernel: Mapping[str, Any]) -> tuple[str, int]:
         """Return the name of the call that launched a kernel, and the bytes of its inputs; nothing where none did."""
-        thread, start = self.launches.get(_arguments(kernel).get("correlation"), (None, 0.0))
+        thread, start = self.launches.get(str(_arguments(kernel).get("correlation")), ("", 0.0))
         calls = self.by_thread.get(thread, [])
         place = bisect.bisect_right(calls, start, key=lambda call: call[0]) - 1
         if place < 0 or calls[place][1] < start:
@@ -118,25 +122,27 @@ def _recorded_bytes(event: Mapping[str, Any]) -> int:
         return 0
     found = 0
     for shape, kind in zip(dims, types, strict=True):
-        if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not isinstance(shape, list) or not all(isinstance(size, int) and _positive(size) for size in shape):
+            return 0
+        if len(shape) > MOST_DIMENSIONS:
             return 0
         if shape:
             found += math.prod(shape) * ELEMENT_BYTES.get(str(kind), 0)
     return found
 
 
-def _ordered(nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
+def _ordered(path: Path, nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
     """Return nodes with what they wait for, and the pauses before them as nodes of the CPU."""
     nodes = sorted(nodes, key=lambda node: (node.start_us, node.start_us + node.duration_us))
     begin_us = nodes[0].start_us
     lanes: dict[str, list[TraceNode]] = {}
     ends: dict[str, list[float]] = {}
     found: list[TraceNode] = []
-    for node in nodes:
+    for recorded in nodes:
+        node = dataclasses.replace(recorded, lane=_free_lane(path, recorded, ends))
         after: dict[int, float] = {}
         for lane, before in lanes.items():
-            place = len(before) if lane == node.lane else bisect.bisect_right(ends[lane], node.start_us + PAUSE_US)
-            if place:
+            if place := bisect.bisect_right(ends[lane], node.start_us + PAUSE_US):
                 after[before[place - 1].ident] = ends[lane][place - 1]
         pause_us = node.start_us - max(after.values(), default=begin_us)
         start_us = node.start_us - begin_us
@@ -151,10 +157,22 @@ def _ordered(nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
         made = dataclasses.replace(node, after=waits, start_us=start_us)
         found.append(made)
         lanes.setdefault(node.lane, []).append(made)
-        # Kernels of a stream can overlap by rounding.
         latest = max(node.start_us + node.duration_us, *ends.get(node.lane, [])[-1:], node.start_us)
         ends.setdefault(node.lane, []).append(latest)
     return found
+
+
+def _free_lane(path: Path, node: TraceNode, ends: Mapping[str, Sequence[float]]) -> str:
+    """Return the stream of a kernel, or another lane for it where one before it on the stream still ran.
+
+    Kernels of a CUDA graph are all of the stream that launched it, and run beside each other where it has branches.
+    """
+    for number in range(MOST_BESIDE):
+        lane = f"{node.lane}, {number}" if number else node.lane
+        if lane not in ends or ends[lane][-1] <= node.start_us + PAUSE_US:
+            return lane
+    text = f"(value=more than {MOST_BESIDE} at once on stream {node.lane}, allowed=one after another)"
+    raise ValueError(f"replay: {path}: {node} needs times behind those before it {text}")
 
 
 def _node(path: Path, place: int, event: Mapping[str, Any], calls: _Calls) -> TraceNode:
@@ -162,7 +180,7 @@ def _node(path: Path, place: int, event: Mapping[str, Any], calls: _Calls) -> Tr
     start, duration = event.get("ts"), event.get("dur", 0)
     if not _positive(start) or not _positive(duration):
         text = f"(value=ts {start!r}, dur {duration!r}, allowed=0 or more microseconds)"
-        raise ValueError(f"read_kineto: {path}: node {place} {name!r} needs times {text}")
+        raise ValueError(f"replay: {path}: node {place} {name!r} needs times {text}")
     arguments = _arguments(event)
     lane = str(arguments.get("stream", event.get("tid", "")))
     kind, collective = CATEGORIES[event["cat"]], ""
@@ -200,4 +218,4 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _positive(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
