@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(made: list[str], monkeypatc
     def full(**_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kernel_launch.tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     get()
     get()
     assert len(made) == 2
