@@ -44,7 +44,9 @@ def main() -> None:
             for _ in range(5):
                 step()
             comm.synchronize()
-        file = Path(sys.argv[1] if len(sys.argv) > 1 else ".", f"trace-{comm.rank}.json")
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"trace-{comm.rank}.json"
         profiler.export_chrome_trace(str(file))
         said = summary(json.loads(file.read_text())["traceEvents"])
         print(f"rank {comm.rank} of {comm.world_size} on {device}: {said}")

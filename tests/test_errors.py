@@ -23,6 +23,7 @@ import sidelane
 from interpreter import Interpreter
 from sidelane import Communicator, Session, config, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
+from sidelane.cli.errors import FailedError
 from sidelane.config import VARIABLES, Config, from_environment
 from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
 
@@ -32,6 +33,28 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize("page", Page)
 def test_pages_are_there(page: Page) -> None:
     assert (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("place", ["lib/python3.11/site-packages", "target"])
+def test_a_wheel_shows_the_pages_that_it_has_installed(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In an environment, and in the folder of ``pip install --target``."""
+    module = tmp_path / place / "sidelane" / "errors.py"
+    shared = tmp_path / ("" if place.startswith("lib") else place) / "share" / "doc" / "sidelane"
+    monkeypatch.setattr(errors, "__file__", str(module))
+    errors.installed_pages.cache_clear()
+    try:
+        assert see(ValueError(), Page.ERRORS).__notes__ == [f"See {Page.ERRORS}"], "there is none"
+        errors.installed_pages.cache_clear()
+        (shared / Page.ERRORS).parent.mkdir(parents=True)
+        (shared / Page.ERRORS).touch()
+        error = see(ValueError("wrong"), Page.TUNING)
+        assert error.__notes__ == [f"See {shared}/{Page.TUNING}"] and page_of(error) is Page.TUNING
+        assert last_line("".join(traceback.format_exception(error))) == "ValueError: wrong"
+        assert FailedError("x", Page.OWN).page.shown == f"{shared}/{Page.OWN}"
+    finally:
+        errors.installed_pages.cache_clear()
 
 
 def test_every_setting_is_described_where_its_errors_send_readers() -> None:

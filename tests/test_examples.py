@@ -48,6 +48,11 @@ def test_the_profiler_counts_kernels_at_once_only_once(monkeypatch: pytest.Monke
     assert said.endswith("copies 100 us, 70% of them beside a kernel")
 
 
+def test_the_profiler_makes_its_folder(tmp_path: Path) -> None:
+    run_program(ROOT / "examples" / "profiler.py", tmp_path, ("not/there",))
+    assert sorted(path.name for path in (tmp_path / "not" / "there").iterdir()) == ["trace-0.json", "trace-1.json"]
+
+
 @pytest.fixture
 def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module that reads the docs as tokens, on a rank whose broadcasts are to nobody."""

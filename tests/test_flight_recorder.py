@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,19 @@ def test_names_of_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert flight_recorder.prefix_of("1") == "/var/dumps/sidelane_trace_rank_"
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/var/new/trace_")
     assert flight_recorder.prefix_of("1") == "/var/new/sidelane_trace_rank_"
+
+
+def test_a_dump_is_the_users_alone_and_follows_no_link(tmp_path: Path) -> None:
+    own, folder = tmp_path / "own", tmp_path / "dumps"
+    own.write_text("precious")
+    folder.mkdir()
+    for name in ("trace_0", f".trace_0.{os.getpid()}"):  # the dump, and a name that one could guess
+        (folder / name).symlink_to(own)
+    file = flight_recorder.FlightRecorder(f"{folder}/trace_", 10).dump()
+    assert file == folder / "trace_0" and not file.is_symlink()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert own.read_text() == "precious"
+    assert sorted(one.name for one in folder.iterdir()) == sorted(["trace_0", f".trace_0.{os.getpid()}"])
 
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,11 @@ from sidelane import config, native
 
 config.show_log()
 native.load_replays(), native.load_replays_soon()
+"""
+PAGE = """
+from sidelane import UnavailableError
+
+print(UnavailableError("not here").__notes__[0].removeprefix("See "))
 """
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -94,10 +100,12 @@ def check_sdist(sdist: Path, files: set[str]) -> None:
 
 
 def check_wheel(wheel: Path, files: set[str]) -> None:
-    """The packages of src and their data, and nothing that a user does not need."""
+    """The packages of src and their data, the pages that errors name, and nothing that a user does not need."""
     with zipfile.ZipFile(wheel) as archive:
-        found = {path for path in archive.namelist() if ".dist-info/" not in path}
-    compare(wheel, found, {path.removeprefix("src/") for path in files if path.startswith("src/")})
+        found = {path.partition("/data/share/doc/sidelane/")[2] or path for path in archive.namelist()}
+    expected = {path.removeprefix("src/") for path in files if path.startswith("src/")}
+    expected |= {path for path in files if re.fullmatch(r"docs/(guide|reference)/[^/]+\.md", path)}
+    compare(wheel, {path for path in found if ".dist-info/" not in path}, expected)
 
 
 def compare(archive: Path, found: set[str], expected: set[str]) -> None:
@@ -131,6 +139,8 @@ def try_wheel(wheel: Path) -> None:
     expect("[sidelane]" not in said, "ranks on CPUs warn of nothing", said)
     said = run(python, "-c", NATIVE, variables=variables)
     expect(said.count("\n") == 1 and "WARN" in said and "no C compiler" in said, "one warning of the C helper", said)
+    said = run(python, "-c", PAGE, variables=variables).strip()
+    expect(said.startswith(str(ENVIRONMENT)) and Path(said).is_file(), "errors name pages that are there", said)
     said = run(bin_ / "sidelane", "demo", "--report", ENVIRONMENT / "report", variables=variables)
     expect((ENVIRONMENT / "report" / "index.html").exists(), "the demo writes its report", said)
 

@@ -174,7 +174,8 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     for name in environment:
         if name.startswith("SIDELANE_") and name not in VARIABLES:
             warnings.warn(
-                f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS}", stacklevel=2
+                f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS.shown}",
+                stacklevel=2,
             )
     _log_level(environment)
     _switch(environment, "SIDELANE_NVTX", default=False)

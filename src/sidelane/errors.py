@@ -10,6 +10,7 @@ import copy
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, ParamSpec, TypeVar
 
@@ -26,7 +27,10 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
 
 
 class Page(enum.StrEnum):
-    """Page of the documentation that an error names, from the root of the repository."""
+    """Page of the documentation that an error names, from the root of the repository.
+
+    Where there is no checkout, errors show the copy that the wheel has installed (``shown``).
+    """
 
     COMMANDS = "docs/guide/commands.md"
     DETERMINISM = "docs/guide/determinism.md"
@@ -38,17 +42,35 @@ class Page(enum.StrEnum):
     SETTINGS = "docs/reference/settings.md"
     TUNING = "docs/guide/tuning.md"
 
+    @property
+    def shown(self) -> str:
+        """The page as an error shows it."""
+        return installed_pages(Path(__file__).resolve()) + self
+
+
+@functools.lru_cache(maxsize=1)
+def installed_pages(module: Path) -> str:
+    """Return the folder of the pages that a wheel has installed, with a slash; empty in a checkout.
+
+    Args:
+        module: file of this module.
+    """
+    if (module.parents[2] / Page.ERRORS).exists():
+        return ""
+    folders = (parent / "share" / "doc" / "sidelane" for parent in module.parents)
+    return next((f"{folder}/" for folder in folders if (folder / Page.ERRORS).exists()), "")
+
 
 def see(error: E, page: Page) -> E:
     """Add a note with the page to read to ``error``, and return it."""
-    error.add_note(f"{SEE}{page}")
+    error.add_note(f"{SEE}{page.shown}")
     return error
 
 
 def page_of(error: BaseException) -> Page | None:
     """Return the page that an error names; None if it names none."""
-    named = [note.removeprefix(SEE) for note in getattr(error, "__notes__", ()) if note.startswith(SEE)]
-    return Page(named[-1]) if named else None
+    named = [note for note in getattr(error, "__notes__", ()) if note.startswith(SEE)]
+    return next((page for page in Page if named and named[-1].endswith(page)), None)
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
@@ -114,7 +136,8 @@ def explained(page: Page) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def last_line(text: str) -> str:
     """Return the last line of a traceback, without the note about the page to read."""
-    lines = [line for line in text.rstrip().split("\n") if not line.startswith(f"{SEE}docs/")]
+    pages = tuple(Page)
+    lines = [line for line in text.rstrip().split("\n") if not (line.startswith(SEE) and line.endswith(pages))]
     return lines[-1] if lines else ""
 
 

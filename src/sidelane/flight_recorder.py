@@ -29,6 +29,7 @@ import torch
 from sidelane import forks, log, ranges
 from sidelane.errors import MismatchError, PeerError, SidelaneError
 from sidelane.ranges import ObservedCall
+from sidelane.user_files import write_whole
 from sidelane.version import VERSION
 
 FORMAT = "2.10"
@@ -231,10 +232,7 @@ class FlightRecorder:
         with self._writing:
             file = Path(f"{self._prefix}{ranges.world_rank()}")
             try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                made = file.with_name(f".{file.name}.{os.getpid()}")
-                made.write_bytes(pickle.dumps(self.content()))
-                os.replace(made, file)
+                write_whole(file, pickle.dumps(self.content()), 0o600)
             except OSError as error:
                 log.calls.warning("the last calls of this rank cannot be written: %s", error)
                 return None

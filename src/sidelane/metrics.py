@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from sidelane import forks, log, ranges
 from sidelane.ranges import ObservedCall
+from sidelane.user_files import write_whole
 from sidelane.version import VERSION
 
 INTERVAL_S = 5.0
@@ -275,13 +275,8 @@ class Sums(_Measurer):
         """Write the file, in one step: readers see the file of before or the new one."""
         if self._file is None:
             return
-        target = path_of(self._file)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as made:
-                made.write(self.text())
-            os.chmod(made.name, 0o644)
-            os.replace(made.name, target)
+            write_whole(path_of(self._file), self.text().encode())
         except OSError as error:
             if not self._is_warned:
                 self._is_warned = True

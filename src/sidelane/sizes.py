@@ -48,8 +48,8 @@ def format_bytes(nbytes: int) -> str:
 def _exact(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise ValueError(f"parse_bytes: not a size (value={text!r}, allowed=a number with K, M or G)")
+        raise ValueError(f"not a size (value={text!r}, allowed=a number with K, M or G)")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if not match[2] and nbytes != int(nbytes):
-        raise ValueError(f"parse_bytes: not a whole number of bytes (value={text!r})")
+        raise ValueError(f"not a size (value={text!r}, allowed=a whole number of bytes)")
     return nbytes

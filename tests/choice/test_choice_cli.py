@@ -22,12 +22,13 @@ from sidelane import config as settings
 from sidelane.choice import Candidate
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
-from sidelane.choice.store import builtin, user_file, write
+from sidelane.choice.store import builtin, user_file
 from sidelane.cli import info
 from sidelane.cli.launch import LaunchTarget
 from sidelane.execute.sdma import disassemble
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
+from sidelane.user_files import write_whole
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain import call as explaining
 from sidelane_lab.explain.call import explain
@@ -405,7 +406,7 @@ def test_every_collective_can_be_explained(kind: Kind, captured: bool, machine: 
 def test_explain_reads_a_profile_of_any_machine(tmp_path: Path):
     table = builtin("h200x4")
     assert table is not None
-    write(tmp_path / "p.json", table)
+    write_whole(tmp_path / "p.json", table.to_text().encode())
     shown = run("explain", "all_to_all", "1M", "--profile", str(tmp_path / "p.json"), "--world-size", "8", "--graph")
     assert shown.exit_code == 0, shown.output
     assert "among 8 ranks" in shown.output
@@ -418,7 +419,7 @@ def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
     table = builtin("cpu")
     assert table is not None
     old = json.loads(table.to_text()) | {"key": here.to_dict() | {"software": {"torch": "0.1"}}}
-    write(user_file(here), parse(json.dumps(old)))
+    write_whole(user_file(here), parse(json.dumps(old)).to_text().encode())
     shown = run("explain", "all_gather", "64K")
     assert shown.exit_code == 0, shown.output
     assert "built-in table cpu" in shown.output

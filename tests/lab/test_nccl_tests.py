@@ -171,6 +171,29 @@ def test_nothing_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code != 0 and "nothing that was asked for can run here (collectives=all_reduce" in result.output
 
 
+def test_only_reasons_are_an_error_behind_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In every study: rows are shown and written, and a script sees that nothing was measured."""
+    out, empty = (
+        tmp_path / "out.json",
+        row("all_reduce", 4096, False, None, correct=None, note="takes no part: 64 ranks"),
+    )
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(empty))
+    result = call("all_reduce", "-g", "2", "--json", str(out))
+    assert result.exit_code == 1 and "# Out of bounds values : N/A" in result.stdout
+    assert "Error: nccl-tests: nothing was measured (takes no part: 64 ranks)" in result.stderr
+    assert len(json.loads(out.read_text())["rows"]) == 1
+    out.unlink()
+    line = f"collective --ranks 2 --device cpu --collective all_reduce --max-bytes 4K --json {out}"
+    result = CliRunner().invoke(cli.main, line.split())
+    assert result.exit_code == 1 and "Error: collectives: nothing was measured (takes no part" in result.stderr
+    assert len(json.loads(out.read_text())["rows"]) == 1
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(empty, row("all_reduce", 8192, False, 1.0)))
+    assert call("all_reduce", "-g", "2").exit_code == 0
+    wrong = row("all_reduce", 4096, False, None, correct=False, note="it is 3")
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(wrong))
+    assert call("all_reduce", "-g", "2").exit_code == 1
+
+
 def test_a_line_of_nccl_tests_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """With each option that it has; a time-out of theirs is -T, which is refused above."""
     asked: list[Any] = []

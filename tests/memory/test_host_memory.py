@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import itertools
 import mmap
@@ -11,6 +12,7 @@ import os
 import resource
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from marks import long
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
+from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.shm import ShmMemory
@@ -212,6 +215,137 @@ def test_a_wrong_process_behind_the_pid_is_noticed(pool: RankPool) -> None:
     for text in pool.run(pid_of_somebody_else, 2):
         assert "rank 1:" in text
         assert "is not the file of rank 0" in text
+
+
+SECRET = b"of somebody else"
+
+
+def a_file(folder: Path, nbytes: int) -> Path:
+    """A file that a post must not reach."""
+    path = folder / "sidelane-file"
+    path.write_bytes(SECRET.ljust(nbytes, b"!"))
+    path.chmod(0o600)
+    return path
+
+
+def a_link(folder: Path, nbytes: int) -> Path:
+    path = folder / "sidelane-link"
+    path.symlink_to(a_file(folder, nbytes))
+    return path
+
+
+def a_second_name(folder: Path, nbytes: int) -> Path:
+    path = folder / "sidelane-second"
+    path.hardlink_to(a_file(folder, nbytes))
+    return path
+
+
+def a_short_file(folder: Path, nbytes: int) -> Path:
+    return a_file(folder, len(SECRET))
+
+
+def an_open_file(folder: Path, nbytes: int) -> int:
+    return os.open(a_file(folder, nbytes), os.O_RDWR)
+
+
+def a_pipe(folder: Path, nbytes: int) -> int:
+    return os.pipe()[0]
+
+
+def a_memfd(nbytes: int, seals: int, name: str = "sidelane") -> int:
+    made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(made, SECRET)
+    os.ftruncate(made, nbytes)
+    fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
+    return made
+
+
+def an_unsealed_memfd(folder: Path, nbytes: int) -> int:
+    return a_memfd(nbytes, fcntl.F_SEAL_SHRINK)
+
+
+def a_small_memfd(folder: Path, nbytes: int) -> int:
+    return a_memfd(nbytes // 2, host_shared._seals())
+
+
+def a_memfd_of_another_library(folder: Path, nbytes: int) -> int:
+    return a_memfd(nbytes, host_shared._seals(), "sidelanes")
+
+
+def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], Path | int], is_named: bool) -> str:
+    """The post of rank 0 names a file that is not its own, as anyone may who can write to the store."""
+    rank, nbytes = dist.get_rank(group), mmap.PAGESIZE
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        found = dist.get_world_size(group) * nbytes
+        if is_named:
+            patch.delattr(os, "memfd_create")
+        given: list[Path | int] = []
+        if rank == 0:
+            given.append(make(Path(folder), found))
+            status = os.stat(given[0])
+            real = host_shared._offer
+
+            def offer(*arguments: Any) -> Any:
+                name = given[0].name if isinstance(given[0], Path) else ""
+                descriptor = -1 if isinstance(given[0], Path) else given[0]
+                inode = status.st_dev, status.st_ino
+                return real(*arguments)._replace(descriptor=descriptor, name=name, inode=inode)
+
+            patch.setattr(host_shared, "_offer", offer)
+        folders = [folder]
+        dist.broadcast_object_list(folders, group_src=0, group=group)
+        patch.setattr(tempfile, "tempdir", folders[0])
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(Exchange(group, 60.0)).allocate(nbytes)
+        if rank == 0:
+            after = os.stat(given[0])
+            assert (after.st_size, after.st_blocks) == (status.st_size, status.st_blocks), "it was enlarged"
+            if isinstance(given[0], int):
+                os.close(given[0])
+        dist.barrier(group)
+    assert leftovers() == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (a_file, "no sealed memory"),
+        (an_open_file, "no sealed memory"),
+        (an_unsealed_memfd, "no sealed memory"),
+        (a_memfd_of_another_library, "no sealed memory"),
+        (a_small_memfd, "owner and bytes"),
+        (a_pipe, "allowed=a regular file"),
+        (a_link, "cannot open the memory"),
+    ],
+)
+def test_a_post_reaches_no_other_file(pool: RankPool, make: Callable[[Path, int], Path | int], words: str) -> None:
+    for text in pool.run(post_another_file, 2, make, False):
+        assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(a_link, "cannot open the memory"), (a_second_name, "mode and links"), (a_short_file, "owner and bytes")],
+)
+def test_a_post_reaches_no_other_name(pool: RankPool, make: Callable[[Path, int], Path | int], words: str) -> None:
+    """Where files have names."""
+    for text in pool.run(post_another_file, 2, make, True):
+        assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
+
+
+def as_another_user(group: dist.ProcessGroup) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(Exchange(group, 60.0)).allocate(100)
+    return str(caught.value)
+
+
+def test_memory_of_another_user_is_refused(pool: RankPool) -> None:
+    for text in pool.run(as_another_user, 2):
+        assert "a rank: rank 1: " in text and "allowed=(12345, " in text and "; rank" not in text, text
 
 
 def named_file(group: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import socket
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ from pieces import BYTES, MadeUpPieces
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.ordinary import MappedSpan, open_span, span_of
-from sidelane.memory.descriptors import MOST_AT_ONCE
+from sidelane.memory.descriptors import MOST_AT_ONCE, fetch
 from sidelane.memory.ordinary import Allocation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no sockets without a file elsewhere")
@@ -52,6 +53,19 @@ def open_pieces() -> int:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum("memfd:piece" in link for link in links)
+
+
+def test_an_address_that_another_user_has_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        address = f"@sidelane-test-{os.getpid()}"
+        server.bind("\0" + address[1:])
+        server.listen()
+        with pytest.raises(UnavailableError, match=r"another user .*allowed=12345"):
+            next(fetch(address, "token"))
+        stranger, _ = server.accept()
+        with stranger:
+            assert stranger.recv(100) == b"", "nothing was said"
 
 
 @pytest.mark.parametrize("pieces", [1, 2, MOST_AT_ONCE, 2 * MOST_AT_ONCE + 1])

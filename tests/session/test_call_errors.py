@@ -406,7 +406,7 @@ def unequal_splits(group: dist.ProcessGroup) -> str:
 
 def test_splits_that_do_not_match_are_named(pool: RankPool) -> None:
     for text in pool.run(unequal_splits, 3):
-        assert "rank 1 sends 8 bytes to rank 0, which expects 4" in text
+        assert "rank 1 sends 2 float32 to rank 0, which expects 1" in text
 
 
 def refuses_a_known_call(group: dist.ProcessGroup) -> tuple[str, str]:

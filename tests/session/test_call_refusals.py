@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,38 @@ def test_who_repeats_a_refusal_is_not_at_fault(pool: RankPool) -> None:
     different = "call 2: ranks made different calls: rank 0: all_gather of 4; rank 1: all_gather of 5"
     assert first == [refused, ("MismatchError", (), different)]
     assert late == [refused, refused, ("MismatchError", (), different), ("PeerError", (1,), different)]
+
+
+def calls_that_differ(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...], str]:
+    with communicator(group) as comm:
+        odd = comm.rank
+        calls: dict[str, Callable[[], object]] = {
+            "shape": lambda: comm.all_reduce(torch.ones(4 + odd)),
+            "dtype": lambda: comm.all_reduce(torch.ones(4, dtype=(torch.bfloat16, torch.int32)[odd])),
+            "op": lambda: comm.all_reduce(torch.ones(4), op=("sum", "max")[odd]),
+            "list": lambda: comm.all_gather([torch.empty(2, 3 + odd)], [torch.ones(3 + odd)]),
+            "splits": lambda: comm.all_to_all(
+                torch.ones(4 + odd), torch.ones(4), output_split_sizes=[2, 2 + odd], input_split_sizes=[2, 2]
+            ),
+        }
+        return outcome(calls[what])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", ("of 4 float32", "of 5 float32")),
+        ("dtype", ("of 4 bfloat16", "of 4 int32")),
+        ("op", ("sum float32", "max float32")),
+        ("list", ("of 6 float32", "of 8 float32")),
+        ("splits", ("rank 1 sends 2 float32 to rank 1, which expects 3",)),
+    ],
+)
+def test_calls_that_differ_are_named_by_what_users_wrote(pool: RankPool, what: str, words: tuple[str, ...]) -> None:
+    """Elements and dtypes; the digests by which ranks compare say nothing to a reader."""
+    for name, _, text in pool.run(calls_that_differ, 2, what):
+        assert name == "MismatchError" and all(word in text for word in words), text
+        assert not re.search(r"#[0-9a-f]{12}", text), text
 
 
 def roots_and_splits(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sidelane.errors import Page
 from sidelane.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,18 @@ def test_every_file_of_the_packages_is_in_the_wheel() -> None:
         kinds = {Path(pattern).suffix or pattern for pattern in patterns} | {".py"}
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         assert files and [path for path in files if not {path.suffix, path.name} & kinds] == []
+
+
+def test_the_pages_that_errors_name_are_in_the_wheel() -> None:
+    """`make wheel` installs it, and looks whether they are there."""
+    copied = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["data-files"]
+    found = {
+        f"{folder.removeprefix('share/doc/sidelane/')}/{path.name}"
+        for folder, patterns in copied.items()
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+    }
+    assert set(Page) <= found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sidelane.c3.workload import GemmColumns, gemm_of
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
-from sidelane.user_files import json_of, text_of
+from sidelane.user_files import bytes_of, json_of, text_of
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 SERIAL = "serial"
@@ -52,7 +52,7 @@ def isolated_file(device_type: str, ranks: int) -> Path | None:
 def isolated_text(path: Path | None) -> str:
     """Return the text of a user's file; "" if there is none that this user can read."""
     try:
-        return "" if path is None else path.read_text(encoding="utf-8")
+        return "" if path is None else bytes_of(path).decode()
     except OSError:
         return ""
     except ValueError as problem:

@@ -225,7 +225,7 @@ def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
         return Gemm(*NAMED[text], dtype, tag=text)
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if not match:
-        raise ValueError(f"parse_gemm: not a GEMM (value={text!r}, allowed={', '.join(NAMED)} or MxNxK)")
+        raise ValueError(f"not a GEMM (value={text!r}, allowed={', '.join(NAMED)} or MxNxK)")
     return Gemm(int(match[1]), int(match[2]), int(match[3]), dtype)
 
 
@@ -262,5 +262,5 @@ def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "
     """
     gemm, separator, size = text.rpartition("_")
     if not separator:
-        raise ValueError(f"parse_workload: not a pair (value={text!r}, allowed=GEMM_BYTES, for example cb1_896M)")
+        raise ValueError(f"not a pair (value={text!r}, allowed=GEMM_BYTES, for example cb1_896M)")
     return Workload(parse_gemm(gemm, dtype), collective, parse_bytes(size))

@@ -21,7 +21,7 @@ from sidelane.choice.fused_heuristic import ORDERS, expected_order, expected_us
 from sidelane.choice.key import CPU, Key
 from sidelane.choice.selection import Selection, select
 from sidelane.config import BUILTIN
-from sidelane.user_files import MOST_RANKS, flag_in, json_of, text_in, whole_in
+from sidelane.user_files import MOST_RANKS, bytes_of, flag_in, json_of, text_in, whole_in, write_whole
 
 FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
@@ -302,7 +302,7 @@ def _of_the_user(key: Key) -> Iterator[FusedTable]:
     if path is None:
         return
     try:
-        found = FusedTable.parse(path.read_text(encoding="utf-8"), path.name)
+        found = FusedTable.parse(bytes_of(path).decode(), path.name)
     except (OSError, ValueError):
         return
     if not found.key.differences(key):
@@ -326,5 +326,5 @@ def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     path = store.required("fused", user_file(key))
     before = [time for table in _of_the_user(key) for time in table.times]
     found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
-    store.write(path, FusedTable(key, tuple(found.values()), path.name))
+    write_whole(path, FusedTable(key, tuple(found.values()), path.name).to_text().encode())
     return path

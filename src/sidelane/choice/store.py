@@ -7,18 +7,17 @@ import functools
 import hashlib
 import importlib.resources
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sidelane.choice.key import CPU, Key, key_here, quick_key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
 from sidelane.machine.inventory import machine_name
+from sidelane.user_files import bytes_of
 
 NO_HOME = "this user has no home"
 """Reason why there is no place for a user's files."""
@@ -174,7 +173,7 @@ def read(path: Path) -> Profile | None:
         ValueError: the file is not a profile.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = bytes_of(path).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as problem:
@@ -184,26 +183,6 @@ def read(path: Path) -> Profile | None:
         return parse(text)
     except ValueError as problem:
         raise see(ValueError(f"profile: {_shown(path)}: {problem}"), Page.TUNING) from problem
-
-
-class FileContent(Protocol):
-    """Content of a file: a profile, or times of fused operators."""
-
-    def to_text(self) -> str: ...
-
-
-def write(path: Path, content: FileContent) -> None:
-    """Write a file atomically, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content.to_text())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @functools.cache

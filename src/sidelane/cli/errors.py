@@ -26,7 +26,7 @@ class FailedError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it to stderr."""
-        click.echo(f"Error: {self.format_message()}\n{SEE}{self.page}", file=file, err=file is None)
+        click.echo(f"Error: {self.format_message()}\n{SEE}{self.page.shown}", file=file, err=file is None)
 
 
 class MisusedError(click.UsageError):
@@ -46,7 +46,7 @@ class MisusedError(click.UsageError):
         """Print it to stderr, behind the usage of the command."""
         path = "" if self.ctx is None else f"{self.ctx.command_path} --help, "
         usage = "" if self.ctx is None else f"{self.ctx.get_usage()}\n\n"
-        see = f"{path}{Page.COMMANDS}" if self.page is None else self.page
+        see = f"{path}{Page.COMMANDS.shown}" if self.page is None else self.page.shown
         click.echo(f"{usage}Error: {self.format_message()}\n{SEE}{see}", file=file, err=file is None)
 
 

@@ -101,15 +101,15 @@ def choose_target(ranks: int | None = None, device: str = "auto", *, fewest: int
         ValueError: the machine does not have that many devices.
     """
     if device not in ("auto", "gpu", "cpu"):
-        raise ValueError(f"choose_target: device (value={device!r}, allowed='auto', 'gpu' or 'cpu')")
+        raise ValueError(f"device (value={device!r}, allowed='auto', 'gpu' or 'cpu')")
     if under_torchrun():
         inherited = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, inherited):
-            raise ValueError(f"choose_target: ranks differs from torchrun's (value={ranks}, allowed={inherited})")
+            raise ValueError(f"ranks under torchrun (value={ranks}, allowed={inherited})")
         ranks = inherited
     accelerator, found = local.device_type_and_count()
     if device == "gpu" and not found:
-        raise ValueError("choose_target: no accelerator on this machine (value='gpu', allowed='auto' or 'cpu')")
+        raise ValueError("device (value='gpu', allowed='auto' or 'cpu': this machine has no accelerator)")
     if device == "gpu" or (device == "auto" and found >= max(fewest, min(ranks or 1, 2))):
         return LaunchTarget(accelerator, ranks or found)
     return LaunchTarget("cpu", ranks or (4 if local.cores() >= 4 else 2))

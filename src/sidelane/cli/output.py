@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from sidelane.user_files import write_whole
+
 
 class Written(click.Path):
     """Parameter type for an output file or folder; missing folders are made when it is written.
@@ -69,16 +71,7 @@ def write_text(target: str | os.PathLike[str], text: str) -> Path:
         with path.open("w", encoding="utf-8") as stream:
             stream.write(text)
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())
     return path
 
 

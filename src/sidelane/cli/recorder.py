@@ -18,6 +18,7 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command
 from sidelane.cli.options import json_option
 from sidelane.cli.output import STDOUT, write_json
+from sidelane.user_files import bytes_of
 
 LATE_NS = 1_000_000_000
 """Nanoseconds by which a rank that begins a call later than the first one is late, if the call has not ended."""
@@ -79,7 +80,7 @@ def read(path: Path) -> Dump:
         ValueError: the file is none.
     """
     try:
-        found = _Plain(io.BytesIO(path.read_bytes())).load()
+        found = _Plain(io.BytesIO(bytes_of(path))).load()
         entries, config = found["entries"], found["pg_config"]
         groups = {name: tuple(ast.literal_eval(of["ranks"])) for name, of in config.items()}
         calls: dict[str, dict[int, Entry]] = collections.defaultdict(dict)

@@ -27,7 +27,7 @@ from sidelane.errors import (
 )
 from sidelane.execute.base import Place
 from sidelane.memory.control import ControlBlock
-from sidelane.memory.posts import PostedCall
+from sidelane.memory.posts import PostedCall, different
 from sidelane.program.ir import RENEWAL_CALLS
 
 _ALIKE = (ValueError, MismatchError, ProgramError, UnavailableError)
@@ -363,7 +363,7 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> No
         found = f"call {call}: rank {culprit} refused it: {reason}"
     elif other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
         culprit = other
-        found = f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
+        found = f"call {call}: ranks made different calls: {different(posts[0], posts[other])}"
     else:
         return
     # A rank that knew the call from before has not compared; it finds the refusal while it waits for this rank.

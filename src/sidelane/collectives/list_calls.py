@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 from functools import cached_property
 
+import torch
+
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.heap import Location
 from sidelane.config import COMPUTE, NOTHING
@@ -148,7 +150,7 @@ def _words(part: ListEntry) -> str:
     ]
     return ", ".join(
         [
-            f"{collective.kind} of {collective.largest_buffer} bytes of {part.dtype}",
+            f"{collective.kind} of {collective.largest_buffer // getattr(torch, part.dtype).itemsize} {part.dtype}",
             *["in place"] * collective.in_place,
             *["own parts stay"] * (not collective.copies_own),
             *[str(part.resharding)] * (part.resharding is not None),

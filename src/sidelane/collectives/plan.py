@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+import torch
+
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
@@ -101,7 +103,8 @@ class Agreement:
         places = f"input {_place(self.input_place)}, output {_place(self.output_place)}"
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""
-        return f"{self.collective} of {self.dtype}, {places}, variant {self.variant}{others} #{digest}"
+        elements = f"{self.collective.largest_buffer // getattr(torch, self.dtype).itemsize} {self.dtype}"
+        return f"{self.collective} of {elements}, {places}, variant {self.variant}{others} #{digest}"
 
 
 @functools.lru_cache(maxsize=1024)

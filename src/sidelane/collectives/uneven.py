@@ -88,9 +88,11 @@ class UnevenCall(CallForm):
         for src in range(len(posts)):
             for dst in range(len(posts)):
                 if sent[src][dst] != expected[dst][src]:
+                    dtype = self.tensors[1].dtype
+                    here, there = (nbytes // dtype.itemsize for nbytes in (sent[src][dst], expected[dst][src]))
                     raise MismatchError(
-                        f"call {number}, all_to_all: rank {src} sends {sent[src][dst]} bytes to rank {dst}, "
-                        f"which expects {expected[dst][src]}"
+                        f"call {number}, all_to_all: rank {src} sends {here} {str(dtype).removeprefix('torch.')} to "
+                        f"rank {dst}, which expects {there}"
                     )
         output_place = _common(number, "output", outputs)
         # If the peers can write into the output, the place of an input does not matter.

@@ -41,6 +41,7 @@ from sidelane.memory.posts import (
     WAITS,
     PostBoard,
     PostedCall,
+    different,
     fit,
 )
 from sidelane.memory.process import ProcessIdentity
@@ -233,8 +234,8 @@ class ControlBlock:
             mine, other = self._own.posted(self.rank, call), part.posted(rank, call)
             if mine is None or other is None or other.common == mine.common:
                 continue
-            both = f"rank {self.rank}: {mine.signature}; rank {rank}: {other.signature}"
-            raise PeerError(f"call {call}: ranks made different calls, and bytes have moved: {both}", (rank,))
+            text = f"call {call}: ranks made different calls, and bytes have moved: {different(mine, other)}"
+            raise PeerError(text, (rank,))
 
     def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
         """Wait until every rank has posted ``call``, and return the posts by rank, refusals included.
@@ -262,7 +263,7 @@ class ControlBlock:
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
             missing = [rank for rank in range(self.world_size) if rank not in found]
-            mine = found[self.rank].signature if self.rank in found else "not posted here"
+            mine = found[self.rank].shown if self.rank in found else "not posted here"
             self._check_gone(call, missing, is_post_enough=True)
             self._wait_on(call, mine, missing, began, timeout_s)
 
@@ -356,9 +357,9 @@ class ControlBlock:
         own, other = self._own.posted(self.rank, call), self._parts[rank].posted(rank, call)
         if other is None:
             lost = self._overwritten(rank, call) if call else None
-            return f", {lost.signature}" if lost else ""
+            return f", {lost.shown}" if lost else ""
         same = own is not None and own.signature == other.signature
-        return "" if same else f", its call {call} is {other.signature}"
+        return "" if same else f", its call {call} is {other.shown}"
 
     def _check_aborts(self) -> None:
         aborts = [(rank, part.abort.read()) for rank, part in enumerate(self._parts) if not part.abort.is_blank]
@@ -376,7 +377,7 @@ class ControlBlock:
             if rank != self.rank and (posted := part.posted(rank, call)) and posted.refusal is not None:
                 if posted.blames is not None:
                     raise PeerError(posted.refusal, (posted.blames,))
-                raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
+                raise PeerError(f"rank {rank} refused call {call}, {posted.shown}: {posted.refusal}", (rank,))
 
     def _check_gone(self, call: int, ranks: Sequence[int] | None = None, *, is_post_enough: bool = False) -> None:
         """Raise for a peer that cannot contribute to ``call`` any more.

@@ -88,8 +88,7 @@ class DescriptorServer:
                 self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if user != os.getuid():
+        if _user_of(peer) != os.geteuid():
             return
         token = peer.recv(_MOST_BYTES).decode()
         try:
@@ -113,13 +112,15 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
     """Yield size in bytes and descriptor of each part behind a token; each descriptor is closed after its iteration.
 
     Raises:
-        UnavailableError: the owner is gone, does not answer, or does not know the token.
+        UnavailableError: the owner is gone, does not answer, is another user, or does not know the token.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
             forks.closing(owner)
             owner.settimeout(TIMEOUT_S)
             owner.connect(_bound(address))
+            if (user := _user_of(owner)) != os.geteuid():  # anyone may take an address whose owner has gone
+                raise UnavailableError(f"the owner of {token} is another user (value={user}, allowed={os.geteuid()})")
             owner.send(token.encode())
             left = 1
             while left:
@@ -138,6 +139,12 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
                     yield from zip(said["sizes"], descriptors, strict=True)
     except OSError as error:
         raise UnavailableError(f"the owner of {token} does not answer: {lacking(error)}") from error
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Return the user of the process at the other end of a connection."""
+    found: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return found
 
 
 def _receive(owner: socket.socket) -> tuple[bytes, list[int]]:

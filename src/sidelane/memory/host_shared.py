@@ -7,9 +7,11 @@ Elsewhere it is a named temporary file, which is unlinked as soon as every peer 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
+import stat
 import sys
 import tempfile
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from sidelane.errors import MismatchError, UnavailableError
 from sidelane.memory.available import available_bytes, lacking
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
+from sidelane.user_files import open_regular
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
 _RESERVE_BYTES = 256 << 20
@@ -82,22 +85,21 @@ class SharedBytes:
 
     def _attach(self, first: _Offer) -> tuple[mmap.mmap | None, str]:
         """Map the file of rank 0, and reserve this rank's part of it. Return the mapping, or None and the problem."""
+        total_bytes = self._stride * self.world_size
         try:
-            descriptor = os.open(first.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_regular(first.path, os.O_RDWR | (os.O_NOFOLLOW if first.name else 0))
         except OSError as error:
             hint = ""
             if first.process.namespace != ProcessIdentity.own().namespace:
                 hint = "; its pid namespace is another one: start the ranks in one container, or share the namespace"
             return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {lacking(error)}{hint}"
         try:
-            status = os.fstat(descriptor)
-            ours = bool(first.name) or os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_MEMFD}")
-            if (status.st_dev, status.st_ino) != first.inode or not ours:
-                return None, f"{first.path} is not the file of rank 0: its pid means another process here"
+            if why := first.why_not(descriptor, total_bytes):
+                return None, f"{first.path} is not the file of rank 0: {why}"
             _reserve(descriptor, self.offset(self.rank), self._stride)
             # mmap keeps a duplicate of the descriptor for resizing, where it cannot be told not to.
             untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            return mmap.mmap(descriptor, self._stride * self.world_size, **untracked), ""
+            return mmap.mmap(descriptor, total_bytes, **untracked), ""
         except OSError as error:
             return None, f"cannot map and reserve {self._stride} bytes: {lacking(error)}"
         finally:
@@ -121,6 +123,34 @@ class _Offer(NamedTuple):
             return os.path.join(tempfile.gettempdir(), _PREFIX + self.name.rpartition(os.sep)[2].removeprefix(_PREFIX))
         return f"/proc/{self.process.pid}/fd/{self.descriptor}"
 
+    def why_not(self, descriptor: int, nbytes: int) -> str:
+        """Return the reason why an open file is none that rank 0 makes for so many bytes; "" if it is one.
+
+        Nothing is written, enlarged or mapped before: the post came through the store, and anyone may have written it.
+        """
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != self.inode:
+            return "its pid means another process here"
+        if (status.st_uid, status.st_size) != (os.geteuid(), nbytes):
+            return f"owner and bytes (value={status.st_uid, status.st_size}, allowed={os.geteuid(), nbytes})"
+        if _is_anonymous():
+            shown = os.readlink(f"/proc/self/fd/{descriptor}")
+            if shown != f"/memfd:{_MEMFD} (deleted)" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
+                return "it is no sealed memory of that name"
+        elif (stat.S_IMODE(status.st_mode), status.st_nlink) != (0o600, 1):
+            return f"mode and links (value={oct(status.st_mode)}, {status.st_nlink}, allowed=0o600, 1)"
+        return ""
+
+
+def _is_anonymous() -> bool:
+    """Return True if this system has files without names."""
+    return hasattr(os, "memfd_create")
+
+
+def _seals() -> int:
+    """Return the seals of an anonymous file: nobody can change its size, or its seals."""
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
 
 class _Opened:
     """The file of rank 0, which it keeps open while the others attach."""
@@ -130,12 +160,15 @@ class _Opened:
         self._unlink, self._maker = "", os.getpid()
         forks.closing(self)
 
-    def open(self) -> int:
+    def open(self, nbytes: int) -> int:
         """Make the file, and return its descriptor. The others find it by ``name`` if it is not anonymous."""
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC)
+        if _is_anonymous():
+            self._descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         else:
             self._descriptor, self._unlink = tempfile.mkstemp(prefix=_PREFIX)
+        os.ftruncate(self._descriptor, nbytes)
+        if not self._unlink:
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals())
         return self._descriptor
 
     @property
@@ -158,8 +191,7 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
     if room is not None and total_bytes > room:
         return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
     try:
-        descriptor = opened.open()
-        os.ftruncate(descriptor, total_bytes)
+        descriptor = opened.open(total_bytes)
         status = os.fstat(descriptor)
     except (OSError, OverflowError) as error:
         why = lacking(error) if isinstance(error, OSError) else str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 
 from sidelane.memory.record import Record
@@ -13,6 +14,9 @@ MOST_TEXT_BYTES = 1024
 
 SPLITS = " splits "
 """Separator in a signature in front of the part that may differ between ranks."""
+
+DIGEST = re.compile(r" #[0-9a-f]{12}\b")
+"""Digest of a call in its signature, by which ranks compare what the words leave out."""
 
 STEP_TEXT_BYTES = 512
 PAGE_BYTES = 4096
@@ -48,9 +52,20 @@ class PostedCall:
         return self.signature.partition(SPLITS)[0]
 
     @property
+    def shown(self) -> str:
+        """The same in the words that errors show, without the digest of what the words stand for."""
+        return DIGEST.sub("", self.common)
+
+    @property
     def differing(self) -> str:
         """The part of the signature that may differ between ranks."""
         return self.signature.partition(SPLITS)[2]
+
+
+def different(one: PostedCall, other: PostedCall) -> str:
+    """Return the words of two calls that differ, each behind its rank; with digests where the words are the same."""
+    same = one.shown == other.shown
+    return "; ".join(f"rank {post.rank}: {post.common if same else post.shown}" for post in (one, other))
 
 
 class PostBoard:

@@ -7,13 +7,17 @@ by its device and inode, which the kernel does not reuse while a process has it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import mmap
 import os
+import re
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, ClassVar, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,11 +26,13 @@ from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.memory.available import lacking
 from sidelane.memory.ordinary import Allocation, Standing
+from sidelane.user_files import open_regular
 
 _MAPS = Path("/proc/self/maps")
-_FILES = Path("/proc/self/fd")
+_OF_DESCRIPTOR = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_MOST_PATH = 4096
 MOST_KNOWN = 1024
-"""Largest number of remembered storages; the oldest is forgotten first."""
+"""Largest number of remembered files; the one that was asked for longest ago is forgotten first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -41,40 +47,53 @@ class MappedFile:
 
 
 class SharedTensors:
-    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for torch's shared memory."""
+    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for torch's shared memory.
+
+    The kernel is asked in each call which file is mapped at an address: storages exchange their memory, and addresses
+    are mapped again.
+    """
 
     most_held = 64
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, Allocation | str]] = {}  # by address of the storage
-        self._storages: dict[str, StorageWeakRef] = {}  # by name of the allocation
+        self._known: dict[str, tuple[StorageWeakRef, Allocation]] = {}  # by name of the allocation
         self._naming = forks.lock()
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
         if not tensor.is_shared():
             return "it is not in shared memory (Tensor.share_memory_)"
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        known = self._known.get(address)
-        if known is not None and not known[0].expired():
-            return known[1]
-        reference = StorageWeakRef(storage)
-        found = _file_at(address)
-        if len(self._known) >= MOST_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[address] = reference, found
-        if isinstance(found, Allocation):
-            with self._naming:
-                self._storages[found.name] = reference
-        return found
+        area = _area_at(storage.data_ptr())
+        if isinstance(area, str):
+            return area
+        with self._naming:
+            known = self._known.pop(area.name, None)
+            found = _opened(area, () if known is None else (known[1].handle,)) or _opened(area, _places(area))
+            if found is None:
+                return "its memory is no file that another process could open"
+            if known is None:
+                self._forget_those_at(found)
+            self._known[found.name] = StorageWeakRef(storage), found
+            return found
+
+    def _forget_those_at(self, new: Allocation) -> None:
+        """Forget files that were mapped where a new one is, and the oldest one if there are too many."""
+        there = [
+            name
+            for name, (_, old) in self._known.items()
+            if old.start < new.start + new.nbytes and new.start < old.start + old.nbytes
+        ]
+        for name in there or list(self._known)[: max(0, len(self._known) - MOST_KNOWN + 1)]:
+            del self._known[name]
 
     def is_gone(self, allocation: Allocation) -> bool:
         with self._naming:  # one thread asks while another one makes calls
-            reference = self._storages.get(allocation.name)
-            if reference is not None and not reference.expired():
-                return False
-            self._storages.pop(allocation.name, None)
-            return True
+            known = self._known.get(allocation.name)
+            storage = None if known is None else torch.UntypedStorage._new_with_weak_ptr(known[0].cdata)
+            if storage is None:
+                self._known.pop(allocation.name, None)
+                return True
+            return not 0 <= storage.data_ptr() - allocation.start < allocation.nbytes  # it has other memory now
 
     def attach_thread(self) -> None:
         """Do nothing: any thread can map."""
@@ -91,12 +110,15 @@ class SharedTensors:
 
     def _map(self, handle: str, name: str) -> MappedFile:
         try:
-            descriptor = os.open(handle, os.O_RDWR)
+            # A path of a peer names files, not links, but for those of its own descriptors.
+            flags = os.O_RDWR if _OF_DESCRIPTOR.fullmatch(handle) else os.O_RDWR | os.O_NOFOLLOW
+            descriptor = open_regular(handle, flags)
             try:
                 status = os.fstat(descriptor)
-                if _name_of(status) != name:
+                if _name_of(status) != name or status.st_uid != os.geteuid():
+                    found = f"{_name_of(status)} of user {status.st_uid}"
                     raise UnavailableError(
-                        f"{handle} is another file by now (value={_name_of(status)}, allowed={name})"
+                        f"{handle} is another file by now (value={found}, allowed={name} of user {os.geteuid()})"
                     )
                 mapping = mmap.mmap(descriptor, status.st_size)
             finally:
@@ -107,38 +129,92 @@ class SharedTensors:
         return MappedFile(torch.frombuffer(mapping, dtype=torch.uint8))
 
 
-def _file_at(address: int) -> Allocation | str:
-    """Return the file that is mapped at an address, with a path for other processes; or the reason against it."""
+class _Area(NamedTuple):
+    """Memory that a process may share with others: an area that is mapped from a file.
+
+    Attributes:
+        name: name of the allocation, made of device and inode.
+        start: address at which the first byte of the file is mapped, or would be.
+        path: path under which the file was opened.
+    """
+
+    name: str
+    start: int
+    path: str
+
+
+class _AskedArea(ctypes.Structure):
+    """``struct procmap_query`` (``linux/fs.h``), by which Linux 6.11 and later tell the area at an address."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_uint64) for name in ("nbytes", "query", "address", "start", "end", "mode", "page_bytes")),
+        *((name, ctypes.c_uint64) for name in ("offset", "inode")),
+        *((name, ctypes.c_uint32) for name in ("major", "minor", "path_bytes", "build_bytes")),
+        *((name, ctypes.c_uint64) for name in ("path", "build")),
+    ]
+
+
+_PROCMAP_QUERY = 0xC0686611
+_SHARED = 0b1011
+"""Mode of an area that is readable, writable and shared."""
+
+
+def _area_at(address: int) -> _Area | str:
+    """Return the area at an address, or the reason why it cannot be shared."""
     try:
-        lines = _MAPS.read_text().splitlines()
+        with _MAPS.open("rb") as maps:
+            try:
+                is_shared, start, device, inode, path = _asked(maps, address)
+            except OSError:  # an older kernel
+                is_shared, start, device, inode, path = _read(maps, address)
     except OSError:
         return "this system does not say what is mapped where"
-    for line in lines:
+    except LookupError:
+        return "nothing is mapped at its address"
+    return _Area(f"{device:x}:{inode}", start, path) if is_shared else "its memory is not shared"
+
+
+def _asked(maps: IO[bytes], address: int) -> tuple[bool, int, int, int, str]:
+    """Ask for the area at an address: whether it is shared, its start, its file's device, inode and path."""
+    path = ctypes.create_string_buffer(_MOST_PATH)
+    asked = _AskedArea(nbytes=ctypes.sizeof(_AskedArea), address=address)
+    asked.path, asked.path_bytes = ctypes.addressof(path), _MOST_PATH
+    fcntl.ioctl(maps, _PROCMAP_QUERY, asked)
+    device, start = os.makedev(asked.major, asked.minor), asked.start - asked.offset
+    return asked.mode & _SHARED == _SHARED, start, device, asked.inode, os.fsdecode(path.value)
+
+
+def _read(maps: IO[bytes], address: int) -> tuple[bool, int, int, int, str]:
+    """Find the area at an address in the list of all of them."""
+    for line in maps:
         # 7ff155f90000-7ff155f91000 rw-s 00000000 00:1b 53      /dev/shm/torch_4065_423713910_0 (deleted)
-        bounds, mode, offset, *_ = line.split(maxsplit=5)
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        if start <= address < end:
-            if not mode.startswith("rw") or not mode.endswith("s"):
-                return "its memory is not shared"
-            return _opened_at(start - int(offset, 16), line)
-    return "nothing is mapped at its address"
+        start, _, end = line.partition(b" ")[0].partition(b"-")
+        if int(start, 16) <= address < int(end, 16):
+            _, mode, offset, device, inode, *path = line.split(maxsplit=5)
+            major, minor = (int(number, 16) for number in device.split(b":"))
+            is_shared = mode.startswith(b"rw") and mode.endswith(b"s")
+            first = int(start, 16) - int(offset, 16)
+            return is_shared, first, os.makedev(major, minor), int(inode), os.fsdecode(b"".join(path).strip())
+    raise LookupError(address)
 
 
-def _opened_at(start: int, line: str) -> Allocation | str:
-    device, inode = line.split()[3:5]
-    major, minor = (int(number, 16) for number in device.split(":"))
-    wanted = os.makedev(major, minor), int(inode)
-    named = line.split(maxsplit=5)[5].strip() if len(line.split(maxsplit=5)) > 5 else ""
-    places = [Path(named)] if named.startswith("/") and not named.endswith(" (deleted)") else []
+def _places(area: _Area) -> Iterator[str]:
+    """Yield paths under which other processes may find the file of an area."""
+    if area.path.startswith("/") and not area.path.endswith(" (deleted)"):
+        yield area.path
     with contextlib.suppress(OSError):
-        places += sorted(_FILES.iterdir())
+        for number in sorted(os.listdir("/proc/self/fd")):
+            yield f"/proc/{os.getpid()}/fd/{number}"
+
+
+def _opened(area: _Area, places: Iterable[str]) -> Allocation | None:
+    """Return the allocation of an area; None if its file is at none of these places."""
     for place in places:
         with contextlib.suppress(OSError):
-            status = place.stat()
-            if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == wanted:
-                handle = str(place).replace("/self/", f"/{os.getpid()}/")
-                return Allocation(_name_of(status), handle, start, status.st_size)
-    return "its memory is no file that another process could open"
+            status = os.stat(place)
+            if stat.S_ISREG(status.st_mode) and _name_of(status) == area.name:
+                return Allocation(area.name, place, area.start, status.st_size)
+    return None
 
 
 def _name_of(status: os.stat_result) -> str:

@@ -101,7 +101,8 @@ def nccl_tests(collective: str, datatype: str, json: Path | None, **options: Any
     """Time a collective, and print the lines of nccl-tests.
 
     Sizes, counts, algbw and busbw are defined as there; a time is the median over rounds of the slowest rank's. Each
-    output is compared with a reference before and after it was timed. The exit code is 1 if one is wrong.
+    output is compared with a reference before and after it was timed. The exit code is 1 if one is wrong,
+    and if nothing was measured.
 
     The last lines are a verdict: outputs that were wrong, the average, and the share of a link that the best size
     reached, where `sidelane machines` has the machine. Of -t, -o, -r, -m, -N, -z, -p and -a one value is accepted.

@@ -21,6 +21,7 @@ import rich.progress
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.cli.output import STDOUT, refuse_unwritable
 from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.errors import Page, UnavailableError
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
@@ -154,6 +155,7 @@ def run_study(
     Raises:
         RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C
             and where ``timeout`` ends the process (SIGTERM, which is a KeyboardInterrupt here).
+        UnavailableError: every row says why it has no figure; they are published first.
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = place or choose_target(options.ranks, options.device)
@@ -193,7 +195,23 @@ def run_study(
         progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
         raise failure
+    require_measured(study.name, follower.rows)
     return found
+
+
+def require_measured(study: str, rows: Sequence[FlatRow]) -> None:
+    """Refuse rows of which each says why it has no figure: a script must not take them for a measurement.
+
+    Raises:
+        UnavailableError: with their reasons.
+    """
+    if not rows or any(not row.figures for row in rows):
+        return
+    if any(getattr(row, name) is not None for row in rows for name in row.figures):
+        return
+    notes = dict.fromkeys(note for note in (getattr(row, "note", "") for row in rows) if note)
+    why = "; ".join(notes) or "no output was right"
+    raise UnavailableError(f"{study}: nothing was measured ({why})", page=Page.COMMANDS)
 
 
 def follow(

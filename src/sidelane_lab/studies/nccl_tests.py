@@ -14,7 +14,7 @@ from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import parse_bytes
 from sidelane_lab.cli.collectives import CollectiveOptions
-from sidelane_lab.harness.running import StudyFollower, follow, interrupted_by_sigterm, selection_of
+from sidelane_lab.harness.running import StudyFollower, follow, interrupted_by_sigterm, require_measured, selection_of
 from sidelane_lab.harness.study import Results, collect
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Topology
@@ -54,6 +54,7 @@ def main(
     Raises:
         RankFailedError: a rank failed. What had been measured until then is printed and written first, as it is at
             Ctrl-C and SIGTERM.
+        UnavailableError: every row says why it has no time; they are printed and written first.
         ValueError: sizes or names are not allowed, or nothing of them can be measured here.
     """
     sizes = tuple(sizes_of(minbytes, maxbytes, stepfactor, stepbytes))
@@ -83,7 +84,10 @@ def main(
             _publish(found, follower.rows, shown_dtype, json)
     if is_first and not follower.rows:
         raise ValueError(f"nccl-tests: nothing that was asked for can run here ({selection_of(options)})")
-    return int(any(row.correct is False for row in follower.rows))
+    if any(row.correct is False for row in follower.rows):
+        return 1
+    require_measured("nccl-tests", follower.rows)
+    return 0
 
 
 def _publish(found: Results, rows: Sequence[CollectiveRow], dtype: str, json: Path | None) -> None:
@@ -157,7 +161,8 @@ def _line(nbytes: int, places: Sequence[CollectiveRow], ranks: int, dtype: str) 
 def _verdict(found: Results, rows: Sequence[CollectiveRow]) -> Iterator[str]:
     """Say what was wrong or refused, the average, and what share of its links a described machine reached."""
     wrong = sum(row.correct is False for row in rows)
-    yield f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
+    is_checked = any(row.correct is not None for row in rows)
+    yield f"# Out of bounds values : {f'{wrong} FAILED' if wrong else '0 OK' if is_checked else 'N/A'}"
     speeds = [row.bus_gbps for row in rows if row.bus_gbps is not None]
     if speeds:
         yield f"# Avg bus bandwidth    : {sum(speeds) / len(speeds):.4g}"

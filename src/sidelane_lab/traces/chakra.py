@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sidelane.user_files import bytes_of
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 
 Value = int | float | str | bytes
@@ -65,7 +66,7 @@ def read_chakra(path: Path) -> TraceGraph:
         ValueError: the file is cut or no Chakra trace, or its graph is not one that can run; the message names the
             node.
     """
-    content = path.read_bytes()
+    content = bytes_of(path)
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from sidelane.user_files import bytes_of
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 
 CATEGORIES = {"kernel": NodeKind.COMPUTE, "gpu_memcpy": NodeKind.MEMORY, "gpu_memset": NodeKind.MEMORY}
@@ -57,7 +58,7 @@ def read_kineto(path: Path) -> TraceGraph:
         OSError: the file can not be read.
         ValueError: the file is cut or no trace of PyTorch's profiler, has nothing that ran on a GPU, or several GPUs.
     """
-    content = path.read_bytes()
+    content = bytes_of(path)
     try:
         found = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except (ValueError, EOFError, RecursionError, zlib.error, OSError) as problem:

@@ -56,6 +56,7 @@ from sidelane.collectives.repeat import Repeats, TrackedRepeat
 from sidelane.config import NOTHING
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.ordinary import OrdinaryMemory
+from sidelane.memory.posts import DIGEST
 from sidelane.native import Effect, Note
 from sidelane.program.batch import Batch, parts_of
 from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, confirmed
@@ -351,7 +352,8 @@ class Learning:
         posts = list(map(read_post, payloads))
         for rank, each in enumerate(posts):
             if each.call != signature.call:
-                text = f"call {call}: ranks made different calls: here {signature.text}; rank {rank}: #{each.call}"
+                here = DIGEST.sub("", signature.text)
+                text = f"call {call}: ranks made different calls: here {here}; rank {rank}: another"
                 self._calls.fail(PeerError(text, (rank,)))
                 raise MismatchError(text)
         targets: dict[int, list[int]] = {}

@@ -24,7 +24,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +33,8 @@ from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, K
 from sidelane.device.target import compiling_for
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
-from sidelane.native.build import is_private, private_cache
+from sidelane.native.build import open_private, private_cache
+from sidelane.user_files import write_whole
 
 WARP_THREADS = 32
 _WORD_BYTES = 8
@@ -301,23 +301,15 @@ def _place_of(
 
 def _kept(place: Path) -> KernelBinary | None:
     """Read the kernel in a file; None if there is none, or not a whole one that this user alone may write."""
-    with contextlib.suppress(OSError):
-        if is_private(place):
-            return KernelBinary.of_bytes(place.read_bytes())
+    with contextlib.suppress(OSError), open(open_private(place), "rb") as file:
+        return KernelBinary.of_bytes(file.read())
     return None
 
 
 def _keep(place: Path, binary: KernelBinary) -> None:
     """Write a file atomically, for processes to come; without room for it they compile for themselves."""
     with contextlib.suppress(OSError):
-        descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(binary.to_bytes())
-            os.replace(temporary, place)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(place, binary.to_bytes(), 0o600)
 
 
 def _source_of(kernel: Kernel) -> list[str]:
