@@ -76,7 +76,7 @@ def bytes_that_may_be_touched(nbytes: int) -> torch.Tensor:
 class Words:
     """As ``driver.HostWords``."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: object = None) -> None:
         self.memory = bytes_that_may_be_touched(4 * count)
         self.array = self.memory.numpy().view(np.uint32)
         self.address = self.memory.data_ptr()
