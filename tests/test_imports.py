@@ -29,7 +29,7 @@ LAYERS = (
     ("sidelane_lab.pairs",),
     ("sidelane_lab.cli",),
     ("sidelane_lab.harness",),
-    ("sidelane_lab.sim",),
+    ("sidelane_lab.sim", "sidelane_lab.sdma"),
     ("sidelane_lab.machines",),
     ("sidelane.__main__",),
     ("sidelane.cli",),
