@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -43,6 +44,31 @@ def test_docstrings_become_sentences(house: ModuleType) -> None:
     assert len(found) <= BANNED, "a docstring begins with a verb, a noun or an article"
 
 
-def test_the_page_is_of_this_house(house: ModuleType) -> None:
-    page = house.PAGE.read_text(encoding="utf-8")
-    assert page.startswith(house.head() + "\n")
+def test_no_room_grows_unless_a_line_says_for_what(house: ModuleType) -> None:
+    for room in house.rooms():
+        now = house.statements(room.folder)
+        assert now <= room.most, (
+            f"{room.name} has {now} statements, {now - room.most} more than tools/house.toml allows: take something "
+            "out, or add a line there that says for which capability, and what it replaces"
+        )
+
+
+def test_statements_are_counted(house: ModuleType, tmp_path: Path) -> None:
+    python = '"""Text; of two."""\nimport os\n\ndef f(x):\n  """Text."""\n  return (\n  x\n  )\n'
+    (tmp_path / "a.py").write_text(python)
+    (tmp_path / "a.c").write_text('/* int x; */\nint f(void) { return 1; } // no; more\nchar *s = ";";\n')
+    assert house.statements(tmp_path) == 3 + 2
+
+
+def test_a_line_about_growth_says_everything(
+    house: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = tmp_path / "house.toml"
+    monkeypatch.setattr(house, "LEDGER", ledger)
+    room = '[rooms.library]\nfolder = "src/sidelane"\nstatements = 5  # library\ngoal_lines = 9\n'
+    line = '[[grown]]\nroom = "library"\nstatements = 2\nissue = 65\ncapability = "a name"\nreplaced = "{}"\n'
+    ledger.write_text(room + line.format("two functions"))
+    assert house.rooms()[0].most == 7
+    ledger.write_text(room + line.format(""))
+    with pytest.raises(ValueError, match="a line about growth"):
+        house.rooms()

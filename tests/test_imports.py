@@ -29,8 +29,8 @@ LAYERS = (
     ("sidelane_lab.pairs",),
     ("sidelane_lab.cli",),
     ("sidelane_lab.harness",),
-    ("sidelane_lab.sim",),
-    ("sidelane_lab.machines",),
+    ("sidelane_lab.sim", "sidelane_lab.sdma"),
+    ("sidelane_lab.machines", "sidelane_lab.shaping"),
     ("sidelane.__main__",),
     ("sidelane.cli",),
     ("sidelane.fsdp",),
@@ -59,6 +59,7 @@ STUDIES = ("explain", "papers", "studies")
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
 VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
     *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/prelaunch/firing.py"),
 )

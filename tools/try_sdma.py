@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
-from sidelane.execute.sdma import Packet, QueueWords, disassemble, encode, fit
-from sidelane.execute.sdma import packets as layout
-from sidelane.execute.sdma.queues import GpuAgent, SdmaQueue, SdmaRuntime
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer, Collective, Kind, Span, all_gather, all_to_all
 from sidelane.program.ir import EngineKind, Program, Signal
 from sidelane.program.transform import prelaunch
+from sidelane_lab.sdma import Packet, QueueWords, disassemble, encode, fit
+from sidelane_lab.sdma import packets as layout
+from sidelane_lab.sdma.queues import GpuAgent, SdmaQueue, SdmaRuntime
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes from rank to rank in the collectives."""

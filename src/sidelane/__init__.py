@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sidelane.c3.auto import choose_overlap
     from sidelane.c3.nano_batches import begin_collective, nano_batches
     from sidelane.c3.overlap import Overlap, overlap
-    from sidelane.c3.shaped_matmul import ShapedMatmul
-    from sidelane.c3.shaping import choose_shaping
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
@@ -47,7 +45,6 @@ __all__ = [
     "ProgramError",
     "Report",
     "Session",
-    "ShapedMatmul",
     "SidelaneError",
     "SidelaneGroup",
     "SymmetricPool",
@@ -55,7 +52,6 @@ __all__ = [
     "Work",
     "begin_collective",
     "choose_overlap",
-    "choose_shaping",
     "nano_batches",
     "overlap",
     "pool",
@@ -69,12 +65,10 @@ __all__ = [
 _ELSEWHERE = {
     "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
-    "ShapedMatmul": "sidelane.c3.shaped_matmul",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.session.pools",
     "begin_collective": "sidelane.c3.nano_batches",
     "choose_overlap": "sidelane.c3.auto",
-    "choose_shaping": "sidelane.c3.shaping",
     "nano_batches": "sidelane.c3.nano_batches",
     "overlap": "sidelane.c3.overlap",
     "pool": "sidelane.session.pools",

@@ -141,18 +141,32 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def visible(text: str) -> str:
+    r"""Return a text with control characters as escapes, since they act on terminals. Line breaks and tabs stay.
+
+    >>> print(visible("a peer's \x1b[31mred\x1b[0m text"))
+    a peer's \x1b[31mred\x1b[0m text
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class SidelaneError(RuntimeError):
     """Base of all errors except those of the caller's arguments.
 
+    Texts of peers reach users in these errors.
+
     Args:
-        *arguments: arguments of the exception, the text first.
+        *arguments: arguments of the exception, the text first, which is made :func:`visible`.
         page: page to read; None: the page of the class.
     """
 
     page: ClassVar[Page] = Page.ERRORS
 
     def __init__(self, *arguments: object, page: Page | None = None) -> None:
-        super().__init__(*arguments)
+        super().__init__(*(visible(each) if isinstance(each, str) else each for each in arguments))
         see(self, page or self.page)
 
 

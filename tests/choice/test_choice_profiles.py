@@ -15,7 +15,6 @@ import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
 from sidelane.c3.measured_curves import isolated_times
-from sidelane.c3.shaping import choose_shaping
 from sidelane.choice import expected_us, fused, store
 from sidelane.choice.candidate import find
 from sidelane.choice.key import Key
@@ -36,6 +35,7 @@ from sidelane.program.shape import CallShape
 from sidelane.user_files import text_of, write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
+from sidelane_lab.shaping.choice import choose_shaping
 
 
 def test_times_between_measured_sizes_follow_a_power_of_the_size():

@@ -76,7 +76,7 @@ def bytes_that_may_be_touched(nbytes: int) -> torch.Tensor:
 class Words:
     """As ``driver.HostWords``."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: object = None) -> None:
         self.memory = bytes_that_may_be_touched(4 * count)
         self.array = self.memory.numpy().view(np.uint32)
         self.address = self.memory.data_ptr()
@@ -167,7 +167,7 @@ def take_over() -> None:
     backend_cuda.CudaBackend.spread = spread
     control = Control(Exchange(dist.group.WORLD, 60.0))
     session.ControlBlock = lambda exchange: control
-    dist.get_world_size = lambda group=None: WORLD
+    dist.ProcessGroup.size = lambda group: WORLD
     session.Exchange = lambda group, timeout_s: AloneExchange()
     session.make_backend = backend_cuda.CudaBackend
     session.choose_device = lambda device: torch.device("cpu")

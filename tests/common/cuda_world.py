@@ -98,6 +98,7 @@ class World:
         self.flags = [np.zeros(2 * FLAGS, np.uint32) for _ in range(world_size)]
         self.streams = [Stream(driver.create_stream()) for driver in self.drivers]
         self.epoch = 0
+        self.owned: list[object] = []  # buffers of programs, which streams may still read after a failure
 
     def make_driver(self, channels: int | None) -> Any:
         return FakeDriver(channels=channels)
@@ -118,6 +119,7 @@ class World:
         for driver in self.own_drivers:
             driver.stop()
         self.own_drivers = []
+        self.owned.clear()
 
 
 class Loaded:
@@ -130,6 +132,7 @@ class Loaded:
             for rank in range(world.world_size)
             for buffer in Buffer
         }
+        world.owned.append(self.memory)
         if staging_distance is not None:
             staging = np.zeros(world.world_size * staging_distance, np.uint8)
             for rank in range(world.world_size):

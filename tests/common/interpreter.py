@@ -52,9 +52,9 @@ class Interpreter:
         texts = [[(self._folder / f"{kind}-{n}").read_text() for n in range(len(codes))] for kind in ("out", "err")]
         return codes, *texts
 
-    def run(self, code: str, folder: Path) -> str:
+    def run(self, code: str, folder: Path, *arguments: str) -> str:
         """Run a program of one process, which must not fail; returns what it wrote to stdout."""
-        self.start(code, folder, ())
+        self.start(code, folder, arguments)
         (status,), (said,), (errors,) = self.wait()
         assert status == 0, f"{said}{errors}"
         return said

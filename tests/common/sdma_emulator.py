@@ -1,6 +1,6 @@
 """SDMA engines of gfx942 that execute the raw bytes of their queues in host memory.
 
-Written from the public headers (docs/guide/amd.md names them) and sharing no code with ``sidelane.execute.sdma``: a
+Written from the public headers (docs/guide/amd.md names them) and sharing no code with ``sidelane_lab.sdma``: a
 mistake in the layout of a packet must be made twice to go unnoticed. What is not published is taken at its worst:
 
 - Moves of one queue that follow each other overlap, in pieces of any size and order; a fence, an atomic, a timestamp

@@ -11,10 +11,10 @@ from sdma_emulator import Actor, Engine, Memory
 from worlds import check, fill, reduced
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.sdma import PacketQueue, QueueWords, encode, fit
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.ir import EngineKind, Flag, Program, Queue, Reduce, Signal, Wait, describe
+from sidelane_lab.sdma import PacketQueue, QueueWords, encode, fit
 
 FLAGS, WORDS = "flags", "words"
 WORD_BYTES = 1024

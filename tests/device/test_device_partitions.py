@@ -18,11 +18,11 @@ from sidelane.c3.measured_curves import isolated_of
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
 from sidelane.c3.workload import parse_workload
-from sidelane.kernels.gemm_shape import OPT1, OPT2, TUNED
 from sidelane_lab.harness import running
 from sidelane_lab.pairs.partition import units_to_spare
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.shaping.shape import OPT1, OPT2, TUNED
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
 from sidelane_lab.studies.tune.isolated import IsolatedOptions
 
@@ -141,7 +141,7 @@ def test_a_target_reaches_the_library() -> None:
 @pytest.mark.parametrize("resident", [None, 1, 2])
 def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, resident: int | None) -> None:
     from sidelane.execute.cuda.driver import Driver
-    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+    from sidelane_lab.shaping.launch import ShapedGemm
 
     torch.manual_seed(0)
     m, n, k = 515, 648, 264
@@ -160,7 +160,7 @@ def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, res
 
 @pytest.mark.parametrize("resident", [None, 2])
 def test_a_shaped_product_and_its_gradients(resident: int | None) -> None:
-    from sidelane import ShapedMatmul
+    from sidelane_lab.shaping.matmul import ShapedMatmul
 
     torch.manual_seed(0)
     product = ShapedMatmul("opt1", blocks_per_unit=resident)

@@ -37,7 +37,7 @@ LAUNCHERS = {  # the only files with launches by Triton's launcher, or with comp
     "sidelane/device/triton_interpreter.py",
     "sidelane/execute/cuda/kernel_call.py",
     "sidelane/execute/cuda/kernel_launch.py",
-    "sidelane/c3/shaped_matmul.py",  # only ever interpreted
+    "sidelane_lab/shaping/matmul.py",  # only ever interpreted
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
 import threading
@@ -111,7 +112,7 @@ def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
     assert kernel_launch._source_of(reduce_direct.KERNEL) == reduces
 
 
-@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head"])
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head", "link", "pipe"])
 def test_a_file_that_is_not_whole_or_not_ours_is_replaced(harm: str, made: list[str], cache: Path) -> None:
     first = get()
     (file,) = cache.iterdir()
@@ -119,6 +120,11 @@ def test_a_file_that_is_not_whole_or_not_ours_is_replaced(harm: str, made: list[
     assert KernelBinary.of_bytes(stored) == first
     if harm == "foreign":
         file.chmod(0o666)
+    elif harm == "link":
+        file.symlink_to(file.rename(cache.with_name("elsewhere")))
+    elif harm == "pipe":
+        file.unlink()
+        os.mkfifo(file, 0o600)
     else:
         cut = {"cut": stored[:-1], "changed": stored[:-1] + b"!", "empty": b"", "head": b"0" + stored[1:]}
         file.write_bytes(cut[harm])

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pieces import BYTES, MadeUpPieces
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.ordinary import MappedSpan, open_span, span_of
-from sidelane.memory.descriptors import MOST_AT_ONCE, fetch
+from sidelane.memory.descriptors import MOST_AT_ONCE, DescriptorServer, SharedDescriptor, fetch
 from sidelane.memory.ordinary import Allocation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no sockets without a file elsewhere")
@@ -53,6 +54,16 @@ def open_pieces() -> int:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum("memfd:piece" in link for link in links)
+
+
+def test_a_client_that_says_nothing_costs_others_no_time() -> None:
+    with contextlib.ExitStack() as opened, tempfile.TemporaryFile() as file:
+        server = DescriptorServer(lambda token: [SharedDescriptor(7, lambda: os.dup(file.fileno()))])
+        opened.callback(server._socket.close)
+        for _ in range(3):  # as a rank that is stopped in the middle
+            silent = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect("\0" + server.address[1:])
+        assert [size for size, _ in fetch(server.address, "token")] == [7]
 
 
 def test_an_address_that_another_user_has_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

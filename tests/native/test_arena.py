@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.native import arena
+from sidelane.native import arena, build
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 from sidelane.native.build import find_compiler
 from sidelane.session import pool_cuda
@@ -32,7 +32,7 @@ class Slot:
         self.library, self.start = library, start
         self.number = library.open(start, nbytes, device)
         names = library.names(self.number)
-        functions = ctypes.CDLL(str(library.path))
+        functions = ctypes.CDLL(library.path)
         self._malloc, self._free = (getattr(functions, name) for name in names)
         self._malloc.argtypes, self._malloc.restype = (
             [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p],
@@ -265,7 +265,7 @@ def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:
 def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load_arenas.cache_clear()
     monkeypatch.setattr(arena, "find_compiler", lambda: ())
-    monkeypatch.setattr(arena, "private_cache", lambda: tmp_path)
+    monkeypatch.setattr(build, "private_cache", lambda: tmp_path)
     try:
         with pytest.raises(UnavailableError, match="cannot be compiled: no C compiler"):
             DevicePlacer("pool 1", region(), int, 1.0)
@@ -273,17 +273,21 @@ def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.Monke
         load_arenas.cache_clear()
 
 
-def test_a_file_that_was_cut_short_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = load_arenas().path
-    short = tmp_path / whole.name
-    short.write_bytes(b"\x7fELF")
-    short.chmod(0o700)
-    monkeypatch.setattr(arena, "private_cache", lambda: tmp_path)
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
+def test_a_file_that_was_cut_short_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: float) -> None:
+    monkeypatch.setattr(build, "private_cache", lambda: tmp_path)
     load_arenas.cache_clear()
     try:
-        made = load_arenas()
-        assert made.path == short and len(short.read_bytes()) > 1000
-        slot = Slot(made)
+        load_arenas()
+        (file,) = tmp_path.iterdir()
+        whole = file.read_bytes()
+        file.unlink()  # this process has it loaded
+        file.write_bytes(whole[: int(part * len(whole))])
+        file.chmod(0o700)
+        load_arenas.cache_clear()
+        slot = Slot(load_arenas())
         assert slot.malloc(4096) == 0
+        slot.free(0)
+        assert len(file.read_bytes()) == len(whole)
     finally:
         load_arenas.cache_clear()

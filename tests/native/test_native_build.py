@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from homeless import leave_home
@@ -110,30 +112,46 @@ def test_without_a_compiler_it_says_so_once(
     assert line == f"calls that come again are made in Python, which is slower: {words}"
 
 
-def test_a_file_that_was_cut_short_is_made_again(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
+AGAIN = """
+import sys
+from pathlib import Path
+from sidelane.native import build
+build._FLAGS = ("-O0", *build._FLAGS[1:])
+file, whole = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
+for length in map(int, sys.argv[2:]):
+    file.unlink()  # this process has it loaded
+    file.write_bytes(whole[:length] if length >= 0 else whole[:length] + b"changed"[length:])
+    file.chmod(0o700)
+    found = build.load_replays.__wrapped__()
+    print(found.words, found.module is not None and file.read_bytes()[:4] == whole[:4])
+"""
+
+
+def test_a_file_that_is_not_whole_is_made_again(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
+    """In a process of its own: to load one that is cut short is a bus error. Negative: its last bytes are changed."""
     assert load().module is not None
     (file,) = cache.iterdir()
-    file.unlink()  # this process has it loaded
-    file.write_bytes(b"\x7fELF")
-    script = "from sidelane.native import load_replays as load; r = load(); assert r.module, r; print(r.words)"
-    said = interpreter.run(script, tmp_path)
-    assert said.startswith("compiled by "), said
+    nbytes = file.stat().st_size
+    lengths = [0, 1, 4096, nbytes // 2, nbytes - 4096, nbytes - 32, nbytes - 1, -5]
+    said = interpreter.run(AGAIN, tmp_path, str(file), *map(str, lengths)).splitlines()
+    assert len(said) == len(lengths)
+    assert all(line.startswith("compiled by ") and line.endswith(" True") for line in said), said
 
 
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        long("compile_to", PermissionError(13, "read-only")),
-        ("compile_to", OSError(28, "full")),
-        long("load", ImportError("noexec")),
+        long("write_whole", PermissionError(13, "read-only")),
+        ("write_whole", OSError(28, "full")),
+        long("_import_module", ImportError("noexec")),
     ],
     ids=str,
 )
 def test_a_home_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, cache: Path, step: str, error: Exception) -> None:
     real = getattr(build, step)
 
-    def refuse(path: Path, *rest: object) -> object:
-        if path.parent == cache:
+    def refuse(path: Path | str, *rest: object) -> object:
+        if Path(path if isinstance(path, Path) else os.readlink(path)).parent == cache:
             raise error
         return real(path, *rest)
 
@@ -159,15 +177,52 @@ def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load().module is not None
 
 
-@pytest.mark.parametrize("what", [long("folder"), "file"])
+@pytest.mark.parametrize("what", [long("folder"), "file", "another user", "link", "pipe"])
 def test_what_others_can_write_is_not_loaded(cache: Path, what: str) -> None:
     assert load().module is not None
     (file,) = cache.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
-    (cache if what == "folder" else file).chmod(0o777)
+    if what in ("folder", "file"):
+        (cache if what == "folder" else file).chmod(0o777)
+    elif what == "another user":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(file, 12345, -1)
+    elif what == "link":
+        file.rename(cache.with_name("elsewhere"))
+        file.symlink_to(cache.with_name("elsewhere"))
+    else:
+        file.unlink()
+        os.mkfifo(file)
     found = load()
     assert found.module is not None
-    assert found.words.startswith("compiled by"), "for this process alone"
+    assert found.words.startswith("compiled by")
+    if what != "folder":  # which is left alone
+        assert file.is_file() and not file.is_symlink() and file.stat().st_uid == os.geteuid()
+        assert load().words == "compiled before"
+
+
+def test_a_file_that_takes_the_place_of_the_checked_one_is_not_loaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As others can do it where they may write to the parent of the user's cache."""
+    assert load().module is not None
+    (file,) = cache.iterdir()
+    checked = file.stat().st_ino
+    loaded: list[int] = []
+    real = build._import_module
+
+    def swap_and_import(path: str) -> ModuleType:
+        cache.rename(cache.with_name("away"))
+        cache.mkdir()
+        file.write_bytes(b"of somebody else")
+        loaded.append(os.stat(path).st_ino)
+        return real(path)
+
+    monkeypatch.setattr(build, "_import_module", swap_and_import)
+    found = load()
+    assert found.module is not None and found.words == "compiled before"
+    assert loaded == [checked]
 
 
 def test_a_compiler_that_hangs_is_killed_with_its_children(

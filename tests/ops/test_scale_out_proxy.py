@@ -569,6 +569,13 @@ def test_the_first_failure_is_that_of_all() -> None:
             assert str(one.errors[0]) == "rank 1 is of no use" and one.errors[0].ranks == (1,)
 
 
+def test_notes_do_not_act_on_terminals() -> None:
+    with ranks(2) as (first, second):
+        second.links.note([0], {"ranks": [1], "why": "\x1b[2J\x9b31m\rred\nblue", "late": False})
+        wait_for(lambda: bool(first.errors))
+        assert str(first.errors[0]) == "\\x1b[2J\\x9b31m\\rred\nblue"
+
+
 def test_a_rank_that_closes_is_missed_by_calls_only() -> None:
     with ranks(2) as (first, second):
         second.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import itertools
@@ -68,6 +69,42 @@ def sees_late_that_all_are_there(group: dist.ProcessGroup) -> list[bool]:
 
 def test_a_rank_that_sees_late_that_all_are_there_keeps_nothing(pool: RankPool) -> None:
     assert pool.run(sees_late_that_all_are_there, 2) == [[True] * 3] * 2
+
+
+RAW, SHOWN = "\x1b[2J\x9b31m\rred\u202e", r"\x1b[2J\x9b31m\rred\u202e"
+"""Characters that act on a terminal, and how users see them."""
+
+
+def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 refuses an exchange with such a text, is about such a thing, and refuses a call with it."""
+    exchange, found = Exchange(group, 20.0), list[str]()
+
+    def make() -> int:
+        if exchange.rank:
+            raise ValueError(RAW)
+        return 1
+
+    for step in (lambda: exchange("numbers", make), lambda: Exchange(group, 20.0)(RAW[:2] * exchange.rank, int)):
+        with pytest.raises((PeerError, MismatchError, ValueError)) as caught:
+            step()
+        found.append(str(caught.value))
+    with communicator(group) as comm:
+        calls = comm.lane.calls
+        refusing = calls.telling_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
+        with pytest.raises((PeerError, ValueError)) as caught, refusing:
+            if comm.rank:
+                raise ValueError(RAW)
+            comm.all_reduce(torch.ones(4))
+        dist.barrier(group)
+    found.append(str(caught.value))
+    return found
+
+
+def test_what_peers_say_does_not_act_on_terminals(pool: RankPool) -> None:
+    refused, mismatch, call = pool.run(says_what_acts_on_terminals, 2)[0]
+    assert refused.endswith(f"rank 1: ValueError: {SHOWN}"), refused
+    assert r"rank 1: \x1b[" in mismatch, mismatch
+    assert SHOWN in call, call
 
 
 def about_other_things(group: dist.ProcessGroup) -> str:

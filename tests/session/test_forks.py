@@ -84,13 +84,14 @@ def test_a_copy_has_a_folder_of_its_own_and_leaves_its_parents(interpreter: Inte
     """Copies that end like any program do what a program does at its end."""
     program = """
 import os, sys
-from sidelane.native.arena import _own_folder
-folder = _own_folder()
+from sidelane.forks import OwnFolder
+folder = OwnFolder("sidelane-")
 (folder.path / "library.so").touch()
 reading, writing = os.pipe()
 copy = os.fork()
 if copy == 0:
-    own = _own_folder().path
+    kept = OwnFolder("sidelane-")
+    own = kept.path
     assert own != folder.path and own.is_dir()
     os.write(writing, str(own).encode())
     sys.exit(3)

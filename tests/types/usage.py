@@ -28,14 +28,12 @@ from sidelane import (
     ProgramError,
     Report,
     Session,
-    ShapedMatmul,
     SidelaneError,
     SidelaneGroup,
     SymmetricPool,
     UnavailableError,
     Work,
     choose_overlap,
-    choose_shaping,
     fsdp,
     ops,
     overlap,
@@ -45,7 +43,6 @@ from sidelane import (
     scale_out,
     wrap,
 )
-from sidelane.c3.shaping import ShapingChoice
 from sidelane.ops.fusion import Fusion
 from sidelane.ops.scale_out import ScaleOut
 from sidelane.program.collective import Span
@@ -105,10 +102,6 @@ def sessions(group: dist.ProcessGroup, a: torch.Tensor) -> None:
 
 
 def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
-    product = ShapedMatmul()
-    assert_type(product(a, b), torch.Tensor)
-    assert_type(product.ran, str)
-
     def gather(on: Communicator) -> Work | None:
         return on.all_gather(a, b)
 
@@ -125,7 +118,6 @@ def groups(model: nn.Module) -> None:
     register()
     with scale_out(dist.group.WORLD) as ranks:
         assert_type(ranks, ScaleOut)
-    assert_type(choose_shaping("tuned.json", (1, 2, 3), "all_gather"), ShapingChoice)
     assert_type(wrap(), SidelaneGroup)
     found = report()
     assert_type(found, Report)

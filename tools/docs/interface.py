@@ -86,10 +86,7 @@ TASKS = {
             Section(
                 "sidelane",
                 "Runners and calls submitted ahead",
-                (
-                    *("overlap", "Overlap", "choose_overlap", "nano_batches", "begin_collective"),
-                    *("ShapedMatmul", "choose_shaping", "Prelaunched"),
-                ),
+                ("overlap", "Overlap", "choose_overlap", "nano_batches", "begin_collective", "Prelaunched"),
             ),
         ),
     ),
@@ -245,7 +242,7 @@ TASKS = {
         "See and tune what is chosen",
         "`Communicator.last_choice` returns a `Selection` of a `Candidate`; `Communicator.last_submitted` counts the "
         "commands that ran. "
-        "`choose_overlap` and `choose_shaping` are with [overlap](overlap.md). The guide shows "
+        "`choose_overlap` is with [overlap](overlap.md). The guide shows "
         "[how to measure a machine](../../guide/tuning.md), and the internals explain "
         "[how variants are chosen](../../internals/choice.md).",
         (

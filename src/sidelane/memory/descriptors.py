@@ -52,7 +52,7 @@ class DescriptorServer:
 
     Args:
         parts_of: returns the parts behind a token, or raises SidelaneError with the reason why there are none. Called
-            in the thread that answers.
+            in the threads that answer, one for each client.
 
     Attributes:
         address: address for :func:`fetch`.
@@ -81,15 +81,19 @@ class DescriptorServer:
                     return  # it was closed
                 time.sleep(_PAUSE_S)  # out of descriptors, or the client has gone
                 continue
-            # A client that dies or is slow loses its answer only.
             forks.closing(peer)
-            with peer, contextlib.suppress(OSError):
-                peer.settimeout(TIMEOUT_S)
-                self._answer(peer)
+            if _user_of(peer) != os.geteuid():
+                peer.close()
+                continue
+            # A client that dies, is stopped or is slow loses its own answer only.
+            threading.Thread(target=self._serve_one, args=(peer,), name="sidelane-descriptors", daemon=True).start()
+
+    def _serve_one(self, peer: socket.socket) -> None:
+        with peer, contextlib.suppress(OSError):
+            peer.settimeout(TIMEOUT_S)
+            self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
-        if _user_of(peer) != os.geteuid():
-            return
         token = peer.recv(_MOST_BYTES).decode()
         try:
             parts = self._parts_of(token)

@@ -7,11 +7,9 @@ import functools
 import hashlib
 import importlib.resources
 import platform
-from pathlib import Path
 
 from sidelane import forks
-from sidelane.forks import OwnFolder
-from sidelane.native.build import compile_to, find_compiler, is_private, private_cache
+from sidelane.native.build import find_compiler, load_or_compile
 
 ARENAS = 16
 """Largest number of pools that a process may have at once."""
@@ -21,12 +19,12 @@ class ArenaLibrary:
     """The functions of the library that ``arena.c`` compiles to.
 
     Args:
-        path: path of the library.
+        path: path of the library, by which torch opens it again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(path)
         self.open = library.sidelane_arena_open
         self.open.argtypes, self.open.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
         self.close = library.sidelane_arena_close
@@ -54,29 +52,13 @@ def load_arenas() -> ArenaLibrary:
     compiler = find_compiler()
     made_for = repr((compiler, platform.machine(), platform.libc_ver()))
     name = f"sidelane_arena-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}.so"
-    folder = private_cache() or _own_folder().path
-    path = folder / name
-    if path.exists() and is_private(path):
-        try:
-            return ArenaLibrary(path)
-        except OSError:  # not whole
-            path.unlink()
-    if not compiler:
-        raise RuntimeError("no C compiler (looked for CC, cc, gcc, clang)")
-    compile_to(path, source, compiler)
-    if not is_private(path):
-        raise PermissionError(f"{path.name} can be written by others")
-    return ArenaLibrary(path)
-
-
-@functools.cache
-def _own_folder() -> OwnFolder:
-    """Return a folder of this process. It must persist: torch opens the library by its path when a pool is made."""
-    return OwnFolder("sidelane-")
+    library, words = load_or_compile(name, source, compiler, ArenaLibrary)
+    if library is None:
+        raise RuntimeError(words)
+    return library
 
 
 @forks.in_copies
 def _begin_anew() -> None:
-    """Forget the library in a forked copy: its folder is deleted with the process that made it."""
+    """Forget the library in a forked copy."""
     load_arenas.cache_clear()
-    _own_folder.cache_clear()

@@ -26,18 +26,23 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from sidelane import log, ranges
 from sidelane.config import cache_folder
 from sidelane.forks import OwnFolder
+from sidelane.user_files import open_regular, write_whole
 
 MODULE = "sidelane_replay"
 TIMEOUT_S = 60.0
 _FLAGS = ("-O2", "-shared", "-fPIC")
 _MOST_LETTERS = 300
+_DIGEST_BYTES = 32
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +109,44 @@ def _load_or_compile() -> Replays:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return Replays(None, f"not for this Python ({sys.implementation.name}, with the GIL: the C code relies on it)")
     source, compiler = _source(), find_compiler()
-    name = _name_of(source, compiler)
-    problem: Exception | None = None
-    for folder in _folders():
-        try:
-            with folder as path:
-                if (known := _load_earlier(path / name)) is not None:
-                    return Replays(known, "compiled before")
-                if not compiler:
-                    return Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
-                compile_to(path / name, source, compiler)
-                return Replays(load(path / name), f"compiled by {Path(compiler[0]).name}")
-        except (ImportError, OSError) as error:  # the home folder is full, read-only or mounted noexec
-            problem = error
-    assert problem is not None, "there are folders"
-    raise problem
+    return Replays(*load_or_compile(_name_of(source, compiler), source, compiler, _import_module))
+
+
+def load_or_compile(
+    name: str, source: bytes, compiler: tuple[str, ...], load: Callable[[str], T]
+) -> tuple[T | None, str]:
+    """Load a library that an earlier process of this user has kept, or else compile it, and keep it.
+
+    Args:
+        name: name of the file, after all that it is compiled from.
+        source: text in C.
+        compiler: command of the compiler; empty if there is none.
+        load: loads the library at a path, which persists as long as this process.
+
+    Returns:
+        The result of ``load`` and how the library was made; or None, and the reason.
+
+    Raises:
+        RuntimeError: the compiler failed, or took longer than ``TIMEOUT_S``.
+        ImportError, OSError: the compiler could not be run, or no folder holds a library that can be loaded.
+    """
+    kept = private_cache()
+    if kept is not None:
+        with contextlib.suppress(ImportError, OSError):  # there is none, or none that is as it should be
+            return _load_whole(kept / name, load), "compiled before"
+    if not compiler:
+        return None, "no C compiler (looked for CC, cc, gcc, clang)"
+    with OwnFolder("sidelane-") as own:  # where nobody else can put a file under the compiler
+        content = _compile(own, source, compiler)
+        places = [own] if kept is None else [kept, own]
+        while True:
+            try:
+                place = places.pop(0) / name
+                write_whole(place, content + _digest(name, content), 0o700)
+                return _load_whole(place, load), f"compiled by {Path(compiler[0]).name}"
+            except (ImportError, OSError):  # the home folder is full, read-only or mounted noexec
+                if not places:
+                    raise
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -142,60 +170,48 @@ def compiler_version() -> str | None:
     return next(iter(said.stdout.splitlines()), None)
 
 
-def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
-    """Compile a module to a path atomically, unless another process has put it there meanwhile.
+def _compile(folder: Path, source: bytes, compiler: tuple[str, ...]) -> bytes:
+    """Return the library that a source compiles to. ``folder``: for files meanwhile. Raises RuntimeError, OSError."""
+    text, binary = folder / "source.c", folder / "binary"
+    text.write_bytes(source)
+    includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
+    _run([*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)])
+    return binary.read_bytes()
+
+
+def _load_whole(path: Path, load: Callable[[str], T]) -> T:
+    """Load a library if it is whole, and this user alone can write it.
+
+    Whatever takes the place of the file meanwhile, what is checked is what is loaded: the loader gets the path of the
+    open descriptor. It stays open, even if the loader fails: loaders know libraries by their paths.
 
     Raises:
-        RuntimeError: the compiler failed, or took longer than ``TIMEOUT_S``.
-        OSError: the compiler could not be run, or its output could not be written.
+        OSError: there is no such file, or others can write it.
+        ImportError: it is not whole, or cannot be loaded.
     """
-    with OwnFolder(f".{MODULE}-", path.parent) as temporary:
-        text, binary = temporary / "source.c", temporary / path.name
-        text.write_bytes(source)
-        includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
-        command = [*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)]
-        _run(command)
-        binary.chmod(0o700)
-        with binary.open("rb") as file:
-            os.fsync(file.fileno())  # a crash of the machine must not leave a name without its bytes
-        with contextlib.suppress(FileExistsError):
-            os.link(binary, path)
+    descriptor = open_private(path)
+    with open(os.dup(descriptor), "rb") as file:
+        stored = file.read()
+    content = stored[:-_DIGEST_BYTES]
+    if stored != content + _digest(path.name, content):
+        os.close(descriptor)
+        raise ImportError(f"{path.name} is not whole (value={len(stored)} bytes)")
+    return load(f"/proc/self/fd/{descriptor}" if sys.platform == "linux" else str(path))
 
 
-def load(path: Path) -> ModuleType:
-    """Load a compiled module.
+def _digest(name: str, content: bytes) -> bytes:
+    """Return the bytes behind a library in its file, which loaders do not read: who has them has all of it."""
+    return hashlib.blake2b(name.encode() + content, digest_size=_DIGEST_BYTES).digest()
 
-    Raises:
-        ImportError: the module is for another Python, or incomplete.
-        PermissionError: other users can write the file.
-    """
-    if not is_private(path):
-        raise PermissionError(f"{path.name} can be written by others")
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+
+def _import_module(path: str) -> ModuleType:
+    """Import a compiled module. Raises ImportError: the module is for another Python."""
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, path)
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-def _load_earlier(path: Path) -> ModuleType | None:
-    """Load the module of an earlier process; None if there is none. A module that cannot be loaded is deleted."""
-    if not path.exists():
-        return None
-    try:
-        return load(path)
-    except ImportError:
-        path.unlink()
-        return None
-
-
-def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
-    """Yield the folders to try: the user's cache, then one for this process alone."""
-    folder = private_cache()
-    if folder is not None:
-        yield contextlib.nullcontext(folder)
-    yield OwnFolder("sidelane-")
 
 
 def private_cache() -> Path | None:
@@ -204,14 +220,27 @@ def private_cache() -> Path | None:
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if is_private(folder):
+            if _is_private(folder.stat()):
                 return folder
     return None
 
 
-def is_private(path: Path) -> bool:
+def open_private(path: Path) -> int:
+    """Open a file of this user, no link, to read it, and return its descriptor.
+
+    Raises:
+        OSError: there is no such file, or it is no regular one.
+        PermissionError: it belongs to another user, or others can write it.
+    """
+    descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    if not _is_private(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise PermissionError(f"{path.name} can be written by others")
+    return descriptor
+
+
+def _is_private(found: os.stat_result) -> bool:
     """Return True if a file or folder belongs to this user, and nobody else can write it."""
-    found = path.stat()
     return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o022
 
 

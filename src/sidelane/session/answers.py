@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sidelane.errors import UnavailableError
+from sidelane.errors import UnavailableError, visible
 from sidelane.session.communicator import Communicator
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def measured_by_rank_0(comm: Communicator, name: str, read: Callable[[], str], p
                 problem = str(error)
         text, problem = json.loads(_sent_by_rank_0(comm, json.dumps([text, problem]).encode()))
         if problem:
-            raise ValueError(f"{name}: {problem}")
+            raise ValueError(visible(f"{name}: {problem}"))
         comm.kept[key] = parse(text)
     found: T = comm.kept[key]
     return found

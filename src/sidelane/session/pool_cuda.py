@@ -34,7 +34,7 @@ class DevicePlacer:
         self._name, self._region, self._gone = name, region, gone
         try:
             self._library = load_arenas()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, ImportError, OSError) as error:
             raise UnavailableError(f"pool: what GPUs need cannot be compiled: {error}") from error
         device = region.device
         assert device.index is not None
@@ -115,7 +115,7 @@ def waiting_bytes() -> int:
 def _allocator(library: ArenaLibrary, slot: int) -> Any:
     """Return the torch allocator of a slot. It is never freed: torch uses it even at the end of the process."""
     if slot not in _allocators:
-        made = torch.cuda.memory.CUDAPluggableAllocator(str(library.path), *library.names(slot)).allocator()
+        made = torch.cuda.memory.CUDAPluggableAllocator(library.path, *library.names(slot)).allocator()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         _allocators[slot] = made
     return _allocators[slot]

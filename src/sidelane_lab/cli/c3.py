@@ -23,7 +23,6 @@ from sidelane.cli.options import (
     size,
 )
 from sidelane.cli.output import Written
-from sidelane.kernels.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.options import (
@@ -47,6 +46,7 @@ from sidelane_lab.harness.options import (
     values_of,
     word,
 )
+from sidelane_lab.shaping.shape import SHAPES
 
 if TYPE_CHECKING:
     from sidelane.c3.isolated_times import Isolated

@@ -26,7 +26,6 @@ from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_
 from sidelane.collectives.reach_rules import as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.errors import nearest
-from sidelane.execute.sdma import PacketQueue, fit
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
 from sidelane.program.builders.confirmed import confirmed
@@ -52,6 +51,7 @@ from sidelane_lab.explain.submitted import (
 from sidelane_lab.machines.load import canonical_name, find, machine_names, named
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.collectives import library_us
+from sidelane_lab.sdma import PacketQueue, fit
 from sidelane_lab.sim import simulate
 
 RANK = 0

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.sdma import PacketQueue, QueueWords, encode, fit
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, Queue, describe
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.sdma import PacketQueue, QueueWords, encode, fit
 
 CALLERS = "stream 0 (of the caller)"
 

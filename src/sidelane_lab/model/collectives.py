@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Iterable
 
-from sidelane.execute.sdma import fit
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import (
     REDUCING,
@@ -31,6 +30,7 @@ from sidelane.program.own_flags import flags_between_own_queues
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
+from sidelane_lab.sdma import fit
 from sidelane_lab.sim import SimulatedRun, simulate
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}

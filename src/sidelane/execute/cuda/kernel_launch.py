@@ -33,7 +33,7 @@ from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, K
 from sidelane.device.target import compiling_for
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
-from sidelane.native.build import is_private, private_cache
+from sidelane.native.build import open_private, private_cache
 from sidelane.user_files import write_whole
 
 WARP_THREADS = 32
@@ -301,9 +301,8 @@ def _place_of(
 
 def _kept(place: Path) -> KernelBinary | None:
     """Read the kernel in a file; None if there is none, or not a whole one that this user alone may write."""
-    with contextlib.suppress(OSError):
-        if is_private(place):
-            return KernelBinary.of_bytes(place.read_bytes())
+    with contextlib.suppress(OSError), open(open_private(place), "rb") as file:
+        return KernelBinary.of_bytes(file.read())
     return None
 
 

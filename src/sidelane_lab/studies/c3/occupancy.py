@@ -22,7 +22,6 @@ from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
-from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import OccupancyOptions
@@ -31,6 +30,7 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
 from sidelane_lab.pairs.spans import Span, Trace
+from sidelane_lab.shaping.shape import SHAPES, GemmShape
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
@@ -371,7 +371,7 @@ def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
 def _on_units(
     shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device
 ) -> ShapedLaunches:
-    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+    from sidelane_lab.shaping.launch import ShapedGemm
 
     kernels = [ShapedGemm(_driver(device), shape, run.a, run.b, run.c) for run in runs]
     resident, shared_bytes = kernels[0].resident, kernels[0].shared_bytes

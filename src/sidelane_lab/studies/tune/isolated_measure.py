@@ -21,7 +21,6 @@ from sidelane.c3.strategy import Means, Partition, Strategy
 from sidelane.c3.workload import Gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
-from sidelane.kernels.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
@@ -29,6 +28,7 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, refusal, run_alone
+from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Bench:
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
         if means is Means.GRID:
-            from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+            from sidelane_lab.shaping.launch import ShapedGemm
 
             kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
             return kernel.bind((self._units - units) * max(1, kernel.resident))

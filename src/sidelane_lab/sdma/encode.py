@@ -25,8 +25,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sidelane.execute.sdma import packets as layout
-from sidelane.execute.sdma.packets import Format, Packet
 from sidelane.program.collective import Span
 from sidelane.program.ir import (
     Broadcast,
@@ -50,6 +48,8 @@ from sidelane.program.ir import (
 )
 from sidelane.program.transform import lower
 from sidelane.program.wraparound import WORD_BYTES
+from sidelane_lab.sdma import packets as layout
+from sidelane_lab.sdma.packets import Format, Packet
 
 if TYPE_CHECKING:
     from sidelane.execute.base import Addresses  # which imports torch; predictions do without

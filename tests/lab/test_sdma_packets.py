@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdma_emulator import Engine, Memory, MemoryFaultError, PacketError, PollTimeoutError, run_together
 
-from sidelane.execute.sdma import Packet, decode, disassemble
-from sidelane.execute.sdma import packets as layout
+from sidelane_lab.sdma import Packet, decode, disassemble
+from sidelane_lab.sdma import packets as layout
 
 A, B, C = 0x1122334455667780, 0x0000A0B0C0D0E000, 0x00000102030405C0
 LO, HI = 0x55667780, 0x11223344

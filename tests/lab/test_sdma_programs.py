@@ -16,11 +16,7 @@ from sdma_emulator import Memory, PollTimeoutError, run_together
 from sdma_world import Caller, World, address_of, addresses_of, sizes_of, words_of
 from worlds import Rig
 
-from sidelane.execute import sdma
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.sdma import PacketQueue, QueueWords, encode, fit
-from sidelane.execute.sdma import packets as layout
-from sidelane.execute.sdma.encode import _Encoder
 from sidelane.program.batch import Batch
 from sidelane.program.builders import ALTERNATING, Transport, algorithms, alternation, build, build_batch, list_variants
 from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
@@ -58,8 +54,12 @@ from sidelane.program.ir import (
 )
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.verify import verify
+from sidelane_lab import sdma
 from sidelane_lab.machines.load import find
 from sidelane_lab.model.collectives import published_program
+from sidelane_lab.sdma import PacketQueue, QueueWords, encode, fit
+from sidelane_lab.sdma import packets as layout
+from sidelane_lab.sdma.encode import _Encoder
 from sidelane_lab.sim import simulate
 
 SUM = Reduction(ReduceOp.SUM, "int32")

@@ -22,7 +22,7 @@ import torch
 from sidelane.device.language import tl, triton
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.kernels.gemm_shape import GemmShape
+from sidelane_lab.shaping.shape import GemmShape
 
 GROUP = 8
 ALIGNMENT = 16

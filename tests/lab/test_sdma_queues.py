@@ -17,9 +17,9 @@ import sdma_emulator
 from sdma_emulator import Engine, Memory
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.sdma import Packet
-from sidelane.execute.sdma import packets as layout
-from sidelane.execute.sdma.queues import SdmaQueue, SdmaRuntime
+from sidelane_lab.sdma import Packet
+from sidelane_lab.sdma import packets as layout
+from sidelane_lab.sdma.queues import SdmaQueue, SdmaRuntime
 
 U64, POINTER, INT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
 CPU, OK, REFUSED = 5, 0, 0x1002
@@ -197,7 +197,7 @@ def test_what_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError, match="hsa_amd_queue_create returned 0x1002"):
         runtime.open(runtime.agents[0], engine=3)
     with pytest.raises(UnavailableError, match="ROCr is not installed"):
-        monkeypatch.setattr("sidelane.execute.sdma.queues.LIBRARY_NAMES", ("libnone.so",))
+        monkeypatch.setattr("sidelane_lab.sdma.queues.LIBRARY_NAMES", ("libnone.so",))
         SdmaRuntime()
 
 

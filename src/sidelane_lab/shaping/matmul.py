@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidelane.c3.shaping import ShapingChoice
 from sidelane.errors import UnavailableError
-from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 from sidelane.modes import keep_compilers_out
+from sidelane_lab.shaping.choice import ShapingChoice
+from sidelane_lab.shaping.shape import SHAPES, GemmShape
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
@@ -154,7 +154,7 @@ def _objection(a: torch.Tensor, b: torch.Tensor) -> str:
 def _interpreted(
     shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> tuple[Callable[[int], None], str]:
-    from sidelane.kernels.shaped_gemm import KERNEL, constants_of
+    from sidelane_lab.shaping.kernel import KERNEL, constants_of
 
     constants = constants_of(shape, a, b, c, wide=True)
     addresses = [tensor.data_ptr() for tensor in (a, b, c)]
@@ -162,7 +162,7 @@ def _interpreted(
 
 
 def _on_units(shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[Callable[[int], None], str]:
-    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+    from sidelane_lab.shaping.launch import ShapedGemm
 
     with torch.cuda.device(a.device):
         kernel = ShapedGemm(_driver(a.device), shape, a, b, c)

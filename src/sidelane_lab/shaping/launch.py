@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from sidelane.execute.cuda.driver import Driver
-from sidelane.kernels import shaped_gemm
-from sidelane.kernels.gemm_shape import GemmShape, SharedMemory
+from sidelane_lab.shaping import kernel as shaped_gemm
+from sidelane_lab.shaping.shape import GemmShape, SharedMemory
 
 
 class ShapedGemm:

@@ -12,9 +12,9 @@ import forked
 import pytest
 import torch
 
-from sidelane import ShapedMatmul, choose_shaping
-from sidelane.c3.shaping import Shaping, ShapingChoice
-from sidelane.kernels.gemm_shape import GemmShape
+from sidelane_lab.shaping.choice import Shaping, ShapingChoice, choose_shaping
+from sidelane_lab.shaping.matmul import ShapedMatmul
+from sidelane_lab.shaping.shape import GemmShape
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GemmShape(name="small", tile_m=16, tile_n=16, tile_k=16)
