@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from fake_driver import FakeDriver
 
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
@@ -31,6 +32,8 @@ class Actor:
         seat: the rank's.
         groups: process groups, by the number that the episode gives them; None where this rank is not in.
         stack: closes the communicators.
+        group: the process group of all ranks, which is Sidelane's; None: its steps are not drawn.
+        driver: the driver that is made up, where it is one.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class Actor:
         seat: Seat,
         groups: Sequence[dist.ProcessGroup | None],
         stack: contextlib.ExitStack,
+        group: dist.ProcessGroup | None = None,
+        driver: FakeDriver | None = None,
     ) -> None:
-        self.episode, self.seat = episode, seat
+        self.episode, self.seat, self.group, self.driver = episode, seat, group, driver
         self.tally = Tally()
         self.judge = Judge(seat.device, self.tally.describe, self._finish_calls)
         self._groups, self._stack = groups, stack
@@ -55,6 +60,8 @@ class Actor:
             "pause": self._pause,
             "freeze": self._freeze,
             "stream": self._stream,
+            "late": self._late,
+            "grouped": self._grouped,
         }
 
     @property
@@ -84,7 +91,9 @@ class Actor:
             caller.clear()
         self._callers.clear()
 
-    def open(self, comm: int, group: int, block_bytes: int, is_lane: bool) -> None:
+    def open(
+        self, comm: int, group: int, block_bytes: int, is_lane: bool, late: tuple[int, float] | None = None
+    ) -> None:
         """Make a communicator of the ranks in a group, and memory for its calls.
 
         Args:
@@ -92,7 +101,10 @@ class Actor:
             group: number of the group.
             block_bytes: size of its first block of symmetric memory, and of its ordinary memory.
             is_lane: it is a lane of the first communicator's session, and shares its memory.
+            late: a rank that comes later than the others, by so many seconds.
         """
+        if late is not None:
+            self._late(comm, *late)
         ranks, episode = self._groups[group], self.episode
         if ranks is None:
             return
@@ -152,6 +164,52 @@ class Actor:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
         elif rank == self.seat.rank:
             time.sleep(seconds)
+
+    def _late(self, comm: int, rank: int, seconds: float) -> None:
+        """Have a rank of the world come seconds late."""
+        self.tally.noted["late ranks"] += self.seat.rank == 0
+        if rank == self.seat.rank:
+            time.sleep(seconds)
+
+    def _grouped(self, comm: int, name: str, size: int, root: int, key: int) -> None:
+        """Make a call of the process group, and check it."""
+        group, rank, n = self.group, self.seat.rank, self.seat.world_size
+        assert group is not None
+        everyone = [float(key + peer) for peer in range(n)]
+        own, total = torch.full((size,), everyone[rank]), sum(everyone)
+        found, expected = own, [total]
+        if name == "all_reduce":
+            dist.all_reduce(own, group=group)
+        elif name == "broadcast":
+            dist.broadcast(own, root, group=group)
+            expected = [everyone[root]]
+        elif name == "all_gather_into_tensor":
+            found, expected = torch.empty(n * size), everyone
+            dist.all_gather_into_tensor(found, own, group=group)
+        elif name == "reduce_scatter_tensor":
+            found = torch.empty(size)
+            dist.reduce_scatter_tensor(found, own.repeat(n), group=group)
+        elif name == "all_to_all_single":  # peers get as many rows as their number says, and one
+            sizes = [1 + peer for peer in range(n)]
+            found, expected = torch.empty(n * sizes[rank]), [one for one in everyone for _ in range(sizes[rank])]
+            sent = torch.full((sum(sizes),), everyone[rank])
+            dist.all_to_all_single(found, sent, [sizes[rank]] * n, sizes, group=group)
+        else:
+            objects: list[str] = [""] * n
+            dist.all_gather_object(objects, f"{key} {rank}" + "." * size, group=group)
+            found = torch.tensor([float(one == f"{key} {peer}" + "." * size) for peer, one in enumerate(objects)])
+            expected = [1.0] * n
+        wanted = torch.tensor(expected).repeat_interleave(len(found) // len(expected))
+        self.judge.same(found.view(torch.uint8), wanted.view(torch.uint8), name, size, root, key)
+        self.tally.calls["process group"] += rank == 0
+
+    def end_group(self, *, aborts: bool = False) -> None:
+        """Destroy the process group, while all ranks are there; else it aborts, of which they hear."""
+        if self.group is not None:
+            if aborts:
+                self.group.abort()
+            dist.destroy_process_group(self.group)
+            self.group = None
 
     def _freeze(self, comm: int, rank: int, seconds: float) -> None:
         """Stop all threads of a rank for a while, shorter than the time-out."""

@@ -231,15 +231,16 @@ class Caller:
 
     def check(self, call: Call, key: int, bound: Sequence[Bound]) -> None:
         """Compare everything that a call wrote, what lies around it, and what it only read."""
-        self._compare(call, key, bound, self.memory.expected, "")
+        self.compare(call, key, bound, self.memory.expected, "")
 
     def check_untouched(self, call: Call, key: int, bound: Sequence[Bound]) -> None:
         """See that nothing of a call has moved."""
-        self._compare(call, key, bound, self.memory.untouched, "untouched ")
+        self.compare(call, key, bound, self.memory.untouched, "untouched ")
 
-    def _compare(
+    def compare(
         self, call: Call, key: int, bound: Sequence[Bound], expected: Callable[[Call, int, int], torch.Tensor], how: str
     ) -> None:
+        """Compare the bytes of a call, which has ended, with what is expected of them."""
         same = self.judge.same
         for number, each in enumerate(bound):
             if each.guarded is not None:

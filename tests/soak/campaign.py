@@ -30,7 +30,10 @@ ABOUT = """\
 Random calls, with faults among them (make soak). A call counts once for all of its ranks, each of which compared every
 byte that it must get, those around it, and those that it must not touch. Refusals: wrong calls of one rank or all, and
 calls that differed between ranks. Endings but 'good' are faults, of which every other rank must hear in time, and which
-rank's they are. lists and batches count whole calls, replayed the calls in each replay of a graph.
+rank's they are. lists and batches count whole calls, replayed the calls in each replay of a graph. In episodes of other
+sizes most calls have sizes that never come again, and the memory of a rank must level off; in those of two worlds the
+group of all ranks joins worlds in which they have other numbers; on the made-up driver, which may refuse a call, CPU
+ranks take the path of GPUs. Late ranks come seconds late to a call, or to the making of a communicator.
 """
 
 ABOUT_STORMS = """\
@@ -109,7 +112,7 @@ class Account:
 
     @property
     def failed(self) -> int:
-        return self._sums[3, "all"]["failed"]
+        return self._sums[4, "all"]["failed"]
 
     def add(self, verdict: Verdict) -> None:
         """Count an episode."""
@@ -117,7 +120,7 @@ class Account:
         counts = {"episodes": 1, "failed": int(bool(verdict.failures)), "calls": tally.calls.total()}
         counts |= {"refusals": tally.refusals, "wrong": tally.wrong, "errors": tally.errors}
         counts |= {"left": verdict.leftovers, "seconds": verdict.seconds}  # type: ignore[dict-item]
-        for row in ((1, episode.ending), (2, f"{episode.world_size} ranks"), (3, "all")):
+        for row in ((1, episode.ending), (2, episode.kind), (3, f"{episode.world_size} ranks"), (4, "all")):
             self._sums[row].update(counts)
         self.tally.add(tally)
         for rank, text in verdict.failures[: max(0, MOST_NOTES - len(self._notes))]:
@@ -133,6 +136,7 @@ class Account:
             sums["calls/s"] = round(sums["calls"] / max(sums["seconds"], 1e-9))
             found.append(f"{name:16}" + "".join(f"{sums[column]:>10,}" for column in COLUMNS))
         found += ["", ", ".join(f"{kind} {calls:,}" for kind, calls in sorted(self.tally.calls.items()))]
+        found += [", ".join(f"{name} {count:,}" for name, count in sorted(self.tally.noted.items()))]
         found += [f"{self.tally.compared_bytes / 1e9:.1f} GB compared, {self.tally.allocations:,} allocations"]
         return [*found, *(f"\n{note}" for note in self._notes)]
 

@@ -45,6 +45,7 @@ class Drawing:
         abilities: returns those of the machine, once the communicator has been made.
         block_bytes: size of its first block of symmetric memory, and of its ordinary memory.
         large_bytes: size of a rare tensor.
+        reduced, operations: dtypes and operations of calls that reduce.
     """
 
     def __init__(
@@ -55,13 +56,17 @@ class Drawing:
         abilities: Callable[[], Abilities],
         block_bytes: int,
         large_bytes: int,
+        reduced: Sequence[str] = REDUCED,
+        operations: Sequence[str] = tuple(ReduceOp),
     ) -> None:
+        self._reduced, self._operations = reduced, operations
         self._draw, self._numbers, self._n, self._abilities = draw, numbers, world_size, abilities
         self._sizes = [block_bytes]
         self._next = [0]
         self._everywhere = (1 << world_size) - 1
         self._large_bytes = large_bytes
         self._unheard = itertools.chain(UNHEARD)
+        self._others = itertools.count(UNHEARD.stop)
 
     def add_block(self, nbytes: int) -> None:
         """Take note of another block of symmetric memory."""
@@ -85,6 +90,18 @@ class Drawing:
         variant, beside = self._variant(chosen, parts)
         return Call(next(self._numbers), chosen, tuple(parts), variant, beside)
 
+    def never_again(self) -> Call:
+        """Draw one of sizes that no call of the communicator has had, or will have, in memory of its own."""
+        draw = self._draw
+        form = draw.choices([name for name, _ in FORMS], [weight for _, weight in FORMS])[0]
+        kind = draw.choice(LISTED) if form is Form.LIST else draw.choice(tuple(Kind))
+        kinds = [kind] if form is Form.ONE else [kind if form is Form.LIST else draw.choice(LISTED) for _ in range(2)]
+        root = draw.randrange(self._n)
+        parts = [self._part(each, count=next(self._others), root=root, fresh=True) for each in kinds]
+        parts = [dataclasses.replace(part, op=parts[0].op) if form is Form.LIST else part for part in parts]
+        variant, beside = self._variant(form, parts)
+        return Call(next(self._numbers), form, tuple(parts), variant, beside)
+
     def captured(self) -> Call:
         """Draw one for a graph, whose tensors stay where they are."""
         draw = self._draw
@@ -104,7 +121,7 @@ class Drawing:
         count = next(self._unheard, None)
         if count is None:
             return None
-        short = [name for name in (REDUCED if kind in REDUCING else MOVED) if ITEM_BYTES[name] <= 4]
+        short = [name for name in (self._reduced if kind in REDUCING else MOVED) if ITEM_BYTES[name] <= 4]
         part = self._part(kind, count=count, dtype=self._draw.choice(short), in_place=False)
         return Call(next(self._numbers), Form.ONE, (part,), self._draw.choice((AUTO, "b2b", "pcpy")))
 
@@ -140,9 +157,9 @@ class Drawing:
         large: bool = False,
     ) -> Part:
         draw, n = self._draw, self._n
-        dtype = dtype or draw.choice(REDUCED if kind in REDUCING else MOVED)
+        dtype = dtype or draw.choice(self._reduced if kind in REDUCING else MOVED)
         root = draw.randrange(n) if root is None else root
-        op = draw.choice(tuple(ReduceOp)).value if kind in REDUCING else ""
+        op = str(draw.choice(self._operations)) if kind in REDUCING else ""
         splits = tuple(tuple(draw.choice((0, 1, 1, 2, 5)) for _ in range(n)) for _ in range(n)) if uneven else ()
         if uneven:
             count = draw.choice((1, 2, 3, draw.randrange(1, 60)))

@@ -25,6 +25,7 @@ class Ending:
         exit_codes: allowed exit codes of the culprit's process.
         times_out: the others wait for the time-out.
         within: it may hit in the middle of a call.
+        kind: the one kind of episodes that ends so; None: any.
     """
 
     weight: float
@@ -33,11 +34,12 @@ class Ending:
     exit_codes: tuple[int, ...] = (0,)
     times_out: bool = False
     within: bool = False
+    kind: str | None = None
 
 
 GOOD, KILLED, STOPPED, CONTINUED, EXITS = "good", "killed", "stopped", "continued", "exits"
 RAISES, UNCAUGHT, INTERRUPTED, CLOSES = "raises", "uncaught", "interrupted", "closes early"
-NEVER_COMES = "never comes"
+NEVER_COMES, REFUSED = "never comes", "driver refuses"
 
 _LATE = ("PeerError", "PeerTimeoutError")
 
@@ -52,6 +54,7 @@ ENDINGS: dict[str, Ending] = {
     INTERRUPTED: Ending(6.0, culprits=("KeyboardInterrupt",), within=True),
     CLOSES: Ending(4.0),
     NEVER_COMES: Ending(2.0, others=("PeerTimeoutError",), culprits=_LATE, times_out=True),
+    REFUSED: Ending(1.0, culprits=("DriverError",), within=True, kind="made-up driver"),
 }
 
 
@@ -84,7 +87,7 @@ def objections(
     if seen.name not in allowed:
         return [f"{name} of rank {culprit}: {shown} (allowed={' or '.join(allowed) or 'no error'})"]
     found = []
-    if seen.name != "KeyboardInterrupt" and seen.ranks != (culprit,):
+    if seen.name not in ("KeyboardInterrupt", "DriverError") and seen.ranks != (culprit,):
         found.append(f"{name}: rank {culprit} is not the one that is named: {shown}")
     took_s = seen.at_s - faulted_at_s
     if rank != culprit and took_s > (timeout_s if ending.times_out else 0.0) + SLACK_S:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from soak.endings import ENDINGS, GOOD, SLACK_S, START_S
+from soak.endings import ENDINGS, GOOD, REFUSED, SLACK_S, START_S
 
 CPU = "cpu"
 SIZES = {1: 5, 2: 53, 3: 17, 4: 10, 5: 4, 6: 4, 7: 3, 8: 4}
@@ -19,6 +19,11 @@ SHARE = {1: 2.0, 2: 1.0, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.07, 7: 0.05, 8: 0.04}
 
 CALLS = 4000
 """Calls of an episode of two ranks; on GPUs, where starting one takes seconds, there are twice as many."""
+
+PLAIN, SIZED, JOINT, MADE_UP = "plain", "other sizes", "two worlds", "made-up driver"
+KINDS = {PLAIN: 50, SIZED: 14, JOINT: 20, MADE_UP: 16}
+"""Kinds of episodes on CPUs, with how often they are drawn: most calls are of sizes that never come again; the group of
+all ranks joins two worlds, in which they have other numbers; ranks take the path of GPUs, on a made-up driver."""
 
 MODES: Mapping[str, bool | Literal["learn"]] = MappingProxyType({"off": False, "learn": "learn", "always": True})
 """Values of ``Config.map_memory``, by what ``--map-memory`` calls them."""
@@ -77,6 +82,8 @@ class Episode:
         groups: groups of ranks; the first is that of all.
         debug, verify, timeout_s: settings of its communicators.
         storm: what is done instead of calls and an ending.
+        kind: one of ``KINDS``.
+        worlds: of two worlds, the ranks of each in the order of their numbers there.
     """
 
     seed: int
@@ -92,6 +99,8 @@ class Episode:
     verify: bool
     timeout_s: float
     storm: Storm | None = None
+    kind: str = PLAIN
+    worlds: tuple[tuple[int, ...], ...] = ()
 
     @property
     def patience_s(self) -> float:
@@ -111,11 +120,14 @@ class Episode:
         draw = random.Random(f"sidelane soak {seed} {number}")
         sizes = setting.world_sizes
         n = draw.choices(sizes, [SIZES.get(size, 1) for size in sizes])[0]
-        ending = draw.choices(list(ENDINGS), [each.weight for each in ENDINGS.values()])[0]
-        if n == 1:
-            ending = GOOD
+        kind = draw.choices(list(KINDS), list(KINDS.values()))[0] if setting.on_cpu and n > 1 else PLAIN
+        possible = {name: each.weight for name, each in ENDINGS.items() if each.kind in (None, kind)}
+        if kind == MADE_UP:
+            possible = {GOOD: 1.0, REFUSED: 2.0}
+        ending = draw.choices(list(possible), list(possible.values()))[0] if n > 1 else GOOD
         debug = draw.random() < 0.15
         within = ENDINGS[ending].within and draw.random() < 0.7
+        order, first = draw.sample(range(n), n), draw.randrange(1, max(2, n))
         some = [tuple(sorted(draw.sample(range(n), draw.randrange(1, n + 1)))) for _ in range(draw.randrange(3))]
         return Episode(
             seed=seed,
@@ -127,6 +139,8 @@ class Episode:
             culprit=draw.randrange(n),
             within_s=0.02 * draw.random() ** 2 if within else None,
             groups=(tuple(range(n)), *some),
+            kind=kind,
+            worlds=(tuple(order[:first]), tuple(order[first:])) if kind == JOINT else (),
             debug=debug,
             verify=n <= 4 or not setting.on_cpu or draw.random() < 0.3,
             # On GPUs a rank may be compiling a kernel that its peers wait for.

@@ -100,9 +100,15 @@ class Finale:
             endings.INTERRUPTED: self._interrupt,
             endings.CLOSES: self._actor.first.close,
             endings.NEVER_COMES: self._seat.wait_for_the_others,
+            endings.REFUSED: self._refuse,
         }
         self._seat.fault()
         acts[self._episode.ending]()
+
+    def _refuse(self) -> None:
+        """Have the driver refuse its next call."""
+        assert self._actor.driver is not None
+        self._actor.driver.fail_next = "CUDA_ERROR_OUT_OF_MEMORY"
 
     def _raise(self) -> None:
         if self._episode.ending == endings.UNCAUGHT:
@@ -121,5 +127,10 @@ class Finale:
             self._actor.tally.fail("a call behind a failed one: no error was raised")
         except (CommunicatorClosedError, PeerError):
             pass
+        except SidelaneError as error:
+            if self._episode.ending != endings.REFUSED or not self._is_culprit:
+                raise
+            if "could not submit it" not in str(error):
+                self._actor.tally.fail(f"a call behind one that the driver refused: {error}")
         if not self._on_cpu:
             torch.cuda.synchronize()

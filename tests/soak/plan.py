@@ -11,10 +11,13 @@ from typing import Any
 from sidelane.choice import Abilities
 from soak.calls import Call
 from soak.drawing import Drawing
-from soak.episode import Episode
+from soak.episode import MADE_UP, SIZED, Episode
 from soak.mistakes import MISTAKES
 
 MOST_KNOWN, MOST_COMMUNICATORS, MOST_HANDLES, MOST_GRAPHS, MOST_CAPTURES, MOST_BLOCKS = 48, 3, 3, 4, 24, 12
+
+GROUPED = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "objects")
+"""Calls of process groups, by their names in torch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,21 +68,26 @@ class Plan:
     def __init__(self, episode: Episode, abilities: Callable[[], Abilities]) -> None:
         self._episode, self._abilities = episode, abilities
         self._draw = random.Random(f"sidelane soak {episode.seed} {episode.number} steps")
-        self._numbers, self._names = itertools.count(1), itertools.count()
+        self._numbers, self._names, self._sizes = itertools.count(1), itertools.count(), itertools.count(100)
         self._channels: dict[int, Channel] = {}
         on_cpu = episode.setting.on_cpu
+        prepares = episode.kind != MADE_UP  # its calls have ended when they return
         self._table: list[tuple[float, Maker]] = [
             (70.0, self._known),
             (5.0 if on_cpu and episode.world_size <= 4 else 2.0 if on_cpu else 3.0, self._new),
-            (2.0, self._overlap),
+            (90.0 if episode.kind == SIZED else 2.0, self._never_again),
+            *([(4.0, self._grouped)] if on_cpu and prepares else []),
             (2.0, self._barrier),
             (0.2, self._allocate),
-            (0.4, self._prepare),
-            (5.0, self._fire),
-            (0.15, self._finish),
+            *(
+                [(2.0, self._overlap), (0.4, self._prepare), (5.0, self._fire), (0.15, self._finish)]
+                if prepares
+                else []
+            ),
             (1.5, self._refuse),
             (0.6, self._differ),
             (1.0, self._pause),
+            (0.03, self._late),
             (0.2, self._shut),
             (0.3, self._open),
             (0.03, self._freeze),
@@ -89,10 +97,9 @@ class Plan:
         self._last: list[tuple[float, Maker]] = [
             (70.0, self._known),
             (8.0, self._new),
-            (6.0, self._overlap),
             (3.0, self._barrier),
             (2.0, self._allocate),
-            (6.0, self._fire),
+            *([(6.0, self._overlap), (6.0, self._fire)] if prepares else []),
             *([] if on_cpu else [(6.0, self._replay)]),
         ]
 
@@ -132,10 +139,16 @@ class Plan:
         on_cpu = self._episode.setting.on_cpu
         nbytes = self._draw.choice((192 << 10, 192 << 10, 1 << 20) if on_cpu else (1 << 20, 16 << 20))
         large = 3 << 20 if on_cpu else 12 << 20
-        drawing = Drawing(self._draw, self._numbers, len(members), self._abilities, nbytes, large)
+        # The made-up driver adds up these only.
+        reduced = {"reduced": ("int32",), "operations": ("sum",)} if self._episode.kind == MADE_UP else {}
+        drawing = Drawing(self._draw, self._numbers, len(members), self._abilities, nbytes, large, **reduced)
         is_lane = bool(number) and not group and self._draw.random() < 0.5
         self._channels[number] = Channel(number, members, drawing, is_lane=is_lane)
-        return Step("open", number, {"group": group, "block_bytes": nbytes, "is_lane": is_lane})
+        late = (self._draw.choice(members), self._late_s()) if self._draw.random() < 0.2 else None
+        return Step("open", number, {"group": group, "block_bytes": nbytes, "is_lane": is_lane, "late": late})
+
+    def _late_s(self) -> float:
+        return 0.5 + 2.5 * self._draw.random() ** 2
 
     def _open(self, _: Channel) -> Step | None:
         if len(self._channels) >= MOST_COMMUNICATORS:
@@ -163,6 +176,9 @@ class Plan:
         else:
             channel.known.append(call)
         return self._once(channel, call)
+
+    def _never_again(self, channel: Channel) -> Step:
+        return self._once(channel, channel.drawing.never_again())
 
     def _overlap(self, channel: Channel) -> Step | None:
         chosen: list[Call] = []
@@ -259,6 +275,20 @@ class Plan:
         on_stream = not self._episode.setting.on_cpu and draw.random() < 0.8
         rank = draw.randrange(self._episode.world_size)
         return Step("pause", 0, {"rank": rank, "seconds": seconds, "on_stream": on_stream})
+
+    def _late(self, _: Channel) -> Step:
+        """A rank comes seconds late to the next call, which its peers make."""
+        rank = self._draw.randrange(self._episode.world_size)
+        return Step("late", 0, {"rank": rank, "seconds": self._late_s()})
+
+    def _grouped(self, _: Channel) -> Step:
+        """A call of the process group of all ranks."""
+        draw = self._draw
+        size = 1 + draw.randrange(12) if draw.random() < 0.5 else next(self._sizes)
+        root = draw.randrange(self._episode.world_size)
+        return Step(
+            "grouped", 0, {"name": draw.choice(GROUPED), "size": size, "root": root, "key": draw.randrange(99)}, 1
+        )
 
     def _freeze(self, _: Channel) -> Step:
         seconds = 0.05 + 0.3 * self._draw.random()

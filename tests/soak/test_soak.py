@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import itertools
+import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +25,13 @@ from sidelane.program import collective as define
 from sidelane.program.collective import Kind, ReduceOp, Reduction
 from soak import calls, campaign, endings, judge, world
 from soak.calls import Call, Form, Part, Spot
+from soak.drawing import Drawing
 from soak.endings import CLOSES, ENDINGS, Seen, objections
-from soak.episode import Episode, Setting
+from soak.episode import JOINT, KINDS, PLAIN, SIZED, Episode, Setting
 from soak.judge import Judge, Tally, WrongBytesError
 from soak.memory import Values
 from soak.mistakes import MISTAKES
-from soak.plan import Plan, Step
+from soak.plan import GROUPED, Plan, Step
 from soak.rank import perform
 from soak.seat import Outcome, Seat
 from soak.world import Verdict, run_episode
@@ -50,6 +52,8 @@ def episode(world_size: int = 2, ending: str = endings.GOOD, **changes: Any) -> 
         "debug": False,
         "verify": True,
         "timeout_s": 2.0 if ENDINGS[ending].times_out else 40.0,
+        "kind": ENDINGS[ending].kind or PLAIN,
+        "worlds": (),
     }
     return dataclasses.replace(drawn, **{**plain, **changes})
 
@@ -93,11 +97,22 @@ def test_everything_is_drawn():
     assert {given["mistake"] for given in refused} == set(MISTAKES)
     assert {given["culprit"] for given in refused} == {None, 0, 1, 2}
     names = {step.name for step in steps}
-    assert names >= {"differ", "fire", "freeze", "overlap", "finish", "shut"}
+    assert names >= {"differ", "fire", "freeze", "overlap", "finish", "shut", "late"}
+    assert {step.given["name"] for step in steps if step.name == "grouped"} == set(GROUPED)
+    assert any(step.given["late"] for step in steps if step.name == "open")
     assert not names & {"capture", "replay", "stream"}, "CPUs have no graphs"
     assert {0, 1} <= {part.count for call in calls for part in call.parts}
-    names = {Episode.draw(0, number, Setting()).ending for number in range(1500)}
-    assert names == set(ENDINGS)
+    drawn = [Episode.draw(0, number, Setting()) for number in range(1500)]
+    assert {one.ending for one in drawn} == set(ENDINGS) and {one.kind for one in drawn} == set(KINDS)
+    assert any(rank != world.index(rank) for one in drawn for world in one.worlds for rank in world)
+
+
+def test_sizes_that_never_come_again():
+    drawing = Drawing(random.Random(1), itertools.count(), 3, Abilities, 192 << 10, 1 << 20)
+    drawn = [drawing.never_again() for _ in range(300)]
+    sizes = [part.count for call in drawn for part in call.parts]
+    assert len(set(sizes)) == len(sizes) > 300 and {call.form for call in drawn} == set(Form)
+    assert all(spot == Spot() for call in drawn for spot in call.spots), "in memory of their own"
 
 
 def test_gpus_have_graphs_and_kernels():
@@ -241,7 +256,15 @@ def plant(patch: pytest.MonkeyPatch, what: str) -> None:
                 input.view(-1)[:1].view(torch.uint8)[0] ^= 1
         return done
 
-    if what == "thread":
+    if what == "leak":
+        kept: list[bytes] = []
+
+        def leaky(self: Communicator, *given: Any, **options: Any) -> Any:
+            kept.append(b"x" * (4 << 20))
+            return right(self, *given, **options)
+
+        patch.setattr(Communicator, "all_gather", leaky)
+    elif what == "thread":
         patch.setattr(Communicator, "close", leave_a_thread(Communicator.close))
     elif what == "refusal":
         patch.setattr(Communicator, "all_gather", lambda *_, **__: None)
@@ -269,13 +292,19 @@ def test_what_is_planted_is_found():
                 assert not good.leftovers + bad.leftovers
                 assert good.tally.calls.total() >= 120 and good.tally.refusals and not bad.tally.calls
             elif planted == "thread":
-                assert bad.leftovers == ["thread sidelane-left"] and not found
+                assert set(bad.leftovers) == {"thread sidelane-left"} and not found
             elif planted == "refusal":
                 assert found
             else:
                 what = "input" if planted == "input" else "output"
                 assert bad.tally.wrong and f", {what}, " in bad.tally.texts[0], bad.tally.texts
                 assert "all_gather" in bad.tally.texts[0]
+
+
+def test_memory_that_grows_is_found():
+    with crew(2) as ranks:
+        good, bad = ranks.run(performed, 2, episode(2, calls=240, kind=SIZED), "leak")
+    assert not good.tally.errors and bad.tally.errors == 1 and "memory grew by" in bad.tally.texts[0], bad.tally.texts
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -299,6 +328,14 @@ def test_several_communicators(world_size: int):
     verdict = run_episode(episode(world_size, calls=150, groups=groups, verify=False))
     assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
     assert verdict.tally.calls.total() >= 150 and verdict.tally.refusals
+
+
+@pytest.mark.parametrize("ending", [endings.GOOD, long(endings.KILLED)])
+def test_a_group_of_two_worlds(ending: str):
+    groups, worlds = ((0, 1, 2), (0, 2)), ((2, 0), (1,))
+    verdict = run_episode(episode(3, ending, calls=150, groups=groups, worlds=worlds, kind=JOINT))
+    assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
+    assert verdict.tally.calls["process group"] and verdict.tally.calls.total() >= 150
 
 
 @pytest.mark.long
