@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,12 @@ class EnabledFsdp:
 
     def __enter__(self) -> EnabledFsdp:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        text = (
+            "EnabledFsdp: the handle of a model (value=a copy or a pickle, allowed=the handle itself; save state dicts)"
+        )
+        raise see(TypeError(text), Page.FSDP)
 
     def __exit__(self, *failure: object) -> None:
         self.disable()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
+import io
 import itertools
 import os
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from sidelane import Communicator, Config, PeerError, Session, fsdp
@@ -473,6 +477,81 @@ def on_and_off(group: dist.ProcessGroup) -> list[str]:
         model(torch.zeros(1, 2, dtype=torch.int64))
     torch.testing.assert_close(got, wanted[:2])
     return told
+
+
+def _saved(value: object) -> int:
+    written = io.BytesIO()
+    torch.save(value, written)
+    return len(written.getvalue())
+
+
+def _unsharded(model: Any) -> tuple[int, bool]:
+    """Parameters while they are whole, saved and copied; the copies are theirs, and stay."""
+    block = model.blocks[0]
+    block.unshard()
+    weight, size = block.up.weight.detach().clone(), _saved(block.up.weight)
+    copied = copy.deepcopy(list(block.parameters()))
+    block.reshard()
+    return size, torch.equal(copied[2], weight)
+
+
+def _restored(model: Model) -> int:
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+    return _saved(state)
+
+
+def _by_compiled_autograd(model: Model) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True, optimize_ddp="python_reducer"):
+        tokens = torch.arange(12).reshape(3, 4)
+        torch.compile(model, backend="aot_eager")(tokens).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+KEEPERS: dict[str, Callable[[Model], object]] = {
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a model around it": lambda model: copy.deepcopy(nn.Sequential(model)),
+    "averaged": AveragedModel,
+    "saved": _saved,
+    "saved in a model around it": lambda model: _saved(nn.Sequential(model)),
+    "pickled": pickle.dumps,
+    "state": _restored,
+    "unsharded": _unsharded,
+    "compiled autograd, Python's reducer": _by_compiled_autograd,
+}
+"""What programs do with a model to keep it, or to compile its backward."""
+
+
+def kept(group: dist.ProcessGroup) -> list[str]:
+    """The names of what ends otherwise with Sidelane than without, while it is on or after it was; and the handle's."""
+    mesh, wrong = mesh_of(group), []
+    for name, keep in KEEPERS.items():
+        outcomes: list[object] = []
+        for how in ("without", "on", "off"):
+            model = build(mesh)
+            enabled = contextlib.nullcontext() if how == "without" else fsdp.enable(model, config=CONFIG)
+            with enabled:
+                list(train(model, group, 1))
+                model.zero_grad()
+                if how == "off":
+                    enabled.disable()  # type: ignore[union-attr]
+                try:
+                    outcomes.append(keep(model))
+                except Exception as error:
+                    outcomes.append(f"{type(error).__name__}: {error}")
+        try:
+            for other in outcomes[1:]:
+                torch.testing.assert_close(other, outcomes[0], rtol=1e-5, atol=1e-7)
+        except (AssertionError, ValueError, TypeError):
+            wrong += [f"{name}: {outcomes}"] if outcomes[1:] != outcomes[:1] * 2 else []
+    with fsdp.enable(build(mesh), config=CONFIG) as handle:
+        for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
+            try:
+                keep(handle)
+            except TypeError as error:
+                wrong += [] if "allowed=the handle itself" in str(error) else [str(error)]
+    return wrong
 
 
 def dies(group: dist.ProcessGroup) -> str:

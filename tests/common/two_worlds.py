@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import sidelane
 
-__all__ = ["calls_of_communicators", "calls_of_groups", "leave", "parts"]
+__all__ = ["calls_of_communicators", "calls_of_groups", "check_calls", "leave", "parts"]
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=20)
@@ -65,7 +65,7 @@ def calls_of_groups(group: object, folder: str, worlds: str, wrapped: bool, is_l
     """Every collective of a Sidelane group, made by torch or by ``wrap``, and such as it hands to Gloo."""
     with joint(folder, worlds, "gloo" if wrapped else "sidelane", is_listed=is_listed) as joined:
         used = sidelane.wrap(joined) if wrapped else joined
-        _check_calls(used, RANKS)
+        check_calls(used, RANKS)
         if wrapped:
             dist.barrier(used)
             dist.destroy_process_group(used)
@@ -102,12 +102,13 @@ def parts(group: object, folder: str, worlds: str) -> None:
         value = torch.full((3,), float(rank))
         dist.all_reduce(value, group=part)
         assert value.eq((2, 1, 2)[rank]).all()
-        _check_calls(joined, RANKS)
+        check_calls(joined, RANKS)
         dist.barrier(joined)
         dist.destroy_process_group(part)
 
 
-def _check_calls(used: dist.ProcessGroup, size: int) -> None:
+def check_calls(used: dist.ProcessGroup, size: int) -> None:
+    """Check every call by the numbers that ranks of the group bring."""
     rank, every = used.rank(), torch.arange(size).float()
     for root in range(size):
         for dtype in (torch.float32, torch.float64):

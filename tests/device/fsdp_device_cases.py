@@ -1,4 +1,4 @@
-"""What ranks execute in ``test_device_fsdp`` and ``test_device_ddp``."""
+"""What ranks execute in ``test_device_fsdp``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from typing import Any
 import group_cases
 import torch
 import torch.distributed as dist
+import two_worlds
 from device_cases import Context
+from torch.distributed import distributed_c10d as c10d
 
 import sidelane
 
@@ -30,6 +32,22 @@ def batches_by_nccl(context: Context) -> None:
             group_cases.exchange_batches(ours, set(range(context.world_size)))
         finally:
             dist.destroy_process_group(ours)
+
+
+def joins_worlds(context: Context, folder: str) -> None:
+    """A group without a list of ranks, in which each rank has another number than in the default group."""
+    sidelane.register()
+    size, rank = context.world_size, context.world_size - 1 - context.rank
+    store = dist.FileStore(f"{folder}/joint", size)
+    ours, _ = c10d._new_process_group_helper(
+        size, rank, [], dist.Backend("sidelane"), store, group_name=folder, timeout=two_worlds.TIMEOUT
+    )
+    c10d._world.pg_group_ranks[ours] = {each: each for each in range(size)}
+    try:
+        with torch.device(context.device):
+            two_worlds.check_calls(ours, size)
+    finally:
+        dist.destroy_process_group(ours)
 
 
 def streams(context: Context) -> None:

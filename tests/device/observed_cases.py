@@ -24,6 +24,7 @@ def traced(context: Context, file: str) -> list[tuple[str, str, float]]:
     with sidelane.Communicator(dist.group.WORLD, device=context.device, config=Config(timeout_s=30)) as comm:
         output = comm.empty(comm.world_size, BYTES // 4)
         mine = output[comm.rank].fill_(1)
+        sidelane.register()
         own = dist.new_group(backend="sidelane")
         small = torch.ones(1024, device=context.device)
         for _ in range(4):  # compiled code makes them from here on

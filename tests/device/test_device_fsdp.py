@@ -39,6 +39,10 @@ def test_memory_that_is_in_use_is_given_back(ranks: Ranks) -> None:
     ranks.run("fsdp_device_cases.of_straight", "given_back_in_use")
 
 
+def test_what_keeps_a_model_ends_as_without(ranks: Ranks) -> None:
+    assert ranks.run("fsdp_device_cases.of", "kept", timeout_s=150) == [[]] * ranks.world_size
+
+
 def test_prefetching(ranks: Ranks) -> None:
     ranks.run("fsdp_device_cases.of", "prefetched", 1)
 

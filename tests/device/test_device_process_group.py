@@ -43,6 +43,11 @@ def test_batches_of_sends_and_receives(ranks: Ranks) -> None:
     ranks.run("group_device_cases.batches_by_nccl", timeout_s=60)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+def test_ranks_of_two_worlds(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run("group_device_cases.joins_worlds", str(tmp_path), timeout_s=60)
+
+
 def test_in_a_graph(ranks: Ranks) -> None:
     ranks.run("group_device_cases.in_a_graph", timeout_s=60)
 

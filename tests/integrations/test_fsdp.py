@@ -35,6 +35,11 @@ def test_what_else_fsdp2_can_be_told(pool: RankPool) -> None:
     assert first["kept after backward"] < first["sums"], "the second part of a step gathers nothing"
 
 
+def test_what_keeps_a_model_ends_as_without(pool: RankPool) -> None:
+    """Deep copies, averaged models, saved models and compiled autograd: as torch has it, also after ``disable``."""
+    assert pool.run(fsdp_cases.kept, 2) == [[], []]
+
+
 def test_prefetching(pool: RankPool) -> None:
     assert len(set(pool.run(fsdp_cases.prefetched, 2, 1))) == 1
 

@@ -134,8 +134,8 @@ class _Offer(NamedTuple):
         if (status.st_uid, status.st_size) != (os.geteuid(), nbytes):
             return f"owner and bytes (value={status.st_uid, status.st_size}, allowed={os.geteuid(), nbytes})"
         if _is_anonymous():
-            shown = os.readlink(f"/proc/self/fd/{descriptor}")
-            if shown != f"/memfd:{_MEMFD} (deleted)" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
+            shown = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
+            if shown != f"/memfd:{_MEMFD}" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
                 return "it is no sealed memory of that name"
         elif (stat.S_IMODE(status.st_mode), status.st_nlink) != (0o600, 1):
             return f"mode and links (value={oct(status.st_mode)}, {status.st_nlink}, allowed=0o600, 1)"
