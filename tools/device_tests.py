@@ -139,7 +139,8 @@ def main() -> int:
     summary = Summary()
     plugins: list[object] = [summary]
     if arguments.share:
-        plugins.append(Share(*arguments.share, durations_of(arguments.durations)))
+        lane, lanes = arguments.share
+        plugins.append(Share(lane, lanes, durations_of(arguments.durations)))
     started = time.monotonic()
     code = pytest.main([*arguments.tests, *options], plugins=plugins)
     if arguments.summary:
