@@ -6,13 +6,16 @@ Options that it does not know are pytest's. Lanes are processes side by side: te
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,62 @@ MOST_CHARACTERS = 3000
 ENDING_S = 5.0
 """For a lane that is interrupted to write what it has."""
 UNFINISHED = "unfinished"
+UNKNOWN_S = 5.0
+"""Seconds of a test that no earlier run has timed."""
+DURATIONS = TESTS.parent.parent / "results" / "h200x1" / "device-tests.txt"
+
+
+class Share:
+    """A pytest plugin that keeps one lane's part of the tests: pieces of files, shared out by their durations.
+
+    Every lane collects all tests and finds the same parts. Tests of one file share the start of their ranks, so a piece
+    is as long as half a lane.
+
+    Args:
+        lane, lanes: number of this lane, and of all.
+        durations: seconds of tests in an earlier run, by name; others count as ``UNKNOWN_S``.
+    """
+
+    def __init__(self, lane: int, lanes: int, durations: Mapping[str, float]) -> None:
+        self._lane, self._lanes, self._durations = lane, lanes, durations
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = set(parts([item.nodeid for item in items], self._lanes, self._durations)[self._lane])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
+def parts(names: Sequence[str], lanes: int, durations: Mapping[str, float]) -> list[list[str]]:
+    """Share tests out among lanes, the longest pieces first, each to the lane that has least to do.
+
+    >>> parts(["a::1", "a::2", "b::1", "c::1"], 2, {"a::1": 9, "a::2": 9, "b::1": 8, "c::1": 2})
+    [['a::1', 'b::1'], ['a::2', 'c::1']]
+    """
+    seconds = {name: durations.get(name, UNKNOWN_S) for name in names}
+    most = sum(seconds.values()) / lanes / 2
+    pieces: list[list[str]] = []
+    for _, of_file in itertools.groupby(names, key=lambda name: name.partition("::")[0]):
+        length = math.inf
+        for name in of_file:
+            if length + seconds[name] > most:
+                pieces.append([])
+                length = 0.0
+            pieces[-1].append(name)
+            length += seconds[name]
+    shared: list[list[str]] = [[] for _ in range(lanes)]
+    busy = [0.0] * lanes
+    for piece in sorted(pieces, key=lambda piece: -sum(map(seconds.__getitem__, piece))):
+        lane = busy.index(min(busy))
+        shared[lane] += piece
+        busy[lane] += sum(map(seconds.__getitem__, piece))
+    return shared
+
+
+def durations_of(summary: Path) -> dict[str, float]:
+    """Return the seconds of the tests that a summary says have passed."""
+    found = re.findall(r"^passed +([\d.]+) s  (\S.*)$", summary.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: float(seconds) for seconds, name in found}
 
 
 class Summary:
@@ -61,6 +120,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", type=file_to_write, help="file for what ran where")
     parser.add_argument("--lane", action="append", default=[], help="files, with commas between them; may be repeated")
+    parser.add_argument("--lanes", type=int, default=0, help="share the tests out among so many lanes")
+    parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--durations", type=Path, default=DURATIONS, help="summary of an earlier run, for --lanes")
     parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files; default: tests/device")
     arguments, options = parser.parse_known_args()
     if local.device_type_and_count()[1] == 0:
@@ -68,11 +130,18 @@ def main() -> int:
         return 2
     # What `timeout` sends: end as after Ctrl-C, with a summary.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if arguments.lane:
-        return in_lanes([lane.split(",") for lane in arguments.lane], options, arguments.summary)
+    if arguments.lane or arguments.lanes:
+        shared = ("--durations", str(arguments.durations), "--share")
+        lanes = [lane.split(",") for lane in arguments.lane] or [
+            [*arguments.tests, *shared, str(lane), str(arguments.lanes)] for lane in range(arguments.lanes)
+        ]
+        return in_lanes(lanes, options, arguments.summary)
     summary = Summary()
+    plugins: list[object] = [summary]
+    if arguments.share:
+        plugins.append(Share(*arguments.share, durations_of(arguments.durations)))
     started = time.monotonic()
-    code = pytest.main([*arguments.tests, *options], plugins=[summary])
+    code = pytest.main([*arguments.tests, *options], plugins=plugins)
     if arguments.summary:
         arguments.summary.parent.mkdir(parents=True, exist_ok=True)
         arguments.summary.write_text(summary.text(time.monotonic() - started), encoding="utf-8")

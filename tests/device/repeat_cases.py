@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config
@@ -145,3 +149,34 @@ def repeated(context: Context, place: str, rounds: int) -> tuple[int, int, int]:
             first = next(call for call in calls if call.variant == "b2b")
             assert torch.equal(first.output.to(torch.int64), first._expected())
     return made, sum(native), sum(graphs)
+
+
+def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
+    """Calls of every kind whose sizes never come again, as tensors by themselves and in lists.
+
+    Returns:
+        Calls that are kept in the end; bytes by which this process, and all on the device, have grown since the half.
+    """
+    device = context.device
+    looks: list[tuple[int, int]] = []
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        for number in range(1, calls + 1):
+            own, gathered = (torch.empty(size * number, device=device) for size in (1, n))
+            if number % 3:
+                comm.all_gather(gathered, own.fill_(rank + number))
+                assert number % 50 or gathered.view(n, -1)[:, 0].tolist() == [number + peer for peer in range(n)]
+            else:
+                comm.all_reduce([own.fill_(1), gathered.fill_(2)])
+                assert number % 51 or (own[-1].item(), gathered[-1].item()) == (n, 2 * n)
+            if number % (calls // 2) == 0:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                gc.collect()
+                dist.barrier(context.group)
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                looks.append((resident, -torch.cuda.mem_get_info()[0]))
+                dist.barrier(context.group)
+        kept = sum(entry.prepared is not None for entry in comm.lane.preparer.cache)
+    (host, taken), (host_then, taken_then) = looks
+    return kept, host_then - host, taken_then - taken

@@ -42,6 +42,9 @@ PROGRAMS = [
     build(define.all_to_all([[8] * 4] * 4, in_place=True), "pcpy", Transport.STAGED),
     lower(build(define.all_to_all([[8] * 4] * 4), "swap"), {Copy}),
     build(define.all_reduce([8] * 4, Reduction(ReduceOp.SUM, "int32")), "b2b"),
+    # Queues of one rank wait for each other in turn.
+    build(define.all_gather([4096] * 4), "striped"),
+    build(define.scatter([4096] * 4, 2), "striped"),
 ]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cpu_calls import communicator
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -310,12 +311,14 @@ def on_a_gpu(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
 
 
 def test_more_ranks_than_a_communicator_takes() -> None:
+    group = dist.ProcessGroup(0, 17)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: True)
-        patch.setattr(dist, "get_rank", lambda group: 0)
-        patch.setattr(dist, "get_world_size", lambda group: 17)
+        patch.setitem(c10d._world.pg_map, group, ("gloo", dist.HashStore()))
         with pytest.raises(ValueError, match=r"ranks of the group \(value=17, allowed=1\.\.16\)"):
-            Communicator(dist.ProcessGroup(0, 17), device="cpu")
+            Communicator(group, device="cpu")
+        patch.delitem(c10d._world.pg_map, group)
+        with pytest.raises(ValueError, match=r"the group was destroyed, or was not made by torch\.distributed"):
+            Communicator(group, device="cpu")
 
 
 def refused_long_ago(group: dist.ProcessGroup) -> float:

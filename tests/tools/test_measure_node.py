@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import json
 import re
@@ -473,6 +474,15 @@ def test_lanes_put_their_summaries_together(
     assert device_tests.in_lanes([["a"], ["b", "c"]], ["-x"], tmp_path / "sums" / "all.txt") == 1
     assert (tmp_path / "sums" / "all.txt").read_text() == "['a', '-x']\n\n['b', 'c', '-x']\n"
     assert device_tests.in_lanes([["a"]], [], None) == 0
+
+
+def test_lanes_share_every_test_out_once(tools: None) -> None:
+    device_tests = importlib.import_module("device_tests")
+    assert doctest.testmod(device_tests).failed == 0
+    names = [f"file{file}::test{number}" for file in range(5) for number in range(3 * file + 1)]
+    for lanes in (1, 3, 50):
+        shared = device_tests.parts(names, lanes, {name: len(name) for name in names[::2]})
+        assert len(shared) == lanes and sorted(name for lane in shared for name in lane) == sorted(names)
 
 
 def test_goals_are_held_against_files(tool: ModuleType, tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ class _Search:
             for index, command in enumerate(queue.commands):
                 if isinstance(command, Signal) and not _resets(queue, command):
                     self.senders.setdefault(command.flag, []).append((queue, index))
+        # Commands that each queue has passed. Queues of a rank may wait for each other in turn: all go on together.
+        self._passed = {(queue.rank, queue.engine): 0 for queue in program.queues}
+        while any(self._goes_on(queue) for queue in program.queues):
+            pass
 
     def stall(self, rank: int) -> Stall:
         own = [(queue, index) for queue in self.program.queues_of(rank) if (index := self._stop(queue)) is not None]
@@ -111,16 +115,23 @@ class _Search:
 
     def _stop(self, queue: Queue) -> int | None:
         """Return the position of the first wait of ``queue`` that is not satisfied; None if all are."""
-        for index, command in enumerate(queue.commands):
+        passed = self._passed[queue.rank, queue.engine]
+        return passed if passed < len(queue.commands) else None
+
+    def _goes_on(self, queue: Queue) -> bool:
+        """Let a queue pass what it can, and return True if that is something."""
+        first = self._passed[queue.rank, queue.engine]
+        for command in queue.commands[first:]:
             if isinstance(command, Wait) and not self._satisfied(command):
-                return index
-        return None
+                break
+            self._passed[queue.rank, queue.engine] += 1
+        return self._passed[queue.rank, queue.engine] > first
 
     def _satisfied(self, wait: Wait) -> bool:
         senders = self.senders.get(wait.flag, [])
         if senders and all(queue.rank == wait.flag.rank for queue, _ in senders):
             # Between queues of one rank: no word tells (the executor uses an event); it is there once its queue is.
-            return all((stop := self._stop(queue)) is None or stop > index for queue, index in senders)
+            return all(self._passed[queue.rank, queue.engine] > index for queue, index in senders)
         words = self.words.get(wait.flag.rank)
         if words is None:
             return True
