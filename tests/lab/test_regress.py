@@ -37,6 +37,15 @@ def test_nothing_has_changed_in_a_file_itself(before: Results) -> None:
     assert found.changed(slower=True) == found.changed(slower=False) == [] and found.lost == () and found.new == 0
 
 
+def test_files_without_a_common_point_are_not_compared(before: Results, tmp_path: Path) -> None:
+    """Whosever the points are: libraries' are not missed, and nothing would be said with exit code 0."""
+    theirs = [row for row in before.rows if row.implementation == "nccl" and row.time_us]
+    for name, rows in (("old", theirs[:1]), ("new", theirs[1:2])):
+        write(tmp_path / f"{name}.json", dataclasses.replace(before, rows=tuple(rows)))
+    ended = CliRunner().invoke(cli.main, ["regress", str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+    assert ended.exit_code == 2 and "value=none in common" in ended.output
+
+
 def test_one_slower_point_is_found_among_thousands(before: Results) -> None:
     chosen = next(row for row in before.rows if row.implementation == "auto" and row.time_us)
     found = compare(before, changed(before, lambda row: 1.3 if row is chosen else 1.0))

@@ -184,9 +184,14 @@ def main(old: Path, new: Path, least: float, json: Path | None, *, is_whole: boo
     """Print what has changed; return 1 if a point of Sidelane's is slower beyond noise, or has no time any more.
 
     ``is_whole``: the new file is complete; otherwise points that it does not have yet are no failure.
+
+    Raises:
+        ValueError: as :func:`compare`, and for two whole files that have no point in common.
     """
     before, after = read(old), read(new)
     found = compare(before, after, least)
+    if is_whole and not found.points:
+        raise ValueError(f"regress: points of {old} and {new} (value=none in common, allowed=one and more)")
     slower, faster = found.changed(slower=True), found.changed(slower=False)
     console = tables_console(json)
     for title, points in (("slower", slower), ("faster", faster)):
