@@ -6,7 +6,7 @@
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
 # TRY            what `make versions` tries: "3.11:2.11 3.13:newest"; "--pip '--index-url <index of CPU builds>'" is
 #                an option for it. All Pythons here with all minor versions of torch on the index if empty.
-# RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
+# RESULTS        file for what `make test-device`, `make asan` and `make sanitize` find; folder for the files of `make results`.
 # STUDIES        what `make results` measures, such as "c3 fsdp-1"; all if empty (MEASURE=--list shows them).
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
@@ -17,6 +17,7 @@
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
 # SEED           which cases `make attack` makes up; others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
+# ASAN           tests and options of pytest for `make asan`; the tests of native code and made-up drivers if empty.
 # CLIENTS        which programs `make test-clients` runs, such as "torch_dcp lightning_ddp"; all if empty.
 # SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--storm 100000", "--help".
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
@@ -34,6 +35,7 @@ MEASURE ?=
 SECONDS ?=
 SEED ?=
 ATTACK ?=
+ASAN ?=
 CLIENTS ?=
 SOAK ?=
 PARALLEL ?= --numprocesses 3 --dist loadfile --max-worker-restart=0
@@ -49,7 +51,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -103,6 +105,9 @@ attack: $(READY) ## try to prove verify wrong, with random programs and schedule
 
 soak: $(READY) ## make random calls, check every byte, and let ranks fail; a minute; SOAK="--storm 100000"
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m soak $(SOAK)
+
+asan: $(READY) ## run the tests of native code and made-up drivers under AddressSanitizer and UBSan; 20 minutes; ASAN="tests/native"
+	@PYTHONPATH=src $(BIN)/python tools/asan.py $(if $(RESULTS),--out "$(RESULTS)") $(ASAN)
 
 sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
 	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")

@@ -407,13 +407,17 @@ class _Channel:
 
 
 def _run_memory_ops(ops: list[tuple[str, int, int]]) -> None:
-    for kind, address, value in ops:
-        word = ctypes.c_uint32.from_address(address)
+    word = ctypes.c_uint32()
+    here = ctypes.addressof(word)
+    for kind, address, value in ops:  # by memmove, which AddressSanitizer looks at; four bytes move at once
         if kind == "write":
             word.value = value
+            ctypes.memmove(address, here, 4)
             continue
         pause = 0.0
-        while not (word.value == value if kind == "equal" else (word.value - value) & WORD < 0x80000000):
+        while ctypes.memmove(here, address, 4) and not (
+            word.value == value if kind == "equal" else (word.value - value) & WORD < 0x80000000
+        ):
             time.sleep(pause)
             pause = min(pause + 1e-5, 1e-3)
 
