@@ -30,6 +30,46 @@ def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
     ranks.run("group_device_cases.of", name, timeout_s=120)
 
 
+LEAVES = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+import sidelane
+rank, folder, how = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+sidelane.register()
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("sidelane", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+if rank == 1 and how == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    dist.destroy_process_group()
+    while not (folder / "named").exists():
+        time.sleep(0.01)
+    sys.exit()
+try:
+    dist.all_reduce(torch.ones(4, device="cuda"))
+except sidelane.PeerError as error:
+    print(type(error).__name__, error.ranks, error, flush=True)
+(folder / "named").touch()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["is killed", "destroys"])
+def test_a_rank_that_leaves_before_its_first_collective_is_named(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-c", LEAVES]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), how], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said, _ = processes[0].communicate(timeout=150)  # the time-out of the group is 600 s
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert said.startswith("PeerError (1,) "), said
+
+
 def test_streams(ranks: Ranks) -> None:
     ranks.run("group_device_cases.streams", timeout_s=120)
 
