@@ -4,6 +4,7 @@
 variable                      meaning                                                                      default
 ============================  ===========================================================================  =======
 ``SIDELANE_TIMEOUT_S``        seconds that a wait for a peer may take before it becomes an error           600
+``SIDELANE_WARN_S``           seconds after which a wait for a peer is a warning in the log                30
 ``SIDELANE_DEBUG``            1: compare the calls of all ranks before each one runs                       0
 ``SIDELANE_VERIFY``           0: do not verify programs before their first run                             1
 ``SIDELANE_BESIDE``           hint for calls without ``beside``: ``nothing`` or ``compute``                nothing
@@ -54,8 +55,9 @@ from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
 
 VARIABLES = (
-    *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
+    *("SIDELANE_TIMEOUT_S", "SIDELANE_WARN_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE"),
+    *("SIDELANE_PROFILE", "SIDELANE_NATIVE"),
+    *("SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
     *("SIDELANE_VIRTUAL_NODES", "SIDELANE_DETERMINISTIC"),
     # for the process, not for a communicator
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
@@ -63,6 +65,9 @@ VARIABLES = (
 )
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_WARN_S = 30.0
+MOST_TIMEOUT_S = 1e9
+"""Largest number of seconds that the clocks of torch and Python take."""
 
 NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
@@ -80,7 +85,8 @@ class Config:
     """Settings of a communicator.
 
     Attributes:
-        timeout_s: seconds that a wait for a peer may take, > 0.
+        timeout_s: seconds that a wait for a peer may take, > 0. A process group that was made with a ``timeout`` has
+            that one instead; torch's default of 30 minutes counts as none.
         debug: compare the calls of all ranks before each one runs (a host round trip a call). Warn of memory that was
             freed although a captured graph uses it through a peer's mapping, and fail if such a graph is seen to
             replay.
@@ -103,6 +109,8 @@ class Config:
             ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
+        warn_s: seconds after which a wait for a peer is a line of the log, once, that names the call and the ranks
+            that have not come, > 0.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -116,6 +124,7 @@ class Config:
     mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
     deterministic: bool = False
+    warn_s: float = DEFAULT_WARN_S
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse unknown names before the others are checked."""
@@ -133,8 +142,11 @@ class Config:
                 object.__setattr__(self, name, rule(name, value))
             except TypeError:
                 raise see(TypeError(f"Config: {name} (value={value!r}, allowed={allowed})"), Page.SETTINGS) from None
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
+        for name in ("timeout_s", "warn_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds <= MOST_TIMEOUT_S:
+                allowed = f"allowed=above 0, up to {MOST_TIMEOUT_S:g}"
+                raise _refused(f"Config: {name} must be a positive number of seconds (value={seconds!r}, {allowed})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.deterministic and not self.verify:
@@ -155,7 +167,7 @@ def _file(name: str, value: Any) -> str:
 
 
 _RULES: tuple[tuple[str, Rule, str], ...] = (
-    ("timeout_s", number, "a number of seconds"),
+    *((name, number, "a number of seconds") for name in ("timeout_s", "warn_s")),
     *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
@@ -179,15 +191,9 @@ def from_environment(environment: Mapping[str, str]) -> Config:
             )
     _log_level(environment)
     _switch(environment, "SIDELANE_NVTX", default=False)
-    timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
-    try:
-        timeout_s = float(timeout)
-    except ValueError:
-        raise _refused(
-            f"SIDELANE_TIMEOUT_S: not a number of seconds (value={timeout!r}, allowed=a number above 0)"
-        ) from None
     return Config(
-        timeout_s=timeout_s,
+        timeout_s=_seconds(environment, "SIDELANE_TIMEOUT_S", DEFAULT_TIMEOUT_S),
+        warn_s=_seconds(environment, "SIDELANE_WARN_S", DEFAULT_WARN_S),
         debug=_switch(environment, "SIDELANE_DEBUG", default=False),
         verify=_switch(environment, "SIDELANE_VERIFY", default=True),
         beside=environment.get("SIDELANE_BESIDE", NOTHING),
@@ -296,6 +302,18 @@ def _log_level(environment: Mapping[str, str]) -> int | None:
     if found.upper() not in log.LEVELS:
         raise _refused(f"SIDELANE_LOG: no such level (value={found!r}, allowed={', '.join(log.LEVELS)})")
     return log.LEVELS[found.upper()]
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    value = environment.get(name)
+    try:
+        seconds = default if value is None else float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MOST_TIMEOUT_S:
+        allowed = f"allowed=a number above 0, up to {MOST_TIMEOUT_S:g}"
+        raise _refused(f"{name}: not a number of seconds (value={value!r}, {allowed})")
+    return seconds
 
 
 def _bytes(environment: Mapping[str, str], name: str) -> int | None:

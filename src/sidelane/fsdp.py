@@ -252,14 +252,14 @@ class Scatter(ReduceScatter):
 def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | None) -> Link:
     """Make the link of a group; the ranks find out together whether the group spans machines."""
     chosen = settings.current() if config is None else config
-    exchange = Exchange(group, chosen.timeout_s)
+    exchange = Exchange(group, chosen.timeout_s, warn_s=chosen.warn_s)
     ranks = exchange.ranks
     names = exchange("fsdp.enable", lambda: own_node(ranks[exchange.rank], chosen))
     nodes = nodes_named(names, ranks, chosen)
     if not nodes.spans:
         return MachineLink(group, device, config)
     store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
-    return NodesLink(group, device, chosen, store, nodes)
+    return NodesLink(group, device, chosen, store, nodes, exchange.liveness)
 
 
 def _param_groups(model: nn.Module) -> list[Any]:

@@ -2,8 +2,8 @@
 
 ``INFO`` has a line for each communicator that is made (versions, machine, memory, the times that it chooses by), for
 the first call of each shape, and for what else the ranks agree on, such as a program or a kernel of one's own.
-``WARNING`` has one for each reason why calls fall back to something slower or to another backend. Nothing is logged at
-calls that come again.
+``WARNING`` has one for each reason why calls fall back to something slower or to another backend, and one for each wait
+for another rank that lasts (``Config.warn_s``). Nothing is logged at calls that come again.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ calls = UnfailingLogger(logging.getLogger("sidelane.calls"))
 """Logger of communicators and their calls. Unless a handler is set up, it prints nothing, not even warnings."""
 
 calls.logger.addHandler(logging.NullHandler())
+
+waits = UnfailingLogger(logging.getLogger("sidelane.waits"))
+"""Logger of waits that last. Unless a handler is set up, Python prints its warnings to the standard error."""
 
 
 def show(level: int) -> None:

@@ -32,6 +32,8 @@ class Monitor:
         self.ended_calls = [0] * world_size
         self.aborted: tuple[str, tuple[int, ...], bool] | None = None
         self.dead: set[int] = set()
+        self.warn_s = 30.0
+        self.warned: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.refused: dict[int, int] = {}  # by whom, by call
 
     def of(self, rank: int) -> RankMonitor:
@@ -69,6 +71,10 @@ class RankMonitor:
 
     def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
         return ranks
+
+    def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        if waited_s > self.shared.warn_s:
+            self.shared.warned.setdefault((self.rank, call), (title, tuple(ranks)))
 
     def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank}"

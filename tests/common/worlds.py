@@ -130,6 +130,9 @@ class LocalMonitor:
     def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
         return ranks
 
+    def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        pass
+
     def describe(self, rank: int, call: int = 0) -> str:
         return f"rank {rank} (in call {self.state.begun[rank]})"
 

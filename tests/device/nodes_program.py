@@ -16,6 +16,7 @@ import sidelane
 from sidelane import config
 from sidelane.integrations.fallback import Witness
 from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.nodes.topology import Nodes
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -42,7 +43,7 @@ else:
         nodes,
         device=device,
         config=config.current(),
-        witness=Witness(store, rank, (0, 1)),
+        witness=Witness(find_nodes(store, rank, (0, 1), None).liveness),
         name="two",
     )
     for number in range(4):

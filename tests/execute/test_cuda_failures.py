@@ -97,6 +97,21 @@ def test_a_peer_that_died_is_reported_before_the_time_out() -> None:
         world.drivers[0].synchronize()
 
 
+def test_a_wait_that_lasts_is_one_line_for_its_call() -> None:
+    with world_of(2, timeout_s=1000.0) as world:
+        world.monitor.warn_s = 0.05
+        loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
+        (pending,) = loaded.start(ranks=[0])
+        while not world.monitor.warned:
+            time.sleep(0.01)
+        (((rank, call), (title, ranks)),) = world.monitor.warned.items()
+        assert (rank, call, ranks) == (0, 1, (1,)) and title.startswith("all_gather(2 ranks")
+        world.monitor.dead.add(1)
+        with pytest.raises(PeerError, match="rank 1 died"):
+            pending.wait()
+        world.drivers[0].synchronize()
+
+
 def test_ctrl_c_in_one_rank_lets_its_streams_go_and_tells_the_peers() -> None:
     """What a communicator does when Ctrl-C hits a wait: it says so to all, and closes. The time-out is far away."""
     with world_of(3, timeout_s=1000.0) as world:

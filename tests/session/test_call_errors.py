@@ -200,7 +200,7 @@ def alone(group: dist.ProcessGroup) -> list[str]:
 
 def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) -> None:
     first, second = pool.run(alone, 2)
-    assert first[0].endswith("for ranks 1: every rank of the group makes its communicators, in one order")
+    assert "for rank 1: all ranks of a group make its communicators and calls, in one order" in first[0]
     assert first[1:] == second == ["Communicator: closed (allowed=calls before close(), or in its block)"]
 
 

@@ -29,6 +29,12 @@ the profile of a machine ([tuning](../guide/tuning.md))."""
 OF_SETTINGS = """
 A communicator reads its settings from a `Config`, or from the environment when the first communicator is made.
 `with sidelane.config.override(Config(...)):` sets them for communicators that are made inside the block."""
+OF_TIMEOUTS = """
+**Which time-out holds.** A process group that was made with `timeout=...` (`init_process_group`, `new_group`,
+`split_group`) has that one, also for the calls that Gloo and NCCL make for it. A group made without has `timeout_s`,
+and so `SIDELANE_TIMEOUT_S`; a wrapped group, too. torch gives groups without a `timeout` its default of 30 minutes,
+which therefore counts as none: write 29 or 31 minutes if you want it. `split_group` without a `timeout` takes over that
+of the group. Every other communicator has `timeout_s`."""
 EXAMPLE = """
 ```python
 from sidelane import Communicator, Config
@@ -107,7 +113,7 @@ def settings() -> str:
         default_text = _linked(to_markdown(note)).replace(" ([settings](../reference/settings.md))", "")
         lines.append("| " + " | ".join([*cells, default_text.rstrip(".")]) + " |")
     kept = re.search(r"^What is compiled .*", text, re.MULTILINE)
-    lines += ["", *_filled(OF_VARIABLES), "", *_filled(to_markdown(kept[0]) if kept else "")]
+    lines += ["", *_filled(OF_VARIABLES), "", *_filled(OF_TIMEOUTS), "", *_filled(to_markdown(kept[0]) if kept else "")]
     lines += ["", "## Config", "", *_filled("Fields of `sidelane.Config`:"), ""]
     lines += _described(sidelane.config.Config)
     return "\n".join(lines).rstrip() + "\n"

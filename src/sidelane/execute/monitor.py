@@ -44,6 +44,18 @@ class PeerMonitor(Protocol):
         """Describe ``rank`` for an error; with ``call``, also tell whether it has another signature there."""
         ...
 
+    def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """Write a line of the log, once for ``call``, if this rank has waited long.
+
+        Args:
+            call: number of the call.
+            title: the call in words.
+            ranks: ranks that have not come, or have not signalled; none if that is not known.
+            waited_s: seconds that the wait has lasted.
+            timeout_s: seconds after which it becomes an error.
+        """
+        ...
+
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that an engine of this rank has waited for some ranks."""
         ...

@@ -169,7 +169,9 @@ class Dispatcher:
             order.close(wait=False)
 
     def _end(self, how: str) -> None:
-        self._ended = self._ended or how
+        if not self._ended:
+            self._ended = how
+            self._witness.liveness.leave(str(self._told()))
         self._kept.clear()
         self._again.clear()
         self.memory.clear()

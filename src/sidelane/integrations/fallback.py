@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,14 +17,11 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import forks
 from sidelane.errors import PeerError
 from sidelane.integrations.buffers import Allocating, BufferSource
-from sidelane.memory.process import ProcessIdentity
-from sidelane.memory.store_values import alike, not_understood, parsed
+from sidelane.memory.liveness import DYING_S, Liveness
 
 Kind = dist.ProcessGroup.BackendType
-_DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
 _LATE = ("timed out", "timeout")
 _OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
-_MOST_MET = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -138,64 +133,20 @@ def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
 
 
 class Witness:
-    """Registry of a group's processes, to name those that have died when the other group fails.
+    """Names those that have died or left when the other group fails, and while it waits.
 
     Args:
-        store: store of the group.
-        rank: rank of this process.
-        ranks: ranks of the group, in the world.
+        liveness: liveness of the group.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-        self._store, self._rank, self._ranks = dist.PrefixStore("sidelane/processes", store), rank, tuple(ranks)
-        self._own = ProcessIdentity.own()
-        self._known: dict[int, ProcessIdentity] = {}
-        if len(ranks) > 1:
-            self._store.set(str(rank), json.dumps(self._own))
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness, self.dead, self.gone = liveness, liveness.dead, liveness.gone
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
         """See :class:`sidelane.integrations.works.Watch`."""
         text = str(error).lower()
         if not any(word in text for word in _OF_PEERS):
             return
-        until = time.monotonic() + (0.0 if any(word in text for word in _LATE) else _DYING_S)
-        while not (dead := self.dead(peers)):
-            if time.monotonic() > until:
-                return
-            time.sleep(0.05)
-        named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
-        raise PeerError(f"{named}: {error}", dead) from error
-
-    def dead(self, peers: Sequence[int]) -> list[int]:
-        """Return those of ``peers`` whose processes are gone."""
-        return [rank for rank in peers if rank != self._rank and self._is_dead(rank)]
-
-    def meet(self) -> None:
-        """Read the identities that the other ranks have published: the store may vanish with the process that dies."""
-        if len(self._ranks) > _MOST_MET:
-            return  # for a large group, they are read when needed
-        self._read()
-
-    def _read(self) -> None:
-        for rank in range(len(self._ranks)):
-            if rank in self._known or rank == self._rank:
-                continue
-            said = None
-            with contextlib.suppress(RuntimeError):
-                if self._store.check([str(rank)]):
-                    said = self._store.get(str(rank))
-            if said is not None:
-                self._known[rank] = self._identity(rank, said)
-
-    def _identity(self, rank: int, said: bytes) -> ProcessIdentity:
-        with contextlib.suppress(ValueError):
-            found = parsed(said)
-            if alike(tuple(self._own), found):
-                return ProcessIdentity(*found)
-        raise not_understood("process group, who its processes are", rank, said)
-
-    def _is_dead(self, rank: int) -> bool:
-        if rank not in self._known:
-            self._read()
-        process = self._known.get(rank)
-        return process is not None and process.alive(self._own) is False
+        gone = self.gone(peers, within_s=0.0 if any(word in text for word in _LATE) else DYING_S)
+        if gone:
+            raise PeerError(f"{'; '.join(gone.values())}: {error}", tuple(gone)) from error

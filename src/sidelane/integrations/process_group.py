@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
-from sidelane import config, forks
+from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.calls import GroupCall
@@ -29,6 +30,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.works import JoinedWork
 from sidelane.memory.exchange import require_own
+from sidelane.memory.liveness import Wider, keep, known
 from sidelane.modes import trace_as_groups, untraced
 from sidelane.session import Communicator
 
@@ -43,10 +45,14 @@ class SidelaneGroup(dist.ProcessGroup):
         store: store of these ranks alone.
         rank: number of this rank in the group.
         size: number of ranks of the group.
-        timeout: time-out of calls.
+        timeout: time-out of calls; None for that of the settings.
         ranks: ranks of the group, in the world.
-        other: function that returns the group for all other calls.
+        other: function that returns the group for all other calls, with a time-out.
         owned: ``other`` is closed with this group.
+        wider: liveness of a group that contains this one (``memory.liveness``); None for none.
+
+    Raises:
+        ValueError, UnavailableError, PeerError: see :func:`sidelane.integrations.nodes.groups.find_nodes`.
     """
 
     def __init__(
@@ -54,24 +60,24 @@ class SidelaneGroup(dist.ProcessGroup):
         store: dist.Store,
         rank: int,
         size: int,
-        timeout: timedelta,
+        timeout: timedelta | None,
         ranks: Sequence[int],
-        other: Callable[[], dist.ProcessGroup],
+        other: Callable[[timedelta], dist.ProcessGroup],
         *,
         owned: bool = True,
+        wider: Wider | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
-        self._store, self._timeout, self.world_ranks = store, timeout, tuple(ranks)
-        witness = Witness(store, rank, self.world_ranks)
-        self._other, self._owned = other(), owned
-        witness.meet()
+        self._store, self.world_ranks = store, tuple(ranks)
+        nodes, liveness, self._timeout = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
+        keep(self, liveness)
+        self._other, self._owned = other(self._timeout), owned
         self._name = self._description = "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        nodes = find_nodes(store, rank, self.world_ranks, timeout, config.current())
-        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout)
+        self._dispatcher = Dispatcher(self, self._other, Witness(liveness), ranks, nodes, self._timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         forks.keeping(self)
@@ -83,12 +89,18 @@ class SidelaneGroup(dist.ProcessGroup):
         if dist.group.WORLD is not None:
             require_own(dist.group.WORLD, "process group")
         size, ranks = options.group_size, list(options.global_ranks_in_group)
-        arguments = (options.store, options.group_rank, size, options.timeout)
+        arguments = (options.store, options.group_rank, size)
 
-        def other() -> dist.ProcessGroup:
-            return make_other(*arguments, options.group_id, ranks, backend_options)
+        def other(timeout: timedelta) -> dist.ProcessGroup:
+            return make_other(*arguments, timeout, options.group_id, ranks, backend_options)
 
-        return cls(*arguments, ranks or range(size), other)
+        world, wider = dist.group.WORLD, None
+        # A group without a list may be one of several worlds, whose ranks have other numbers.
+        if ranks and world is not None and max(ranks) < world.size() and ranks[options.group_rank] == world.rank():
+            found = known(world)
+            wider = None if found is None else (found, ranks)
+        timeout = None if options.timeout == default_pg_timeout else options.timeout  # the caller has named none
+        return cls(*arguments, timeout, ranks or range(size), other, wider=wider)
 
     # --- interface of a group for torch -------------------------------------------------------------------------------
 
@@ -154,9 +166,14 @@ class SidelaneGroup(dist.ProcessGroup):
         ranks = [self.world_ranks[rank] for rank in chosen]
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, chosen))}"
         store = dist.PrefixStore(f"{name}/", self._store)
-        arguments = (store, chosen.index(self.rank()), len(chosen), timeout or self._timeout)
-        # Of the default group's NCCL communicator nothing is split: these ranks may be of several worlds.
-        made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, (), None))
+        arguments, wider = (store, chosen.index(self.rank()), len(chosen)), known(self)
+        assert wider is not None
+
+        def other(timeout: timedelta) -> dist.ProcessGroup:
+            # Of the default group's NCCL communicator nothing is split: these ranks may be of several worlds.
+            return make_other(*arguments, timeout, name, (), None)
+
+        made = SidelaneGroup(*arguments, timeout or self._timeout, ranks, other, wider=(wider, chosen))
         made.take_devices(*self._dispatcher.what_was_asked())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")

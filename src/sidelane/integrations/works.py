@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -107,10 +107,10 @@ class HostWork(Work):
 
 
 class PeerWatch(Protocol):
-    """Registry of peers that have died."""
+    """Registry of peers that have died or left the group."""
 
-    def dead(self, peers: Sequence[int]) -> list[int]:
-        """Return those of ``peers`` whose processes are gone."""
+    def gone(self, peers: Sequence[int]) -> Collection[int]:
+        """Return those of ``peers`` that make no more calls."""
         ...
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class OtherWork(dist.Work):
 
     Args:
         work: work that the other group returned.
-        watch: registry of peers that have died.
+        watch: registry of peers that have died or left.
         peers: ranks that the call needs.
         looks: check the peers while it waits, too: Gloo notices a death only if it talks to the dead rank itself. This
             is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
@@ -171,10 +171,10 @@ class OtherWork(dist.Work):
                 if _GAVE_UP not in str(error) or time.monotonic() - began >= limit:
                     raise
             give_up_if_it_ends()
-            if self._watch.dead(self._peers):
+            if self._watch.gone(self._peers):
                 noticed = min(noticed, time.monotonic())
                 if time.monotonic() - noticed > _PATIENCE_S:
-                    raise RuntimeError("connection closed: its process is gone")
+                    raise RuntimeError("connection closed: a peer is gone")
 
     def _copy_back(self) -> None:
         """Copy what the call has written to the caller's tensors, once."""

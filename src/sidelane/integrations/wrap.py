@@ -13,6 +13,7 @@ from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 from sidelane.memory.exchange import ranks_of, require_own
+from sidelane.memory.liveness import known
 from sidelane.modes import keep_compilers_out
 from sidelane.session.session import group_for
 
@@ -45,9 +46,12 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     number = next(_made.setdefault(inner, itertools.count()))
     name = f"{inner.group_name}/{NAME}{number}"
     store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
-    ranks = ranks_of(inner)
-    timeout = c10d._get_default_timeout(dist.get_backend(inner))
-    made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)
+    ranks, wider = ranks_of(inner), known(inner)
+    made = SidelaneGroup(
+        *(store, inner.rank(), inner.size(), None, ranks, lambda timeout: inner),
+        owned=False,
+        wider=None if wider is None else (wider, range(inner.size())),
+    )
     made.setGroupName(name)
     made.setGroupDesc(f"{inner.group_desc}, with Sidelane")
     devices = ",".join(f"{device.type}:{NAME}" for device in inner._device_types)

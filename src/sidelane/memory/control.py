@@ -23,6 +23,7 @@ from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
+from sidelane.memory.liveness import LongWaits, users_call
 from sidelane.memory.posts import (
     ABORT_BYTES,
     AGREED,
@@ -101,6 +102,7 @@ class ControlBlock:
         self._dead: set[int] = set()
         self._look_at = 0.0
         self._is_closed = False
+        self._long_waits = LongWaits(self.rank, exchange.warn_s)
         exchange.look = self._look
         self.world_ranks: Sequence[int] = range(self.world_size)
 
@@ -265,7 +267,7 @@ class ControlBlock:
             missing = [rank for rank in range(self.world_size) if rank not in found]
             mine = found[self.rank].shown if self.rank in found else "not posted here"
             self._check_gone(call, missing, is_post_enough=True)
-            self._wait_on(call, mine, missing, began, timeout_s)
+            self.wait_on(call, mine, missing, began, timeout_s)
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that the host has waited for some ranks."""
@@ -283,10 +285,29 @@ class ControlBlock:
         while missing := self.behind(call):
             self._check_aborts()
             self._check_gone(call, missing)
-            self._wait_on(call, "long ago here", missing, began, timeout_s)
+            self.wait_on(call, "long ago here", missing, began, timeout_s)
 
-    def _wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
-        """Sleep shortly for ranks that have not posted ``call``; raise if they are too late."""
+    def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """See :class:`sidelane.execute.monitor.PeerMonitor`."""
+
+        def describe() -> tuple[str, str]:
+            return users_call() or title, "; ".join(self.describe(rank) for rank in ranks) or "signals of its peers"
+
+        self._long_waits.look(call, waited_s, timeout_s, describe)
+
+    def wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
+        """Sleep shortly for ranks that have not posted ``call``; raise if they are too late.
+
+        Args:
+            call: number of the call.
+            mine: this rank's call in words.
+            missing: the ranks.
+            began: time at which the wait began, of ``time.monotonic``.
+            timeout_s: seconds that it may take.
+
+        Raises:
+            PeerTimeoutError: they are too late; all ranks are told, as by ``abort``.
+        """
         waited = time.monotonic() - began
         if waited > timeout_s:
             message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
@@ -297,6 +318,7 @@ class ControlBlock:
                 self.waited(missing, waited)
             self.abort(message, culprits, timed_out=True)
             raise PeerTimeoutError(message, culprits)
+        self.lasts(call, mine, missing, waited, timeout_s)
         # Ranks usually come within microseconds, and the shortest sleep takes 70.
         time.sleep(0 if waited < _STEP_S else min(max(waited / 8, 20e-6), 5e-3))
 

@@ -11,7 +11,8 @@ without some rank, this rank goes on to the next place, where the others come ag
 before (decision 10). A later exchange that one rank gave up has failed for all of them.
 
 A rank that cannot take part posts its reason under its key, and the others raise it at once. A rank that does not come
-is named within the time-out of the communicator; a rank that dies, or gives up elsewhere, as soon as that is noticed.
+is named within the time-out of the communicator, after a line of the log; a rank that dies, leaves the group, or gives
+up elsewhere, as soon as that is noticed (``memory.liveness``).
 
 The store holds data, never code: JSON, of the form of this rank's own post. A process that can write there can make
 communicators fail, and no more (docs/internals/trust.md).
@@ -33,9 +34,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sidelane import forks, version
+from sidelane.config import DEFAULT_WARN_S
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.ending import give_up_if_it_ends
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import DYING_S, Liveness, LongWaits, known, liveness_of, named, users_call
 from sidelane.memory.store_values import (
     SHOWN,
     ExchangeOutcome,
@@ -46,14 +48,18 @@ from sidelane.memory.store_values import (
     not_understood,
     post_of,
     require_one_version,
+    value_of,
 )
 
 Item = TypeVar("Item")
 
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
-_NO_VALUE = "no value"
 _OUTCOME = "outcome"
+_HEARD_S = 0.2  # in which all others see what one of them has decided
+_MANY, _EACH_INTERVAL_S = 16, 1.0
+"""Number of posts up to which they are read one by one in each look; seconds between such looks for more."""
+_KEEPS_NOTHING = "Not implemented"  # torch's text for an operation that a store written in Python lacks
 
 
 class Exchange:
@@ -62,6 +68,7 @@ class Exchange:
     Args:
         group: group of ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
+        warn_s: seconds after which the log names the ranks that have not come.
         again: the store may hold values of an earlier group of this name, which are skipped. It costs a round trip.
 
     Attributes:
@@ -69,7 +76,8 @@ class Exchange:
         ranks: see :func:`ranks_of`.
         name: name of the communicator, unique, and the same on all ranks from the first exchange on.
         store: a store of the group for other uses.
-        peers: identities of the ranks, once they are known; from then on dead ranks are noticed.
+        liveness: liveness of the group's ranks.
+        warn_s: seconds after which the log names the ranks that have not come.
         look: called while this rank waits; it raises failures that are known.
 
     Raises:
@@ -77,23 +85,25 @@ class Exchange:
         CommunicatorClosedError: this process is a forked copy of a rank of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, *, again: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, again: bool = False
+    ) -> None:
         require_own(group, "Communicator")
         self.rank, self.world_size, self.ranks = group.rank(), group.size(), ranks_of(group)
-        self.peers: Sequence[ProcessIdentity] = ()
         self.look: Callable[[], object] | None = None
-        self._timeout_s, self._check_group = timeout_s, getattr(group, "check", None)
+        self._timeout_s, self.warn_s, self._check_group = timeout_s, warn_s, getattr(group, "check", None)
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
-        self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
+        self.store = dist.HashStore() if self.world_size == 1 else store_of(group)
         self._store: dist.Store | None = None
+        said = dist.PrefixStore(f"sidelane/{self._group}", self.store)
+        self.liveness: Liveness = liveness_of(group, said, self.rank, self.ranks)
         with _counting:
             self._places = _places.setdefault(group, itertools.count(1))
         self._go_on()
         self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
-        self._settling, self._again = False, again
-        self._self = ProcessIdentity.own()
+        self._settling, self._again, self._read_each_at = False, again, 0.0
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
         """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
@@ -118,9 +128,10 @@ class Exchange:
             raise
         if self._store is None:
             return [item]
-        found = self._meet(what, item) if self._number == 1 else self._follow(what, item)
+        # Ranks that meet say who they are, too.
+        found = self._meet(what, (self.liveness.member, item)) if self._number == 1 else self._follow(what, item)
         self._forget(self._number - 1)  # ranks that have posted this exchange have read the previous one
-        require_one_version("Communicator", [post.version for post in found])
+        require_one_version(users_call() or what, [post.version for post in found])
         refused = [rank for rank, post in enumerate(found) if post.reason]
         if refused:
             named = "; ".join(f"rank {rank}: {found[rank].reason}" for rank in refused)
@@ -136,7 +147,10 @@ class Exchange:
         if unlike:
             shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, allowed=as {own!r:.{SHOWN}}"
             raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
-        return [post.item for post in found]
+        if self._number > 1:
+            return [post.item for post in found]
+        self.liveness.meet([post.item[0] for post in found])
+        return [post.item[1] for post in found]
 
     def wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
         """Wait until ``missing`` names no rank any more.
@@ -145,28 +159,47 @@ class Exchange:
             PeerError: one of them died, or another failure is known; PeerTimeoutError: a rank is late.
         """
         began = looked = time.monotonic()
+        waits = LongWaits(self.rank, self.warn_s)
+
+        def describe() -> tuple[str, str]:
+            return users_call() or what, f"{named(ranks)} to come"
+
         while ranks := missing():
             give_up_if_it_ends()
             now = time.monotonic()
             if now - looked > _LIVENESS_INTERVAL_S:
                 looked = now
-                self._look_around(what, ranks)
+                if gone := self._look_around(what, ranks):
+                    # It may have come before it ended, behind the back of this rank.
+                    if gone := {rank: how for rank, how in gone.items() if rank in missing()}:
+                        raise PeerError(self._title(what, "; ".join(gone.values())), tuple(gone))
+                    continue
+                waits.look(0, now - began, self._timeout_s, describe)
             if now - began > self._timeout_s:
-                named = ", ".join(map(str, ranks))
+                waited = f"rank {self.rank} waited {now - began:.1f} s until its timeout for {named(ranks)}"
                 if self._number == 1:  # the ranks have never met
-                    named += ": every rank of the group makes its communicators, in one order"
-                raise PeerTimeoutError(
-                    f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
-                    f"{now - began:.1f} s until its timeout for ranks {named}",
-                    ranks,
-                )
+                    waited += ": all ranks of a group make its communicators and calls, in one order"
+                raise PeerTimeoutError(self._title(what, waited), ranks)
             time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
-    def refuse(self, error: BaseException) -> None:
-        """Tell the others that this rank does not take part in the next exchange, and why."""
+    def _title(self, what: str, text: str) -> str:
+        """Return the text of an error: the user's call, the text, and the place for those who know the inside."""
+        return f"{users_call() or what}: {text} ({what}, exchange {self._number} of communicator {self.name})"
+
+    def refuse(self, error: BaseException, *, grace_s: float = 0.0) -> None:
+        """Tell the others that this rank does not take part in the next exchange, and why.
+
+        Args:
+            error: the reason.
+            grace_s: seconds that the others may take to come and hear it: the store may end with this process.
+        """
         self._number += 1
+        until = time.monotonic() + grace_s
         with contextlib.suppress(PeerError):
             self._refuse("", error)
+            while self._store is not None and time.monotonic() < until and self._decided() is None:
+                time.sleep(_LONGEST_SLEEP_S)
+            time.sleep(_HEARD_S if grace_s else 0)
 
     def _go_on(self) -> None:
         """Take the next place among the communicators of this group."""
@@ -291,11 +324,17 @@ class Exchange:
         store = self._store
         assert store is not None
         found = {self.rank: self._posted}
-        for rank in range(self.world_size):
-            if rank == self.rank or rank in known:
-                continue
-            with self._reaching_the_store(what):
-                posted = value_of(store, f"{self._number}/{rank}")
+        absent = [rank for rank in range(self.world_size) if rank != self.rank and rank not in known]
+        keys = [f"{self._number}/{rank}" for rank in absent]
+        with self._reaching_the_store(what):
+            if len(keys) > _MANY and store.check(keys):
+                values: Sequence[bytes | None] = store.multi_get(keys)
+            elif len(keys) > _MANY and time.monotonic() < self._read_each_at:
+                values = [None] * len(keys)
+            else:
+                self._read_each_at = time.monotonic() + _EACH_INTERVAL_S
+                values = [value_of(store, key) for key in keys]
+        for rank, posted in zip(absent, values, strict=True):
             if posted is not None:
                 try:
                     found[rank] = post_of(posted)
@@ -303,7 +342,8 @@ class Exchange:
                     raise not_understood(what, rank, posted) from error
         return found
 
-    def _look_around(self, what: str, missing: Sequence[int]) -> None:
+    def _look_around(self, what: str, missing: Sequence[int]) -> Mapping[int, str]:
+        """Raise failures that are known; return those that are missing and have ended, each with a sentence."""
         if self.look is not None:
             self.look()
         if self._check_group is not None:
@@ -313,14 +353,13 @@ class Exchange:
                 decided = self._decided()
             if decided is not None:
                 raise PeerError(f"{what}: the others do not wait", missing)
-        dead = [rank for rank in missing if self.peers and self.peers[rank].alive(self._self) is False]
-        if dead:
-            named = ", ".join(f"rank {rank} (pid {self.peers[rank].pid})" for rank in dead)
-            raise PeerError(f"{what} (exchange {self._number} of communicator {self.name}): {named} died", dead)
+        return self.liveness.gone(missing)
 
     def _forget(self, number: int) -> None:
         """Delete this rank's post; on rank 0 also the outcome of a later exchange."""
         assert self._store is not None
+        if self.world_size > _MANY:
+            return  # others may be reading all posts at once, which waits for a key that is deleted
         with contextlib.suppress(RuntimeError):  # stores that cannot delete keep it
             self._store.delete_key(f"{number}/{self.rank}")
             if self.rank == 0 and number > 1:
@@ -331,17 +370,15 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            raise PeerError(f"{what}: the store of the process group cannot be reached: {error}") from error
-
-
-def value_of(store: dist.Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if it has none now.
-
-    It takes one operation. Another rank may delete the key between ``check`` and ``get``, and ``get`` would then wait
-    for it until the store's own time-out.
-    """
-    found: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)  # what is expected comes back where nothing is
-    return None if found == _NO_VALUE.encode() else found
+            if _KEEPS_NOTHING in str(error):
+                raise UnavailableError(
+                    f"{users_call() or what}: the group's store keeps no values, as that of torch's fake groups, whose "
+                    "ranks cannot meet (allowed=groups with a TCPStore, FileStore or HashStore)"
+                ) from None
+            gone = self.liveness.gone(range(self.world_size), within_s=DYING_S)
+            why = "".join(f"{how}; " for how in gone.values())
+            text = f"{what}: {why}the store of the process group cannot be reached: {error}"
+            raise PeerError(text, tuple(gone)) from error
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -360,7 +397,11 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         ) from error
     if store is None:
         raise UnavailableError("Communicator: the group has no store (allowed=groups that were made with one)")
-    # Its own connection: a wait for a key occupies a connection as long as it lasts.
+    # Its own connection: a wait for a key occupies a connection as long as it lasts. If the store ended with a rank,
+    # attempts to connect take long.
+    liveness = known(group)
+    if liveness is not None and liveness.dead(range(group.size())):
+        return store
     clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
     try:
         return clone()

@@ -56,7 +56,6 @@ class SharedBytes:
             offers = [each._replace(process=ProcessIdentity(*each.process)) for each in itertools.starmap(_Offer, told)]
             _agree(offers)
             self.peers = tuple(each.process for each in offers)
-            exchange.peers = exchange.peers or self.peers
             mapped: mmap.mmap | None = None
 
             def attach() -> str:

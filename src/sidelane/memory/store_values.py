@@ -10,8 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from sidelane import version
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
+
+_NO_VALUE = "no value"
 
 SHOWN = 200
 """Largest number of characters of a posted value in the text of an error."""
@@ -124,6 +128,16 @@ def gave_up(error: BaseException, rank: int) -> ExchangeOutcome:
     """Return the outcome in which a rank has given up with an error."""
     ranks = error.ranks if isinstance(error, PeerError) else (rank,)
     return ExchangeOutcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
+
+
+def value_of(store: dist.Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if it has none now.
+
+    It takes one operation. Another rank may delete the key between ``check`` and ``get``, and ``get`` would then wait
+    for it until the store's own time-out.
+    """
+    found: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)  # what is expected comes back where nothing is
+    return None if found == _NO_VALUE.encode() else found
 
 
 def _with_tuples(value: Any) -> Any:

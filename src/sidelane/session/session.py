@@ -238,7 +238,7 @@ class Session:
         if self._closed:
             raise CommunicatorClosedError("Session.lane: the session was closed")
         number = next(self._numbers)  # before anything can fail on one rank, so that an attempt counts on all of them
-        exchange = Exchange(self._group, self.config.timeout_s)
+        exchange = Exchange(self._group, self.config.timeout_s, warn_s=self.config.warn_s)
         made: Lane | None = None
         try:
             if any(lane.name == name for lane in self._lanes):

@@ -54,7 +54,7 @@ from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.reach_rules import why_not_learnt
 from sidelane.collectives.repeat import Repeats, TrackedRepeat
 from sidelane.config import NOTHING
-from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.memory.posts import DIGEST
 from sidelane.native import Effect, Note
@@ -410,14 +410,7 @@ class Learning:
             while ranks := missing():
                 self._control.check(call)
                 self._control.check_same(call)
-                waited = time.monotonic() - began
-                if waited > timeout_s:
-                    who = "; ".join(self._control.describe(rank) for rank in ranks)
-                    message = f"call {call}: waited {waited:.1f} s on rank {self._rank} for {who}"
-                    culprits = self._control.at_fault(ranks)
-                    self._control.abort(message, culprits, timed_out=True)
-                    raise PeerTimeoutError(message, culprits)
-                time.sleep(0 if waited < 200e-6 else min(max(waited / 8, 20e-6), 5e-3))
+                self._control.wait_on(call, "offers", ranks, began, timeout_s)
 
 
 class AheadPrograms:

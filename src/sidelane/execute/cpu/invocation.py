@@ -208,6 +208,9 @@ class Invocation:
                 self._site.monitor.check(self.epoch)
                 if waited > timeout_s:
                     self._time_out(queue, index, waited)
+                if from_peers:
+                    ranks, _ = self._late(queue, index)
+                    self._site.monitor.lasts(self.epoch, str(self), ranks, waited, timeout_s)
                 if waited > _NOTE_AFTER_S and not is_noted:
                     self._site.monitor.note(self.epoch, f"{self}: {self._where(queue, index)}")
                     is_noted = True
@@ -227,15 +230,8 @@ class Invocation:
 
         Ranks that wait for another one themselves are not named as culprits.
         """
-        monitor, command = self._site.monitor, queue.commands[index]
-        missing = tuple(monitor.absent(self.epoch))
-        reason = "has not come" if len(missing) == 1 else "have not come"
-        if not missing:
-            writers = self._writers(command)
-            missing = tuple(sorted(writers - {queue.rank} or writers))
-            reason = "began it, but did not signal"
-            if not missing:  # the flag is a trigger
-                missing, reason = (queue.rank,), "has not fired this trigger"
+        monitor = self._site.monitor
+        missing, reason = self._late(queue, index)
         culprits = tuple(monitor.at_fault(missing))
         message = (
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
@@ -245,6 +241,16 @@ class Invocation:
             monitor.waited(missing, waited_s)
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
+
+    def _late(self, queue: Queue, index: int) -> tuple[tuple[int, ...], str]:
+        """Return the ranks that a wait is for, and what they have not done."""
+        missing = tuple(self._site.monitor.absent(self.epoch))
+        if missing:
+            return missing, "has not come" if len(missing) == 1 else "have not come"
+        writers = self._writers(queue.commands[index])
+        if not writers:  # the flag is a trigger
+            return (queue.rank,), "has not fired this trigger"
+        return tuple(sorted(writers - {queue.rank} or writers)), "began it, but did not signal"
 
     def _writers(self, command: Command) -> Set[int]:
         """Return the ranks that signal the flag of a wait."""

@@ -149,6 +149,7 @@ class _Look(threading.Thread):
         assert self._waits_since is not None
         waited_s, monitor = now - self._waits_since, self._executor.monitor
         if waited_s < self._executor.timeout_s:
+            monitor.lasts(self._epoch, f"kernel {self._kernel}", ranks, waited_s, self._executor.timeout_s)
             return None
         missing = "; ".join(monitor.describe(rank, self._epoch) for rank in ranks)
         text = f"kernel {self._kernel}: rank {self._executor.rank} waited {waited_s:.1f} s for signals of {missing}"

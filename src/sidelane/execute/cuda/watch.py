@@ -295,8 +295,13 @@ class DeviceWatch:
         elif now - self._doomed_since > _GRACE_S:
             self._give_up(subject, trouble)
             return
-        if self._since is not None and now - self._since > self.timeout_s and self._stands_still(subject):
+        if self._since is None:
+            return
+        if now - self._since > self.timeout_s and self._stands_still(subject):
             self._time_out(subject, now - self._since)
+        elif not subject.captured:  # of which every look may find another replay
+            absent = self._monitor.absent(subject.epoch)
+            self._monitor.lasts(subject.epoch, str(subject), absent, now - self._since, self.timeout_s)
 
     def _look_at_captured(self) -> None:
         """Fail if a call is replayed on freed memory."""
@@ -341,6 +346,8 @@ class DeviceWatch:
             text = f"{title}: rank {self._rank} waited {waited_s:.1f} s; {missing}"
             self._monitor.abort(text, ranks, timed_out=True)
             self.fail(PeerTimeoutError(text, ranks))
+        else:
+            self._monitor.lasts(epoch, title, ranks, waited_s, self.timeout_s)
 
     def _front(self) -> WatchedProgram | None:
         """Return the first unfinished invocation; post progress, so that peers can tell a death from a proper end."""

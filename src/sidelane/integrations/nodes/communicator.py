@@ -35,6 +35,7 @@ from sidelane.integrations.nodes.steps import (
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.nodes.watchdog import Lookout
 from sidelane.integrations.works import OtherWork
+from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator
@@ -98,15 +99,17 @@ class NodesCommunicator:
         self._on_streams = device.type in ON_STREAMS
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
         own = [ranks[other] for other in nodes.members[node]]
-        self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}")
+        near = (witness.liveness, nodes.members[node])
+        near_name = f"{name}/{device.type}/node{node}"
+        self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, near_name, near)
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
         self._far_works: Sequence[OtherWork] = ()  # of the call that is under way or has failed
         self._failure: Exception | None = None
-        self.near, attempt = self._make_near(store, ranks, f"{name}/{device.type}", device, config)
+        self.near, attempt = self._make_near(store, witness.liveness, f"{name}/{device.type}", device, config)
         store = dist.PrefixStore(f"{attempt}/", store)
         self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
-        self._make_far(store, ranks, name, timeout)
+        self._make_far(store, witness.liveness, name, config)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
         self._telling = forks.rlock()  # the lookout may fail a call while the call itself does
@@ -115,7 +118,7 @@ class NodesCommunicator:
         self.owner = forks.Owner("communicator of several nodes")
 
     def _make_near(
-        self, store: dist.Store, ranks: Sequence[int], name: str, device: torch.device, config: Config
+        self, store: dist.Store, liveness: Liveness, name: str, device: torch.device, config: Config
     ) -> tuple[Communicator, str]:
         made: Communicator | None = None
         failure: Exception | None = None
@@ -126,7 +129,7 @@ class NodesCommunicator:
         try:
             # The ranks of a slower node may need their whole time-out to fail.
             patience = timedelta(seconds=2 * config.timeout_s)
-            attempt = agree_on_a_part(store, self.rank, ranks, name, failure, patience)
+            attempt = agree_on_a_part(store, self.rank, liveness, name, failure, patience, config.warn_s)
         except BaseException:
             if made is not None:
                 made.close()
@@ -135,7 +138,8 @@ class NodesCommunicator:
         assert made is not None
         return made, attempt
 
-    def _make_far(self, store: dist.Store, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+    def _make_far(self, store: dist.Store, liveness: Liveness, name: str, config: Config) -> None:
+        timeout = timedelta(seconds=config.timeout_s)
         node, place = self.nodes.seat(self.rank)
         failure: Exception | None = None
         if place < self.nodes.rails:
@@ -147,7 +151,7 @@ class NodesCommunicator:
             except Exception as error:
                 failure = error
         try:
-            agree_on_a_part(store, self.rank, ranks, f"{name}/rails", failure, 2 * timeout)
+            agree_on_a_part(store, self.rank, liveness, f"{name}/rails", failure, 2 * timeout, config.warn_s)
         except BaseException:
             self._far = None
             self.near.close()
@@ -287,7 +291,7 @@ class NodesCommunicator:
         if self._far is not None:
             self._far.abort()
 
-    def dead(self, peers: Sequence[int]) -> list[int]:
+    def gone(self, peers: Sequence[int]) -> list[int]:
         """Return the ranks at fault, as far as known: for far calls that wait (``works.PeerWatch``)."""
         return self._roll.known()
 

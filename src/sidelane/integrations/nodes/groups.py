@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane import version
-from sidelane.config import Config
-from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
+from sidelane import config as settings
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
+from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.liveness import Liveness, Wider, keep
 from sidelane.memory.process import ProcessIdentity
-from sidelane.memory.store_values import not_understood, parsed, require_one_version
 
 _NOWHERE = "nowhere"
+_HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
 
 
-def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, config: Config) -> Nodes:
-    """Exchange the machines of all ranks of a group. Collective.
+class Meeting(NamedTuple):
+    """Result of the first meeting of a group's ranks.
+
+    Attributes:
+        nodes: nodes of the ranks.
+        liveness: liveness of the ranks.
+        timeout: time-out of their calls.
+    """
+
+    nodes: Nodes
+    liveness: Liveness
+    timeout: timedelta
+
+
+def find_nodes(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta | None,
+    config: Config | None = None,
+    *,
+    wider: Wider | None = None,
+) -> Meeting:
+    """Let the ranks of a group meet: they exchange their machines, and watch each other from now on. Collective.
 
     Args:
         store: store of the group alone.
         rank: number of this rank in the group.
         ranks: ranks of the group, in the world.
-        timeout: time-out for the last of them.
-        config: settings, which may name virtual nodes in place of the machines.
+        timeout: time-out for the last of them; None for that of the settings.
+        config: settings, which may name virtual nodes in place of the machines; None for those in force.
+        wider: see :class:`sidelane.memory.liveness.Liveness`.
 
     Raises:
-        ValueError: the settings name none for a rank of the group; on all ranks.
-        PeerTimeoutError: a rank did not come.
+        ValueError: the settings name none for a rank of the group, on all ranks; or a setting is not allowed, and then
+            the other ranks raise PeerError with the reason.
+        UnavailableError: the store keeps no values.
+        PeerError, PeerTimeoutError: a rank died, or did not come.
+        MismatchError: a rank runs another version of Sidelane.
     """
-    if len(ranks) == 1:
-        return Nodes((0,))
-    names = tell_all(store, "sidelane/nodes", rank, len(ranks), own_node(ranks[rank], config), timeout)
-    return nodes_named(names, ranks, config)
+    everyone = NodeGroup(dist.PrefixStore("sidelane/nodes", store), rank, ranks, "ranks", wider)
+    try:
+        try:
+            config = settings.current() if config is None else config
+        except Exception as error:
+            Exchange(everyone, DEFAULT_TIMEOUT_S, again=True).refuse(error, grace_s=_HEARD_S)
+            raise
+        timeout = timedelta(seconds=config.timeout_s) if timeout is None else timeout
+        exchange = Exchange(everyone, timeout.total_seconds(), warn_s=config.warn_s, again=True)
+        names = exchange("process group", lambda: own_node(ranks[rank], config))
+    finally:
+        everyone.close()
+    return Meeting(nodes_named(names, ranks, config), exchange.liveness, timeout)
 
 
 def own_node(rank: int, config: Config) -> str:
@@ -63,46 +99,25 @@ def nodes_named(names: Sequence[str], ranks: Sequence[int], config: Config) -> N
     return Nodes.named(names)
 
 
-def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, timeout: timedelta) -> list[str]:
-    """Return the words of all ranks, in their order. Collective; once for each ``what`` in a store.
-
-    Raises:
-        PeerTimeoutError: a rank did not come. PeerError: it sent another format.
-        MismatchError: it runs another version of Sidelane.
-    """
-    keys = [f"{what}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps((version.VERSION, word)))
-    try:
-        store.wait(keys, timeout)
-        said = store.multi_get(keys)
-    except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise PeerTimeoutError(
-            f"process group: ranks {missing} have not said a word of {what}: {error}", missing
-        ) from error
-    found = []
-    for other, text in enumerate(said):
-        try:
-            number, its = map(str, parsed(text))
-        except (ValueError, TypeError) as error:
-            raise not_understood(f"process group, {what}", other, text) from error
-        found.append((number, its))
-    require_one_version("process group", [number for number, _ in found])
-    return [its for _, its in found]
-
-
 def agree_on_a_part(
-    store: dist.Store, rank: int, ranks: Sequence[int], name: str, failure: Exception | None, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    liveness: Liveness,
+    name: str,
+    failure: Exception | None,
+    timeout: timedelta,
+    warn_s: float,
 ) -> str:
     """Make all ranks go on with a part of a communicator, or none: some may lack what others have. Collective.
 
     Args:
         store: store of these ranks alone.
         rank: number of this rank in the group.
-        ranks: ranks of the group, in the world.
+        liveness: liveness of the group.
         name: name of the group and the part.
         failure: error of making the part here; None if it was made, or this rank needs none.
         timeout: time-out for the last rank's answer.
+        warn_s: see :class:`sidelane.memory.exchange.Exchange`.
 
     Returns:
         Name of this attempt, which is unique in this store.
@@ -112,9 +127,10 @@ def agree_on_a_part(
         PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
     word = "made" if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name)
+    ranks = liveness.ranks
+    everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name, (liveness, range(len(ranks))))
     try:
-        exchange = Exchange(everyone, timeout.total_seconds(), again=True)
+        exchange = Exchange(everyone, timeout.total_seconds(), warn_s=warn_s, again=True)
         words = exchange("communicator of several nodes", lambda: word)
     finally:
         everyone.close()
@@ -128,19 +144,28 @@ def agree_on_a_part(
 
 
 class NodeGroup(dist.ProcessGroup):
-    """Ranks of one node, as a control plane for Sidelane: it has a store and no collectives.
+    """Some ranks, such as those of a node, as a control plane for Sidelane: it has a store and no collectives.
 
     Args:
         store: store of these ranks alone.
         rank: number of this rank in it.
         ranks: its members, in the world.
         name: name of the group, the same on all members and unique.
+        wider: see :class:`sidelane.memory.liveness.Liveness`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], name: str) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        name: str,
+        wider: Wider | None = None,
+    ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # see SidelaneGroup
         self._name, self.world_ranks = name, tuple(ranks)
         c10d._world.pg_map[self] = ("sidelane-node", store)
+        keep(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
 
     def getGroupName(self) -> str:
         """Return the name under which its ranks meet."""

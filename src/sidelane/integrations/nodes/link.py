@@ -26,6 +26,7 @@ from sidelane.integrations.ring import Ring
 from sidelane.integrations.works import HostWork
 from sidelane.memory import ending
 from sidelane.memory.exchange import ranks_of
+from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
@@ -41,15 +42,22 @@ class NodesLink(Link):
         config: settings.
         store: store of these ranks and this link alone.
         nodes: nodes of the ranks.
+        liveness: liveness of the ranks.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, config: Config, store: dist.Store, nodes: Nodes
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        config: Config,
+        store: dist.Store,
+        nodes: Nodes,
+        liveness: Liveness,
     ) -> None:
         super().__init__(group, device)
         self.nodes = nodes
         rank, ranks = group.rank(), ranks_of(group)
-        witness = Witness(store, rank, ranks)
+        witness = Witness(liveness)
         self._lanes: list[NodesLane] = []
         try:
             for name in ("gather", "scatter"):
@@ -66,7 +74,6 @@ class NodesLink(Link):
         except BaseException:
             self.close()
             raise
-        witness.meet()
         self.gather, self.scatter = self._lanes
         self.ring = Ring(self._lanes[0].empty, self._lanes[0].comm.device)
 

@@ -62,12 +62,13 @@ def scale_out(
     rank, ranks = group.rank(), ranks_of(group)
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
-    nodes = find_nodes(store, rank, ranks, timeout, config)
+    nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
     node, place = nodes.seat(rank)
     name = f"{group.group_name}/scale-out/{number}"
     own = [ranks[other] for other in nodes.members[node]]
     with contextlib.ExitStack() as stack:
-        near_group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}")
+        near_ranks = (liveness, nodes.members[node])
+        near_group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}", near_ranks)
         stack.callback(near_group.close)
 
         def of_all(part: str, make: Callable[[], _Part]) -> _Part:
@@ -78,7 +79,8 @@ def scale_out(
             except Exception as error:
                 failure = error
             # The ranks of a slower node may need their whole time-out to fail.
-            agree_on_a_part(dist.PrefixStore(f"{part}/", store), rank, ranks, f"{name}/{part}", failure, 2 * timeout)
+            parts = dist.PrefixStore(f"{part}/", store)
+            agree_on_a_part(parts, rank, liveness, f"{name}/{part}", failure, 2 * timeout, config.warn_s)
             assert made is not None
             return made
 

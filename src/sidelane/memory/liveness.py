@@ -1,0 +1,218 @@
+"""Liveness: which ranks of a group have ended, as far as a rank knows, and what it says of those that it waits for.
+
+Ranks tell each other their processes when they first meet (``memory.exchange``): those of a Sidelane group when it is
+made, those of another group when they make their first communicator. From then on, every wait notices the end of a
+process on this machine by its number. A rank that leaves a group and lives on says so in the store, for all machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from sidelane import forks, log
+from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.store_values import parsed, value_of
+
+Member = tuple[tuple[Any, ...], str]
+"""A rank's process, as it describes itself, and a random word of its own for this group: names of groups come again."""
+
+
+class Liveness:
+    """The ranks of one group, and what is known of their ends.
+
+    Args:
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        ranks: ranks of the group, in the world.
+        wider: liveness of a group that contains this one and has met before, with the numbers of this group's ranks in
+            it; None for none.
+
+    Attributes:
+        member: this rank, for the others.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        wider: Wider | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self._store, self._rank, self._wider = store, rank, wider
+        self._own = ProcessIdentity.own()
+        self._connection: dist.Store | None = None
+        self.member: Member = (tuple(self._own), os.urandom(8).hex())
+        self._members: dict[int, tuple[ProcessIdentity, str]] = {}
+
+    def meet(self, members: Sequence[Member]) -> None:
+        """Know all ranks from now on: what each has sent of itself."""
+        self._connection = _connection_of(self._store)
+        self._members = {rank: (ProcessIdentity(*process), word) for rank, (process, word) in enumerate(members)}
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Return those of ``peers`` whose processes are gone."""
+        return [rank for rank in peers if rank != self._rank and self._pid_of_the_dead(rank) is not None]
+
+    def gone(self, peers: Sequence[int], *, within_s: float = 0.0) -> Mapping[int, str]:
+        """Return those of ``peers`` that have died; if none has, those that have left. Each has a sentence.
+
+        It asks the store. Ranks may have left because of one that has died.
+
+        Args:
+            peers: ranks of the group.
+            within_s: seconds in which to look again as long as there is none.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            found = {rank: self._end_of(rank) for rank in self.dead(peers) or peers if rank != self._rank}
+            if any(found.values()) or time.monotonic() >= until:
+                return {rank: how for rank, how in found.items() if how}
+            time.sleep(0.05)
+
+    def leave(self, how: str) -> None:
+        """Tell the others, in a sentence, that this rank makes no more calls of the group."""
+        if self._connection is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with another rank
+                self._connection.set(_LEFT + self.member[1], json.dumps(how))
+
+    def _end_of(self, rank: int) -> str:
+        if (pid := self._pid_of_the_dead(rank)) is not None:
+            return f"rank {rank} (rank {self.ranks[rank]} of the world, pid {pid}) died"
+        if rank in self._members and self._connection is not None:
+            # The store may have gone with another rank, and others write there, too.
+            with contextlib.suppress(RuntimeError, ValueError):
+                said = value_of(self._connection, _LEFT + self._members[rank][1])
+                if said is not None:
+                    return str(parsed(said))
+        return "" if self._wider is None else self._wider[0]._end_of(self._wider[1][rank])
+
+    def _pid_of_the_dead(self, rank: int) -> int | None:
+        if rank in self._members:
+            process = self._members[rank][0]
+            return process.pid if process.alive(self._own) is False else None
+        return None if self._wider is None else self._wider[0]._pid_of_the_dead(self._wider[1][rank])
+
+
+Wider = tuple[Liveness, Sequence[int]]
+"""Liveness of a group that contains another one, and the numbers of the ranks of that one."""
+
+
+class LongWaits:
+    """Lines of the log for waits that last: one for each.
+
+    Args:
+        rank: number of this rank.
+        warn_s: seconds after which a wait is a line (``Config.warn_s``).
+    """
+
+    def __init__(self, rank: int, warn_s: float) -> None:
+        self._rank, self._warn_s, self._said = rank, warn_s, -1
+
+    def look(self, number: int, waited_s: float, timeout_s: float, describe: Callable[[], tuple[str, str]]) -> None:
+        """Write the line of a wait once it is time.
+
+        Args:
+            number: number of the wait.
+            waited_s: seconds that it has lasted.
+            timeout_s: seconds after which it becomes an error.
+            describe: returns the call that waits, in the words of its user, and the awaited ranks.
+        """
+        if waited_s < self._warn_s or number <= self._said:
+            return
+        self._said = number
+        call, ranks = describe()
+        log.waits.warning(
+            "%s: rank %d has waited %.0f s for %s; the time-out is %g s", call, self._rank, waited_s, ranks, timeout_s
+        )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks in words.
+
+    >>> named([1]), named([1, 2])
+    ('rank 1', 'ranks 1, 2')
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def users_call() -> str:
+    """Describe the call of the program that this thread is in: its name, and file and line; "" where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+        function = frame.f_code.co_qualname.removesuffix(".__init__")
+        if "<locals>" not in function and not function.rpartition(".")[2].startswith("_"):  # no wrapper
+            room, package = module.rpartition(".")[2], module.partition(".")[0]
+            if package == "sidelane" and function[0].islower() and room != function:
+                name = f"{room}.{function}"
+            elif package in _LIBRARIES[:2]:
+                name = function
+        frame = frame.f_back
+    if frame is None or not name:
+        return ""
+    file = frame.f_code.co_filename
+    text = linecache.getline(file, frame.f_lineno).strip()
+    return f"{name} ({os.path.basename(file)}:{frame.f_lineno}{': ' if text else ''}{text:.{_SHOWN}})"
+
+
+DYING_S = 2.0
+"""Seconds by which a connection may break before its process is gone."""
+
+
+def liveness_of(group: dist.ProcessGroup, store: dist.Store, rank: int, ranks: Sequence[int]) -> Liveness:
+    """Return the liveness of a group, the same for all that its ranks make."""
+    with _making:
+        found = known(group)
+        if found is None:
+            found = _known[group] = Liveness(store, rank, ranks)
+        return found
+
+
+def known(group: dist.ProcessGroup) -> Liveness | None:
+    """Return the liveness of a group whose ranks have met, or are about to; None for another group."""
+    return _known.get(group)
+
+
+def _connection_of(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes; for a TCPStore this process's own connection, which no wait occupies."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return store
+    with _making:
+        at = f"{store.host}:{store.port}"
+        found = _connections.get(at)
+        if found is None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                clone: Any = store
+                found = _connections[at] = clone.clone()
+        return store if found is None else found
+
+
+def keep(group: dist.ProcessGroup, liveness: Liveness) -> None:
+    """Let :func:`liveness_of` return this for a group."""
+    _known[group] = liveness
+
+
+_LEFT = "sidelane/left/"
+_SHOWN = 100
+_LIBRARIES = ("sidelane", "torch", "contextlib", "functools", "threading", "concurrent")
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, Liveness] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakValueDictionary[str, dist.Store] = weakref.WeakValueDictionary()
+_making = forks.lock()
+forks.in_copies(_connections.clear)  # a socket has one owner
