@@ -195,7 +195,7 @@ class Exchange:
         """
         self._number += 1
         until = time.monotonic() + grace_s
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(RuntimeError):  # a peer's failure, or the store has gone: this rank's own error counts
             self._refuse("", error)
             while self._store is not None and time.monotonic() < until and self._decided() is None:
                 time.sleep(_LONGEST_SLEEP_S)
