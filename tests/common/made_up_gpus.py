@@ -70,10 +70,13 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
 
     def call(comm: Communicator, *arguments: Any) -> None:
         *asked, _ = arguments
-        real_call(comm, *asked, False)  # an asynchronous call takes a stream of torch's
-        if finish:
-            comm.synchronize()
-            driver.synchronize()
+        try:
+            real_call(comm, *asked, False)  # an asynchronous call takes a stream of torch's
+            if finish:
+                comm.synchronize()
+        finally:  # of a call that failed, too: torch frees memory of the CPU at once, not in the order of a stream
+            if finish:
+                driver.synchronize()
 
     patches = (
         mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),

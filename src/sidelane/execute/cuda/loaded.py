@@ -235,7 +235,7 @@ class CudaProgram:
         except ValueError:
             raise  # found before anything was submitted
         except BaseException as error:  # of the driver, or Ctrl-C
-            executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+            executor.fail_submission(self.program, error, captured=place[1])
             raise
 
     def _note(self, epoch: int, entry: Entry) -> None:

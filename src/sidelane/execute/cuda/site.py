@@ -371,10 +371,21 @@ class CudaSite:
         def failed(index: int, error: Any) -> NoReturn:
             if not isinstance(error, BaseException):
                 error = self.driver.refused(calls[index][0], error)
-            self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+            self.fail_submission(program, error)
             raise error
 
         return failed
+
+    def fail_submission(
+        self, program: Program | AnyKernelProgram | KernelCall, error: BaseException, *, captured: bool = False
+    ) -> None:
+        """Fail after an incomplete submission, and wait for what was submitted.
+
+        The caller's stream does not wait for it any more, so that its next work may have the memory of these tensors.
+        """
+        self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+        if not captured:
+            self._has_passed(time.monotonic() + _DRAIN_S)
 
     def check_open(self, method: str) -> None:
         if self.closed:
@@ -400,12 +411,18 @@ class CudaSite:
         Returns:
             True; False if a stream has not passed them in time.
         """
-        deadline = time.monotonic() + _DRAIN_S
+        if self._has_passed(time.monotonic() + _DRAIN_S):
+            return True
         with self.driver.current():
-            while not ((are_own := self._are_released()) and self.watch.is_at_rest):
+            if not self._are_released():
+                _stuck.append(self)  # streams may still write to its memory
+        return False
+
+    def _has_passed(self, deadline: float) -> bool:
+        """Return True once all waits are released and streams have passed them; False if they have not in time."""
+        with self.driver.current():
+            while not (self._are_released() and self.watch.is_at_rest):
                 if time.monotonic() > deadline:
-                    if not are_own:
-                        _stuck.append(self)  # streams may still write to its memory
                     return False
                 time.sleep(1e-3)
         return True
