@@ -71,13 +71,18 @@ class SidelaneGroup(dist.ProcessGroup):
         self._store, self.world_ranks = store, tuple(ranks)
         nodes, liveness, self._timeout = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
         keep(self, liveness)
-        self._other, self._owned = other(self._timeout), owned
+        witness = Witness(liveness)
+        try:
+            self._other, self._owned = other(self._timeout), owned
+        except RuntimeError as error:  # a rank that has met the others may end while they connect
+            witness.explain(error, range(size))
+            raise
         self._name = self._description = "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        self._dispatcher = Dispatcher(self, self._other, Witness(liveness), ranks, nodes, self._timeout)
+        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, self._timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         forks.keeping(self)
