@@ -520,7 +520,7 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
     "unsharded": _unsharded,
     "compiled autograd, Python's reducer": _by_compiled_autograd,
 }
-"""What programs do with a model to keep it, or to compile its backward."""
+"""Ways in which programs keep a model, or compile its backward."""
 
 
 def kept(group: dist.ProcessGroup) -> list[str]:

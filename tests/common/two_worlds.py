@@ -1,4 +1,4 @@
-"""What three ranks do in a group that joins processes of several worlds, as trainers and servers of RLHF meet.
+"""Calls of three ranks in a group that joins processes of several worlds, as trainers and servers of RLHF meet.
 
 Their ranks in the default group, if there is one, have nothing to do with those in the group.
 """

@@ -1,4 +1,4 @@
-"""What ranks execute in ``test_device_fsdp``."""
+"""Functions that ranks execute in ``test_device_fsdp``."""
 
 from __future__ import annotations
 

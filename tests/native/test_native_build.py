@@ -205,7 +205,7 @@ def test_what_others_can_write_is_not_loaded(cache: Path, what: str) -> None:
 def test_a_file_that_takes_the_place_of_the_checked_one_is_not_loaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As others can do it where they may write to the parent of the user's cache."""
+    """Others can do this where they may write to the parent of the user's cache."""
     assert load().module is not None
     (file,) = cache.iterdir()
     checked = file.stat().st_ino

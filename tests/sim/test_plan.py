@@ -175,7 +175,7 @@ def test_more_tokens_are_advised_only_where_they_fit():
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", [*(name for name in machine_names() if named(name).gpus > 1), "h100x8x4", "h200x8x16"])
 def test_what_is_recommended_fits(name, model, monkeypatch, tmp_path, capsys):
-    """Of the whole catalogue, with made-up times: what needs most memory is fastest, and would be better with more."""
+    """Made-up times over the whole catalogue: the sharding with most memory is fastest, and better with more."""
 
     def hybrid_is_fastest(machine, step, strategy, *_, hybrid=False):
         return StepTimes(2e6 - 1e5 * hybrid - STRATEGIES.index(strategy) * 1e5, 8e5, 9e5)

@@ -167,7 +167,7 @@ def test_traces_without_a_rank_are_refused(path: Path, events: list[dict[str, An
 
 
 def test_kernels_of_a_stream_that_overlapped_may_overlap(path: Path) -> None:
-    """As branches of a CUDA graph do. One behind another waits for both."""
+    """Branches of a CUDA graph overlap like this. A kernel after another one waits for both."""
     events = [kernel("a", 0.0, 100.0), kernel("b", 20.0, 60.0), kernel("c", 100.0, 50.0)]
     trace = read_trace(written(path, events))
     lanes = {node.name: node.lane for node in trace.nodes}
@@ -178,7 +178,7 @@ def test_kernels_of_a_stream_that_overlapped_may_overlap(path: Path) -> None:
 
 
 def test_shapes_and_numbers_of_another_form_are_unknown(path: Path) -> None:
-    """What only helps to name a collective; its recorded time stays."""
+    """Fields that only help to name a collective; its recorded time stays."""
     odd = {"correlation": [7], "device": 0}
     launch = {"ph": "X", "cat": ["cuda"], "name": "launch", "ts": 8.0, "dur": 2.0, "tid": [3], "args": odd}
     for dims in ([[10**17] * 9], [[2] * 100], [[1e400]], [[True, -1]]):
