@@ -21,7 +21,7 @@ import torch
 PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 DEVICES = ("cuda",)
-"""Devices on which parameter groups ask. CPU ranks would allocate collectively for each call, longer than they stage."""
+"""Devices on which parameter groups ask. CPU ranks would allocate collectively for each call, which takes longer."""
 
 
 def take_over(kind: type[Any]) -> None:
