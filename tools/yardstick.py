@@ -857,10 +857,11 @@ def repairs(commit: str) -> list[dict[str, Any]]:
 def cases(options: argparse.Namespace) -> int:
     """Compare the tests that need GPUs, with their parameters, with those of the baseline; 1 if one has gone."""
     path = ROOT / DATA / "device-cases.txt"
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/device"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment).stdout
-    now = [line for line in listed.splitlines() if "::" in line]
+    with trees(options.commit, 1, options.until) as (copy,):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/device"]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(copy.tree / "src")}
+        done = subprocess.run(command, cwd=copy.tree, check=True, capture_output=True, text=True, env=environment)
+    now = [line for line in done.stdout.splitlines() if "::" in line]
     if options.freeze:
         write("device-cases.txt", "\n".join(now) + "\n")
     gone = [case for case in path.read_text(encoding="utf-8").splitlines() if case not in now]
