@@ -128,9 +128,9 @@ def on_several_streams(context: Context, captured: bool) -> int:
         chosen = torch.arange(2 * rows, device=device).view(rows, 2) % (2 * n)
         routes = ops.route_experts(comm, chosen, torch.rand(rows, 2, device=device, generator=generator), experts=2)
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
-            lambda x: ops.split_gemm_reduce_scatter(comm, x, weight),
-            lambda x: ops.split_all_gather_gemm(comm, x, weight, pieces=2),
-            lambda x: ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=rows),
+            lambda x: ops.gemm_reduce_scatter(comm, x, weight, method="split"),
+            lambda x: ops.all_gather_gemm(comm, x, weight, method="split", pieces=2),
+            lambda x: ops.all_to_all_gemm(comm, x, weight, counts, most_rows=rows, method="split"),
             lambda x: ops.combine_tokens(comm, ops.dispatch_tokens(comm, x, routes).sin(), routes),
             lambda x: ops.dispatch_tokens(comm, x, routes, wire=torch.float8_e4m3fn),
         ]
@@ -419,10 +419,12 @@ def split(comm: Communicator) -> Case:
     x, weight = torch.zeros(150 * n, 64, device=device), torch.randn(300, 64, device=device)
 
     def call() -> list[torch.Tensor]:
-        routed = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
-        reduced = [op(comm, x, weight) for op in (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)]
-        dispatched = ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
-        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2), dispatched[:came]]
+        options: dict[str, Any] = {"most_rows": max(most, 150 * n), "method": "split", "pieces": 3}
+        routed = ops.gemm_all_to_all(comm, x, weight, counts, **options)
+        reduced = [op(comm, x, weight, method="split") for op in (ops.gemm_reduce_scatter, ops.gemm_all_reduce)]
+        dispatched = ops.all_to_all_gemm(comm, x, weight, counts, **options)
+        gathered = ops.all_gather_gemm(comm, x, weight, method="split", pieces=2)
+        return [routed[:came], *reduced, gathered, dispatched[:came]]
 
     return lambda step: x.fill_(step + comm.rank), call
 

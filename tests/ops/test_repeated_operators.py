@@ -32,6 +32,7 @@ from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget
 from sidelane.native import load_replays
+from sidelane.ops.gemv import GemvAllReduce
 from sidelane.session.answers import recall
 from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 
@@ -328,7 +329,7 @@ def test_closed_handles_and_communicators(driver: LaunchingDriver, watched: Watc
     comm = Communicator(config=Config(profile="builtin"))
     call = repeated(watched, gemv(comm))
     other = repeated(watched, norm(comm))
-    (handle,) = [each for each in comm.kept.values() if isinstance(each, ops.GemvAllReduce)]
+    (handle,) = [each for each in comm.kept.values() if isinstance(each, GemvAllReduce)]
     handle.close()
     with pytest.raises(RuntimeError, match="closed"):
         call()
