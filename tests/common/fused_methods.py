@@ -122,16 +122,16 @@ def known_again(comm: Communicator) -> None:
     even, factor = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
     odd = torch.ones(33, dtype=torch.bfloat16)[1:].view(4, 8)
     n = comm.world_size
-    rows, counts = torch.randn(2 * n, 8), [[2] * n] * n
+    rows, routed = torch.randn(2 * n, 8), {"counts": [[2] * n] * n, "most_rows": 2 * n}
     calls: tuple[tuple[object, str, Callable[..., object]], ...] = (
         (gemv, "_check", lambda **o: ops.gemv_all_reduce(comm, weight, x, **o)),
         (rms_norm, "_check", lambda **o: ops.all_reduce_rms_norm(comm, x, None, weight[0], **o)),
         (pipelined_gemm, "check_operands", lambda **o: ops.gemm_all_reduce(comm, x, weight, **o)),
-        (gemm, "check_routed", lambda **o: ops.gemm_all_to_all(comm, rows, weight, counts, most_rows=2 * n, **o)),
+        (gemm, "check_routed", lambda **o: ops.gemm_all_to_all(comm, rows, weight, **routed, **o)),
         (
             dispatch_gemm,
             "check_routed",
-            lambda **o: ops.all_to_all_gemm(comm, rows, weight, counts, most_rows=2 * n, **o),
+            lambda **o: ops.all_to_all_gemm(comm, rows, weight, **routed, **o),
         ),
     )
     for where, name, call in calls:

@@ -19,7 +19,7 @@ from sidelane import Communicator, Config, ops
 from sidelane.choice.fused import UNFUSED, Method
 from sidelane.choice.selection import Selection
 from sidelane.native import load_replays
-from sidelane.ops import auto
+from sidelane.ops import operator
 from sidelane.session.own_kernel import OwnKernel
 
 
@@ -41,7 +41,7 @@ def on_the_device(context: Context) -> Iterator[None]:
     torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(auto, "choose_method", fused_always)
+            patch.setattr(operator, "choose_method", fused_always)
             yield
     finally:
         torch.set_default_device(None)
@@ -93,7 +93,7 @@ def in_a_graph(context: Context, name: str, replays: int, only_there: bool = Fal
         torch.cuda.stream(torch.cuda.Stream()),
         Communicator(device=device, config=Config(timeout_s=30)) as comm,
     ):
-        patch.setattr(auto, "choose_method", fused_in_graphs if only_there else fused_always)
+        patch.setattr(operator, "choose_method", fused_in_graphs if only_there else fused_always)
         change, call = CALLS[name](comm)
         wanted = []
         for step in range(replays):
