@@ -126,9 +126,9 @@ def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> 
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
     handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
-    launch = handle._kernel.launch_again
+    launch = handle._kernel.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._kernel, "launch_again", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
         for module in (operator, embedding):
             patch.setattr(module, "is_captured", lambda _: captured)
         if not captured:

@@ -265,7 +265,7 @@ def tilings_that_do_not_compile(group: dist.ProcessGroup) -> list[str]:
             OutOfResources(300000, 232448, "shared memory"),
             RuntimeError("a launch of a kernel, which was closed"),
         ):
-            with mock.patch.object(handle._kernel, "launch_again", side_effect=error):
+            with mock.patch.object(handle._kernel, "launch", side_effect=error):
                 try:
                     handle.run(torch.ones(20, 8), torch.ones(8), None, None)
                 except Exception as found:

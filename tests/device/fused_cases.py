@@ -20,7 +20,7 @@ from sidelane.choice.fused import UNFUSED, Method
 from sidelane.choice.selection import Selection
 from sidelane.native import load_replays
 from sidelane.ops import operator
-from sidelane.session.own_kernel import OwnKernel
+from sidelane.session.own_kernel import RepeatedLaunch
 
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
@@ -176,7 +176,7 @@ def repeated_elsewhere(context: Context, steps: int) -> dict[str, float]:
     """
     assert load_replays().module is not None, load_replays().words
     device, taken, native = context.device, {}, [0]
-    again = OwnKernel._run_again
+    again = RepeatedLaunch.run
 
     def seen(*given: Any) -> bool:
         made = again(*given)
@@ -189,7 +189,7 @@ def repeated_elsewhere(context: Context, steps: int) -> dict[str, float]:
         Communicator(device=device, config=Config(timeout_s=30)) as comm,
         Communicator(device=device, config=Config(timeout_s=30, native=False)) as plain,
     ):
-        patch.setattr(OwnKernel, "_run_again", seen)
+        patch.setattr(RepeatedLaunch, "run", seen)
         streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
         generator = torch.Generator(device).manual_seed(comm.rank)
         weight, ones = torch.randn(1000, 128, device=device, generator=generator), torch.ones(128, device=device)

@@ -219,8 +219,7 @@ class EmbeddingAllToAll(KernelHandle):
                 output, place = out, self.place_of(out)
         chosen = self._order or self._ordered(indices, offsets)
         stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch_again(
-            *(again if stamps is None else None, tensors, _PLACES),
+        self._kernel.launch(
             (self._programs,),
             self._addresses if out is None else comm.peers(output),
             self._counters,
@@ -233,6 +232,7 @@ class EmbeddingAllToAll(KernelHandle):
             self._slices,
             _ORDERS[chosen if order == AUTO else order],
             stamps,
+            again=None if again is None or stamps is not None else (again, tensors),
             alike=f"batch {tables.batch}, output at {place}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
@@ -342,7 +342,7 @@ def embedding_all_to_all(
 
         # The handle has what the unfused method needs, too.
         make: dict[str, Callable[[int], Launch]] = {
-            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch()),
+            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
             UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)

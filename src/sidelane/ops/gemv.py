@@ -120,8 +120,7 @@ class GemvAllReduce(KernelHandle):
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
         try:
-            self._kernel.launch_again(
-                *(again if stamps is None else None, tensors, _PLACES),
+            self._kernel.launch(
                 (self._programs,),
                 self._addresses,
                 self._cells,
@@ -138,6 +137,7 @@ class GemvAllReduce(KernelHandle):
                 self._rows_each,
                 stamps,
                 self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
+                again=None if again is None or stamps is not None else (again, tensors),
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **gemv_cells.constants_of(
                     tiling,
@@ -200,7 +200,7 @@ def gemv_all_reduce(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
-            return functools.partial(handle.run, again=RepeatedLaunch())
+            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES))
 
         make: dict[str, Callable[[int], Launch]] = {
             FUSED: fused,

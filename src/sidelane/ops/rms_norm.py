@@ -155,8 +155,7 @@ class AllReduceRmsNorm(KernelHandle):
         else:
             programs, options = self._programs, self._options
         stamps, stamped = stamps_of(self.comm, programs)
-        self._kernel.launch_again(
-            *(again if stamps is None else None, tensors, _PLACES),
+        self._kernel.launch(
             (programs,),
             self._counters,
             self.comm.rank,
@@ -171,6 +170,7 @@ class AllReduceRmsNorm(KernelHandle):
             quantized,
             None if scales else scale,
             scale if scales else None,
+            again=None if again is None or stamps is not None else (again, tensors),
             alike=f"{x.shape[0]} tokens{stamped}",
             HAS_RESIDUAL=residual is not None,
             **options,
@@ -232,7 +232,7 @@ def all_reduce_rms_norm(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-            return functools.partial(handle.run, again=RepeatedLaunch() if is_float else None)
+            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES) if is_float else None)
 
         make: dict[str, Callable[[int], Launch]] = {
             FUSED: fused,
