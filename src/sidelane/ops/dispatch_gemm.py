@@ -58,7 +58,7 @@ from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import METHODS, TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, counts_in_words, experts_of
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
@@ -66,7 +66,7 @@ from sidelane.program.pieces import SPLIT_DISPATCH
 from sidelane.session import Communicator
 
 NAME = "all_to_all_gemm"
-OPERATOR = Operator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
+OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 

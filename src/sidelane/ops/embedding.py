@@ -82,12 +82,12 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
-OPERATOR = Operator(NAME, ("batch", "tables", "pooling"), captured=(FUSED,))
+OPERATOR = FusedOperator(NAME, ("batch", "tables", "pooling"), captured=(FUSED,))
 """Means of the ranks. A graph has no method that needs the host, as bags of a table do."""
 
 OBLIVIOUS_ORDER = tl.constexpr(2)

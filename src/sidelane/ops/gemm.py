@@ -53,7 +53,7 @@ from sidelane.memory.persistent import lasting
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.handle import INTERPRETED, KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
 from sidelane.ops.operands import Counts, apart_from, check_routed, counts_in_words, experts_of
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
@@ -62,7 +62,7 @@ from sidelane.session import Communicator
 
 NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
-OPERATOR = Operator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
+OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 NO_ROOM = tl.constexpr(-2)

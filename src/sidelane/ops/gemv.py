@@ -34,7 +34,7 @@ from sidelane.ops.handle import (
     refuse_tiles,
 )
 from sidelane.ops.operands import apart_from, check_neighbours
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall, Sizes
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall, Sizes
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -56,7 +56,7 @@ def _too_large(sizes: Sizes) -> str:
     return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
 
 
-OPERATOR = Operator(
+OPERATOR = FusedOperator(
     NAME, ("rows", "columns of all ranks", "tokens"), has_sum=True, agreed=_agreed, too_large=_too_large
 )
 

@@ -77,7 +77,7 @@ def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operator:
+class FusedOperator:
     """Declaration of a fused operator. It enters ``OPERATORS`` when it is made.
 
     Attributes:
@@ -167,7 +167,7 @@ class Operator:
         if comm.config.deterministic and self.has_sum:  # one way for all shapes
             return Method(UNFUSED)
         captured = is_captured(comm)
-        key = Operator, self.name, call.key
+        key = FusedOperator, self.name, call.key
         known: tuple[Method, Method] | None = comm.kept.get(key)
         if known is None:
             if captured:
@@ -240,7 +240,7 @@ class Operator:
         return f"{self.name}: {found}; order {order}"
 
 
-OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, FusedOperator] = {}
 """Operators that have a ``method``, by name."""
 
 

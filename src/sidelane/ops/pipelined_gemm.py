@@ -50,7 +50,7 @@ from sidelane.config import COMPUTE, NOTHING
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
 from sidelane.ops.handle import is_captured, kept, power_of_two
 from sidelane.ops.operands import Routed, apart_from, check_operands
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.program.pieces import (
     SPLIT_GEMM,
     arriving_program,
@@ -72,18 +72,18 @@ hold them; the communicator copies the rows of further shapes."""
 
 METHODS = SPLIT, UNFUSED
 SIZES = "rows", "columns of x", "columns of the result"
-SCATTER = Operator(
+SCATTER = FusedOperator(
     "gemm_reduce_scatter", SIZES, METHODS, METHODS, fused_heuristic.PIECES, has_sum=True, split_adds_in_order=False
 )
-ALL = Operator("gemm_all_reduce", SIZES, METHODS, METHODS, fused_heuristic.ROW_PARTS, has_sum=True)
-GATHER = Operator("all_gather_gemm", ("rows of a rank", *SIZES[1:]), METHODS, METHODS, pieces=1)
+ALL = FusedOperator("gemm_all_reduce", SIZES, METHODS, METHODS, fused_heuristic.ROW_PARTS, has_sum=True)
+GATHER = FusedOperator("all_gather_gemm", ("rows of a rank", *SIZES[1:]), METHODS, METHODS, pieces=1)
 
 Table = tuple[tuple[int, ...], ...]
 """Number of rows from rank i to rank j in row i, column j."""
 
 
 @dataclasses.dataclass(slots=True)
-class Parts:
+class MovedParts:
     """Parts of a product, and the bound program that moves them.
 
     Attributes:
@@ -106,7 +106,7 @@ class Parts:
     @classmethod
     def of(
         cls, program: BoundProgram, rows: Sequence[slice], buffer: torch.Tensor, stays: tuple[slice, slice]
-    ) -> Parts:
+    ) -> MovedParts:
         """Return parts whose views are rows of a buffer."""
         with torch.inference_mode(False), torch.no_grad():
             views = tuple(buffer[part] for part in rows)
@@ -117,7 +117,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], object]
 """Function that multiplies some rows into a place for their results."""
 
 
-def produce_and_send(parts: Parts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def produce_and_send(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
     """Compute rows of ``x`` part by part, and send each part as soon as it is computed.
 
     Args:
@@ -135,7 +135,7 @@ def produce_and_send(parts: Parts, x: torch.Tensor, output: torch.Tensor, produc
     work.wait()
 
 
-def receive_and_consume(parts: Parts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def receive_and_consume(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
     """Compute rows part by part, each as soon as it arrives, after the rows of ``x`` that stay.
 
     Args:
@@ -153,7 +153,7 @@ def receive_and_consume(parts: Parts, x: torch.Tensor, output: torch.Tensor, pro
     work.wait()
 
 
-def _compute_what_stays(parts: Parts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def _compute_what_stays(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
     rows, place = parts.stays
     if rows.stop > rows.start:
         product(x[rows], output[place])
@@ -178,7 +178,7 @@ class RoutedParts:
         self.comm, self.name, self._most_rows = comm, name, most_rows
         self.sent, self.came = (comm.empty(most_rows, width, dtype=dtype) for _ in range(2))
         self.turn = in_turn(comm)
-        self.known: dict[tuple[Table, int], Parts] = {}
+        self.known: dict[tuple[Table, int], MovedParts] = {}
         self._loaded: set[Hashable] = set()
 
     @classmethod
@@ -186,7 +186,7 @@ class RoutedParts:
         """Return the buffers of some sizes; all ranks make them together if they are new."""
         return kept(comm, (name, most_rows, width, dtype), lambda: cls(comm, name, most_rows, width, dtype))
 
-    def parts(self, table: Table, pieces: int) -> Parts:
+    def parts(self, table: Table, pieces: int) -> MovedParts:
         """Return the parts of such counts; all ranks make their program together if they are new."""
         key = table, pieces
         found = self.known.pop(key, None)
@@ -198,7 +198,7 @@ class RoutedParts:
             program = self.comm.load(make(table, pieces, row_bytes, self._most_rows), buffers)
             first, place, stay = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank]), table[rank][rank]
             stays = slice(first, first + stay), slice(place, place + stay)
-            found = Parts.of(program, rows_of(table, rank, pieces), self.sent if sends else self.came, stays)
+            found = MovedParts.of(program, rows_of(table, rank, pieces), self.sent if sends else self.came, stays)
             # Programs that graphs hold stay.
             loose = [known for known, parts in self.known.items() if not parts.in_a_graph]
             if len(loose) >= MOST_TABLES:
@@ -225,7 +225,7 @@ class RoutedParts:
         receive_and_consume(parts, x, output, _into(weight.t()))
         return output
 
-    def _load(self, x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor, parts: Parts) -> None:
+    def _load(self, x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor, parts: MovedParts) -> None:
         """Compute parts of new sizes once: loading a kernel, or allocating its memory, may wait for the device, and so,
         once the program has begun, for triggers that would never come (docs/internals/prelaunch.md).
         """
@@ -308,25 +308,25 @@ def most_of(table: Table, most_rows: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Buffer:
+class ShapeBuffer:
     """A buffer of a shape in symmetric memory. ``values``: [rows, columns]. ``turn``: turns of its users."""
 
     values: torch.Tensor
     turn: BufferTurn
 
     @classmethod
-    def of(cls, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> Buffer:
+    def of(cls, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> ShapeBuffer:
         """Allocate a buffer. Collective."""
         return cls(comm.empty(rows, columns, dtype=dtype), in_turn(comm))
 
     @classmethod
     def if_there_is_room(
-        cls, comm: Communicator, op: Operator, rows: int, columns: int, dtype: torch.dtype
-    ) -> Buffer | None:
+        cls, comm: Communicator, op: FusedOperator, rows: int, columns: int, dtype: torch.dtype
+    ) -> ShapeBuffer | None:
         """Return an unfused operator's buffer of a shape; None if it has none. Collective if the shape is new: shapes
         come in the same order on all ranks, so all have the same buffers.
         """
-        buffers = cast("dict[Hashable, Buffer]", kept(comm, (Buffer, op.name), dict))
+        buffers = cast("dict[Hashable, ShapeBuffer]", kept(comm, (ShapeBuffer, op.name), dict))
         shape = rows, columns, dtype
         if shape not in buffers and len(buffers) < MOST_SHAPES and not is_captured(comm):
             with torch.inference_mode(False):
@@ -431,7 +431,7 @@ def all_gather_gemm(
 
 
 def _reduced(
-    op: Operator,
+    op: FusedOperator,
     in_parts: Callable[[Communicator, Shape, int], Launch],
     unfused: Callable[[Communicator, Shape, int], Launch],
     comm: Communicator,
@@ -470,7 +470,7 @@ def _scatter_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
 
 
 def _scatter_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
-    buffer, rows = Buffer.if_there_is_room(comm, SCATTER, *shape), shape[0] // comm.world_size
+    buffer, rows = ShapeBuffer.if_there_is_room(comm, SCATTER, *shape), shape[0] // comm.world_size
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), _turn_of(buffer):
@@ -483,7 +483,7 @@ def _scatter_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
 
 
 def _reduce_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
-    buffer = kept(comm, (ALL.name, *shape), lambda: Buffer.of(comm, *shape))
+    buffer = kept(comm, (ALL.name, *shape), lambda: ShapeBuffer.of(comm, *shape))
     *ahead, (last, values) = [(rows, buffer.values[rows]) for rows in row_parts(shape[0], pieces)]
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -505,7 +505,7 @@ def _reduce_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
 
 
 def _reduce_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
-    buffer = Buffer.if_there_is_room(comm, ALL, *shape)
+    buffer = ShapeBuffer.if_there_is_room(comm, ALL, *shape)
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), _turn_of(buffer):
@@ -520,12 +520,14 @@ def _reduce_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
 def _gather_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     (rows, depth, dtype), n, rank = shape, comm.world_size, comm.rank
 
-    def make() -> tuple[Buffer, Parts]:
-        buffer = Buffer.of(comm, n * rows, depth, dtype)
+    def make() -> tuple[ShapeBuffer, MovedParts]:
+        buffer = ShapeBuffer.of(comm, n * rows, depth, dtype)
         program = comm.load(gathering_program(n, rows, pieces, depth * dtype.itemsize), {"rows": buffer.values})
         firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in parts_of(rows, pieces)]
         came = [slice(first + part.start, first + part.stop) for first, part in firsts]
-        return buffer, Parts.of(program, came, buffer.values, (slice(0, rows), slice(rank * rows, (rank + 1) * rows)))
+        return buffer, MovedParts.of(
+            program, came, buffer.values, (slice(0, rows), slice(rank * rows, (rank + 1) * rows))
+        )
 
     buffer, parts = kept(comm, (GATHER.name, *shape, pieces), make)
     own = buffer.values[parts.stays[1]]
@@ -545,7 +547,7 @@ def _gather_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
 def _gather_unfused(comm: Communicator, shape: Shape, needs_buffer: bool, pieces: int) -> Launch:
     (rows, depth, dtype), n = shape, comm.world_size
     whole = n * rows, depth, dtype
-    buffer = Buffer.if_there_is_room(comm, GATHER, *whole) if needs_buffer else None
+    buffer = ShapeBuffer.if_there_is_room(comm, GATHER, *whole) if needs_buffer else None
     own = None if buffer is None else buffer.values[comm.rank * rows : (comm.rank + 1) * rows]
 
     def launch(x: torch.Tensor, weight: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
@@ -557,9 +559,9 @@ def _gather_unfused(comm: Communicator, shape: Shape, needs_buffer: bool, pieces
     return launch
 
 
-def _values_of(buffer: Buffer | None, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _values_of(buffer: ShapeBuffer | None, x: torch.Tensor, shape: Shape) -> torch.Tensor:
     return x.new_empty(shape[:2]) if buffer is None else buffer.values
 
 
-def _turn_of(buffer: Buffer | None) -> contextlib.AbstractContextManager[None]:
+def _turn_of(buffer: ShapeBuffer | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if buffer is None else cast("contextlib.AbstractContextManager[None]", buffer.turn)

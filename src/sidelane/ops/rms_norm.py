@@ -30,13 +30,13 @@ from sidelane.ops.handle import (
     register_limit,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, Launch, Operator, OperatorCall
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_reduce_rms_norm"
-OPERATOR = Operator(NAME, ("tokens", "hidden"), has_sum=True)
+OPERATOR = FusedOperator(NAME, ("tokens", "hidden"), has_sum=True)
 CELLS, PUSHED = "cells", "pushed"
 SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
