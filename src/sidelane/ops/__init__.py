@@ -1,8 +1,5 @@
 """Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from sidelane.ops.attention import (
     attention_function,
     register_attention,
@@ -23,9 +20,6 @@ from sidelane.ops.reshard import reshard
 from sidelane.ops.rms_norm import all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.timeline import Timeline
-
-if TYPE_CHECKING:
-    from sidelane.ops import fusion as fusion
 
 __all__ = [
     "EmbeddingAllToAll",
@@ -55,16 +49,3 @@ __all__ = [
     "sequence_parallel_attention",
     "sequence_positions",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers read the import above
-
-    def __getattr__(name: str) -> Any:
-        # The pass of torch.compile loads Inductor, which takes seconds.
-        if name == "fusion":
-            return import_module("sidelane.ops.fusion")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "fusion"})
