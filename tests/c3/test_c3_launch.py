@@ -16,7 +16,10 @@ from sidelane.c3.lanes import Lanes
 from sidelane.c3.launch import kept_for_backward, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import LaunchMode, Means, Partition
+from sidelane.choice.candidate import EVERYTHING
+from sidelane.choice.store import builtin
 from sidelane.errors import UnavailableError
+from sidelane.program.shape import Computation
 
 GPU = torch.device("cuda", 0)
 
@@ -234,3 +237,25 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
 
 def open_block() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_first(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = types.SimpleNamespace(profile=builtin("h200x2"))
+    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, profile=profile, kept={})
+    parts = Parts(device)
+    parts.made.clear()
+    monkeypatch.setattr(launch, "partitions_of", lambda device: (parts, ""))
+    product, large = Computation(5569.0, (16384, 16384, 8192, "bfloat16")), ("all_reduce", 512 << 20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "conccl"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = overlap.choose_overlap(comm, product, large)
+    assert str(found.candidate) == "sm_rp with 8 units" and overlap.choose_overlap(comm, product, [large]) is found
+    assert str(overlap.choose_overlap(comm, Computation(900.0, product.gemm), large).candidate) == "sm_rp with 64 units"
+    assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "conccl"
+    assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 1024)).candidate) == "serial"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    parts.made.add(8)
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "sm_rp with 8 units"

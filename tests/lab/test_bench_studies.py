@@ -18,7 +18,6 @@ from ranks import RankPool
 from interpreter import Interpreter
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import parse_workload
 from sidelane.cli.launch import RankFailedError
 from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
@@ -32,6 +31,7 @@ from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
@@ -510,6 +510,6 @@ try: main("collective --device cpu --ranks 2 --collective all_gather --variants 
           " --max-bytes 1K --iterations 1 --warmup 0".split())
 except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
-assert len(names) <= 15, names
+assert len(names) <= 17, names
 """
     interpreter.run(script, tmp_path)

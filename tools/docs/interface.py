@@ -160,7 +160,6 @@ TASKS = {
                 (
                     "reshard",
                     "sequence_parallel_attention",
-                    "ring_attention",
                     "sequence_positions",
                     "attention_function",
                     "register_attention",
@@ -187,13 +186,11 @@ TASKS = {
                     "embedding_all_to_all",
                     "EmbeddingAcrossNodes",
                     "embedding_all_to_all_backward",
-                    "BackwardAcrossNodes",
                     "gemm_all_to_all",
-                    "GemmAcrossNodes",
                     "all_to_all_rows",
                 ),
             ),
-            Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport", "SocketTransport")),
+            Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport")),
         ),
     ),
     "kernels": TaskPage(

@@ -55,6 +55,15 @@ def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
     return tuple(LaunchMode(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
 
 
+def can_run(mode: LaunchMode, device: torch.device) -> bool:
+    """Return True if callers' calls run so on a device; while a graph is captured, if no lanes need be made for it."""
+    partition = mode.strategy.partition
+    if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        partitions, _ = partitions_of(device)
+        return partitions is not None and partitions.is_ready(partition, mode.units)
+    return not objection(mode.strategy, device) and mode in ways_of(mode.strategy, device)
+
+
 @functools.cache
 def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
     """Return the partitions of a device, made once; None with the reason if it has none."""

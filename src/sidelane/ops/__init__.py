@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from sidelane.ops.attention import (
     attention_function,
     register_attention,
-    ring_attention,
     sequence_parallel_attention,
     sequence_positions,
 )
@@ -64,7 +63,6 @@ __all__ = [
     "gemv_all_reduce",
     "register_attention",
     "reshard",
-    "ring_attention",
     "route_experts",
     "sequence_parallel_attention",
     "sequence_positions",

@@ -28,7 +28,6 @@ from sidelane.ops import (
     gemm_reduce,
     gemv,
     reference,
-    ring,
     rms_norm,
 )
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
@@ -448,55 +447,6 @@ def reshard(comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int,
     given = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
     communicator(comm).all_to_all(results, given, scatter_dim=scatter_dim, gather_dim=gather_dim)
     return results
-
-
-def _ring_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.comm, q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = ring_attention_backward(ctx.comm, grad, *ctx.saved_tensors, *ctx.options)
-    return None, *found, None, None, None, None
-
-
-def _ring_like(comm: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    logarithms = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, positions, heads = q.shape[:3]
-    return q.new_empty(batch, positions, heads, v.shape[3]), q.new_empty(batch, heads, positions, dtype=logarithms)
-
-
-@operator(_ring_like, _ring_gradients, _ring_saves)
-def ring_attention(
-    comm: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, length: int, order: str
-) -> tuple[Tensor, Tensor]:
-    """See :func:`sidelane.ops.ring_attention`; also the logarithms of the sums, [B, H, S], without gradients."""
-    return _ring(comm, k, v, is_causal, length, order).forward(q, k, v, scale)
-
-
-@operator(lambda comm, grad, q, k, v, *_: tuple(torch.empty_like(one).contiguous() for one in (q, k, v)))
-def ring_attention_backward(
-    comm: int,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    result: Tensor,
-    logarithms: Tensor,
-    is_causal: bool,
-    scale: float,
-    length: int,
-    order: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    found = _ring(comm, k, v, is_causal, length, order)
-    return found.backward(grad, q, k, v, result, logarithms, scale)
-
-
-def _ring(comm: int, k: Tensor, v: Tensor, is_causal: bool, length: int, order: str) -> ring.RingAttention:
-    batch, _, heads, size = k.shape
-    shape = ring.RingShape(length, batch, heads, size, v.shape[3], k.dtype, order, is_causal)
-    return ring.ring_of(communicator(comm), shape)
 
 
 def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import click
 
-from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what
 from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
 from sidelane.cli.output import Written
@@ -30,6 +29,7 @@ from sidelane_lab.harness.options import (
     values_of,
     word,
 )
+from sidelane_lab.pairs.workload import GEMM_DTYPES, parse_gemm
 
 OUTPUT_FILE: dict[str, Any] = {
     "group": OUTPUT,

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Means, Partition, Strategy
-from sidelane.c3.workload import Gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
 from sidelane.machine import local
@@ -27,7 +25,9 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
+from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
 from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, refusal, run_alone
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
 
