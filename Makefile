@@ -29,7 +29,7 @@ TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
-TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
+TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 MEASURE ?=
 SECONDS ?=
@@ -157,4 +157,4 @@ $(READY): pyproject.toml tools/make_venv.py
 
 clean: ## remove .venv, the report and every cache
 	rm -rf .venv .venv-clients report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} +
+	find src contrib tests tools examples -name __pycache__ -prune -exec rm -rf {} +

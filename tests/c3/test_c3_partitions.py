@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import Lanes, shares
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Partition
+from sidelane.c3.strategies import Partition, named
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import partition
 from sidelane.execute.cuda.driver import DriverError

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import fused_modules
+import fusion_cases
 import group_cases
 import pytest
 import torch
@@ -30,9 +30,9 @@ def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
 
 
 def by_our_group(context: Context, name: str) -> Any:
-    """A case of modules as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
+    """A case of the compiler pass as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
     with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
-        return getattr(fused_modules, name)(ours)
+        return getattr(fusion_cases, name)(ours)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import DevicePartitions, Lanes
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.strategies import Means, Partition, named
 from sidelane_lab.harness import running
 from sidelane_lab.pairs.measured_curves import isolated_of
 from sidelane_lab.pairs.partition import units_to_spare

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sidelane.c3.strategies import Mover, Order, Partition, strategies
 from sidelane.c3.strategies import named as strategy_named
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Order, Partition
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named

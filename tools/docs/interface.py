@@ -141,7 +141,6 @@ TASKS = {
                 ),
             ),
             Section("sidelane.ops", "Time stamps of a kernel", ("Timeline",)),
-            Section("sidelane.ops.fusion", "Pass of torch.compile", ("Fusion",)),
         ),
     ),
     "models": TaskPage(

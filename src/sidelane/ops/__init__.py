@@ -1,8 +1,5 @@
 """Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from sidelane.ops.attention import (
     attention_function,
     register_attention,
@@ -30,9 +27,6 @@ from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.split_gemm import split_all_to_all_gemm, split_gemm_all_to_all
 from sidelane.ops.timeline import Timeline
-
-if TYPE_CHECKING:
-    from sidelane.ops import fusion as fusion
 
 __all__ = [
     "AllReduceRmsNorm",
@@ -72,16 +66,3 @@ __all__ = [
     "split_gemm_all_to_all",
     "split_gemm_reduce_scatter",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers read the import above
-
-    def __getattr__(name: str) -> Any:
-        # The pass of torch.compile loads Inductor, which takes seconds.
-        if name == "fusion":
-            return import_module("sidelane.ops.fusion")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "fusion"})

@@ -16,11 +16,13 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Sequence
 
+from sidelane.c3.strategies import LaunchMode, Means, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LEAST_GAIN, LaunchMode, Means, Mover, Strategy, ideal_speedup
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.pairs.ideal import LEAST_GAIN, ideal_speedup
 from sidelane_lab.pairs.isolated_times import Isolated, PairTimes
+from sidelane_lab.pairs.movers import implementations_of
 from sidelane_lab.pairs.workload import Bound, Workload
 
 MOST_SPREAD = 0.25
@@ -119,8 +121,8 @@ def decide(
 
 def _implementation(known: Isolated, workload: Workload, mover: Mover) -> str:
     """Return a mover's implementation that is fastest alone; its first one if none was measured."""
-    times = {name: us for name in mover.implementations if (us := _alone(known, workload, name)) is not None}
-    return min(times, key=times.__getitem__) if times else mover.implementations[0]
+    times = {name: us for name in implementations_of(mover) if (us := _alone(known, workload, name)) is not None}
+    return min(times, key=times.__getitem__) if times else implementations_of(mover)[0]
 
 
 def _alone(known: Isolated, workload: Workload, implementation: str) -> float | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.strategies import Mover, Strategy, strategies
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine

@@ -10,8 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover
+from sidelane.c3.strategies import Mover, named
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
