@@ -162,7 +162,8 @@ def explain(options: ExplainOptions) -> Explanation:
     """
     by, where, device_type, world_size, abilities = _where(options)
     if world_size > MAX_NODE_RANKS:
-        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
+        allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
+        raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
