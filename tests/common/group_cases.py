@@ -839,6 +839,24 @@ def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
     """FSDP2 that asks the group for memory gets what the group's calls need not stage."""
     from torch.distributed.fsdp import FSDPModule
 
+    def ask(net: torch.nn.Module) -> None:
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+
+    train_in_symmetric_memory(gloo, ask)
+
+
+def memory_without_a_line(gloo: dist.ProcessGroup) -> None:
+    """FSDP2 takes the group's memory by itself where its calls are Sidelane's: on GPUs."""
+    from sidelane.integrations import fsdp_memory
+
+    with mock.patch.object(fsdp_memory, "DEVICES", (torch.get_default_device().type,)):
+        train_in_symmetric_memory(gloo, lambda net: None)
+
+
+def train_in_symmetric_memory(gloo: dist.ProcessGroup, ask: Callable[[torch.nn.Module], None]) -> None:
+    """A model on a Sidelane group loses what it loses on Gloo, and all its buffers are symmetric."""
     device = torch.get_default_device()
     with sidelane_group(gloo) as wrapped:
         # The ranks keep it, too: torch remembers what it does with a mesh by the ranks of that, whatever its group.
@@ -847,9 +865,7 @@ def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
     assert ours._get_backend(device).supports_tensor_alloc(device)
     assert not wrapped._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
     net, expected, symmetric = sharded(ours), on_cpu(lambda: losses_of(sharded(gloo), gloo)), []
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_allocate_memory_from_process_group_for_comm(True)
+    ask(net)
     kinds = ("all_gather", "reduce_scatter")
     made = {kind: getattr(sidelane.Communicator, kind) for kind in kinds}
 

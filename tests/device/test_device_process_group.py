@@ -23,6 +23,7 @@ def test_every_collective_is_as_gloos(ranks: Ranks) -> None:
         *("alike", "averages", "more_dtypes", "many_back_to_back", "coalesced", "functional_collectives", "compiled"),
         *("distributed_tensors", "trains_ddp", "joins_ddp", "hooks_of_ddp", "refused_in_graphs", "trains_fsdp"),
         "memory_for_fsdp",
+        "memory_without_a_line",
         "lends_its_communicator",
     ],
 )

@@ -27,6 +27,7 @@ ALONE = [
     cases.hooks_of_ddp,
     cases.refused_in_graphs,
     cases.memory_for_fsdp,
+    cases.memory_without_a_line,
     cases.lends_its_communicator,
     cases.trains_fsdp,
 ]

@@ -22,7 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations import batches, calls, splits
+from sidelane.integrations import batches, calls, fsdp_memory, splits
 from sidelane.integrations.calls import GroupCall
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
@@ -460,6 +460,7 @@ c10d._set_pg_timeout = _set_pg_timeout
 trace_as_groups(SidelaneGroup)
 batches.take_over(SidelaneGroup)
 splits.take_over(SidelaneGroup)
+fsdp_memory.take_over(SidelaneGroup)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ import torch
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, everything
-from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.cli.launch import choose_target
@@ -33,6 +32,7 @@ from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Ki
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.shape import Beside, Computation
+from sidelane.session.beside import hidden_shares
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.nodes import explain_on, times_as_fast
@@ -161,7 +161,8 @@ def explain(options: ExplainOptions) -> Explanation:
     """
     by, where, device_type, world_size, abilities = _where(options)
     if world_size > MAX_NODE_RANKS:
-        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
+        allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
+        raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
@@ -375,8 +376,7 @@ def _beside(options: ExplainOptions, where: str) -> Beside:
     """Find what runs next to the call; of a computation of known time also what hides there, by the device."""
     if options.beside_us is None:
         return options.beside
-    shares = hidden_shares(where)
-    return Computation(options.beside_us, None, shares["conccl"], shares["c3_sp"])
+    return Computation(options.beside_us, None, *hidden_shares(where))
 
 
 def _collective(options: ExplainOptions, world_size: int) -> Collective:
