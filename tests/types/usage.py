@@ -130,8 +130,6 @@ def operators(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(ops.all_gather_gemm(comm, a, b), torch.Tensor)
     assert_type(ops.all_reduce_rms_norm(comm, a, b, b), tuple[torch.Tensor, torch.Tensor])
     assert_type(ops.gemv_all_reduce(comm, a, b), torch.Tensor)
-    norm = ops.AllReduceRmsNorm(comm, 1, 2, torch.bfloat16)
-    assert_type(norm.comm, Communicator)
 
 
 def programs(comm: Communicator, a: torch.Tensor) -> None:
