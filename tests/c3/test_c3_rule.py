@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from sidelane.c3.rule import LARGE_BYTES, choose_strategy, is_compute_bound
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import LaunchMode
+from sidelane.c3.strategies import LaunchMode, named
 from sidelane.program.collective import Kind
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -16,8 +16,7 @@ from forgetful import Forgetful
 from ranks import RankPool
 
 from interpreter import Interpreter
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
 from sidelane.cli.launch import RankFailedError
 from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
@@ -30,6 +29,7 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies import collectives as collective_study
@@ -325,7 +325,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         for kind in ("all_gather", "all_to_all")
     }
     here, exchanges = {"gloo", "dma"}, {"conccl_left", "conccl_in_place"}
-    run = [one.name for one in strategies() if one.implementation(here) and one.partition is None]
+    run = [one.name for one in strategies() if implementation_of(one, here) and one.partition is None]
     assert run == ["serial", "c3_base", "c3_sp", "priority", "conccl"]
     for row in rows:
         is_exchange = row["collective"] == "all_to_all"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import LaunchMode
+from sidelane.c3.strategies import LaunchMode, named
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
 from sidelane_lab.pairs.expected_times import decide

@@ -13,11 +13,9 @@ from typing import TypeVar, overload
 
 import torch
 
-from sidelane.c3.call_kernels import BY_KERNELS
-from sidelane.c3.launch import can_run, objection, run, ways_of
+from sidelane.c3.launch import BY_KERNELS, can_run, objection, run, ways_of
 from sidelane.c3.rule import choose_strategy
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import LaunchMode, Mover
+from sidelane.c3.strategies import LaunchMode, Mover, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING
@@ -347,8 +345,7 @@ def _way(name: str, units: int | None, device: torch.device) -> LaunchMode:
     way = possible(name, device)
     if units is None:
         return way
-    partition = way.strategy.partition
-    if partition is None or partition.units is not None or units < 1:
+    if way.strategy.partition is None or units < 1:
         raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
     return LaunchMode(way.strategy, units)
 

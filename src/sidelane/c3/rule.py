@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import LaunchMode
+from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 

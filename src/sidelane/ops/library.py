@@ -23,10 +23,9 @@ from sidelane.ops import (
     dispatch_gemm,
     embedding,
     embedding_backward,
-    gather_gemm,
     gemm,
-    gemm_reduce,
     gemv,
+    pipelined_gemm,
     reference,
     rms_norm,
 )
@@ -146,7 +145,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     if not columns:
         factor = weight.new_zeros(rows, 1)
     with _in_turn(ranks):
-        return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
+        return pipelined_gemm.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
 def _norm_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -271,7 +270,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 @operator(_scattered_like, _reduce_scatter_backward, _saves)
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
-    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
+    return pipelined_gemm.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
 def _gathered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -288,7 +287,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @operator(_gathered_like, _all_gather_backward, _saves)
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
-    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
+    return pipelined_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
 @operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
@@ -296,7 +295,7 @@ def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tens
     """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
     ranks = communicator(comm)
     rows = x.new_empty(x.shape[0] * ranks.world_size, x.shape[1])
-    product = gather_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
+    product = pipelined_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
     return product, rows
 
 
@@ -313,7 +312,7 @@ def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
     with _in_turn(ranks):
-        result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
+        result = pipelined_gemm.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
         return result.clone()  # the next call writes into it
 
 

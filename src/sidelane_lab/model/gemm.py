@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 
-from sidelane.c3.strategy import Means
+from sidelane.c3.strategies import Means
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device

@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover
+from sidelane.c3.strategies import Mover, named
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device

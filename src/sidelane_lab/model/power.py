@@ -25,8 +25,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.strategies import Mover, Strategy, named
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes

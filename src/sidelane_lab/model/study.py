@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import ideal_speedup
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
+from sidelane_lab.pairs.ideal import ideal_speedup
 from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
 
 # Table II of the ConCCL paper, with the class that the paper measured.
@@ -110,7 +110,7 @@ def c3_study(
                 progress(f"{name} {kind}")
             workload = table_ii_workload(name, kind)
             for strategy in chosen:
-                if strategy.partition is None or strategy.partition.units is not None:
+                if strategy.partition is None:
                     rows.append(predict(machine, workload, strategy, write_back=write_back))
                     continue
                 bar = swept.setdefault((strategy.name, kind, TABLE_II[name]), {})

@@ -16,11 +16,13 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Sequence
 
+from sidelane.c3.strategies import LaunchMode, Means, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LEAST_GAIN, LaunchMode, Means, Mover, Strategy, ideal_speedup
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.pairs.ideal import LEAST_GAIN, ideal_speedup
 from sidelane_lab.pairs.isolated_times import Isolated, PairTimes
+from sidelane_lab.pairs.movers import implementations_of
 from sidelane_lab.pairs.workload import Bound, Workload
 
 MOST_SPREAD = 0.25
@@ -119,8 +121,8 @@ def decide(
 
 def _implementation(known: Isolated, workload: Workload, mover: Mover) -> str:
     """Return a mover's implementation that is fastest alone; its first one if none was measured."""
-    times = {name: us for name in mover.implementations if (us := _alone(known, workload, name)) is not None}
-    return min(times, key=times.__getitem__) if times else mover.implementations[0]
+    times = {name: us for name in implementations_of(mover) if (us := _alone(known, workload, name)) is not None}
+    return min(times, key=times.__getitem__) if times else implementations_of(mover)[0]
 
 
 def _alone(known: Isolated, workload: Workload, implementation: str) -> float | None:
@@ -144,7 +146,7 @@ def _partitioned(
         return []
     slower = table.slowdown()
     if not strategy.mover.takes_units:
-        given = {n: 1.0 for n in slower if strategy.partition.taken(n, bound is Bound.MEMORY) == n}
+        given = dict.fromkeys(slower, 1.0) if strategy.partition.applies(bound is Bound.MEMORY) else {}
     else:
         comm = known.comm_table(workload, (implementation,))
         given = {} if comm is None else comm.slowdown()
@@ -173,7 +175,7 @@ def _share(
 
 def _is_left_to_device(strategy: Strategy) -> bool:
     """Return True if blocks of the computation and of the collective may queue for the same units."""
-    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) not in (Means.SPLIT, Means.THREADS)
+    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) is not Means.SPLIT
 
 
 def _means(strategy: Strategy) -> Means | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.strategies import Mover, Order, Strategy, named
 from sidelane_lab.pairs.expected_times import decide
 from sidelane_lab.pairs.isolated_times import Isolated
 from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
+from sidelane_lab.pairs.movers import implementations_of
 from sidelane_lab.pairs.outcome import rule_of
 from sidelane_lab.pairs.partition import units_for, units_to_spare
 from sidelane_lab.pairs.workload import Workload
@@ -170,12 +170,11 @@ def _partitions(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
 def _library(known: Isolated) -> str | None:
     """Return the implementation of the vendor's library that was profiled."""
     measured = {curve.implementation for curve in known.collectives}
-    return next((name for name in Mover.LIBRARY.implementations if name in measured), None)
+    return next((name for name in implementations_of(Mover.LIBRARY) if name in measured), None)
 
 
 def _is_swept(strategy: Strategy) -> bool:
-    partition = strategy.partition
-    return partition is not None and partition.units is None and strategy.mover is Mover.LIBRARY
+    return strategy.partition is not None and strategy.mover is Mover.LIBRARY
 
 
 def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from sidelane.c3.rule import ENGINES, choose_strategy
-from sidelane.c3.strategy import LIBRARY, LaunchMode, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy
 from sidelane.choice.selection import Selection
 from sidelane_lab.harness.measure import Problem
+from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
+from sidelane_lab.pairs.movers import LIBRARY, implementation_of, implementations_of
 from sidelane_lab.pairs.workload import C3Class, ComputeKind, Workload, classify
 
 GEMM = "gemm"
@@ -207,9 +209,9 @@ def _judge_strategy(
     if strategy.name in failures:
         return StrategyResult(strategy.name, failure=failures[strategy.name])
     here = dict.fromkeys(c.implementation for c in configurations)
-    name = strategy.implementation(here)
+    name = implementation_of(strategy, here)
     if name is None:
-        wanted = strategy.mover.implementations
+        wanted = implementations_of(strategy.mover)
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
         return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}"))
@@ -239,7 +241,7 @@ def _judge_strategy(
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
     """But for those of movers that make another call."""
-    others = {name for mover in Mover if not mover.as_asked for name in mover.implementations}
+    others = {name for mover in Mover if not mover.as_asked for name in implementations_of(mover)}
     return [one for one in configurations if one.implementation not in others]
 
 

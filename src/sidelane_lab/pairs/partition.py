@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Means
+from sidelane.c3.strategies import Means, named
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.pairs.isolated_times import EFFICIENCY, Isolated, apart

@@ -38,10 +38,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.nn import functional
 
-from sidelane.c3.lanes import Lanes, Partitions, shares
+from sidelane.c3.lanes import DevicePartitions, Lanes, shares
+from sidelane.c3.strategies import Mover, Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
 from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
 from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
@@ -213,7 +214,7 @@ def check_launch(
     return None if wrong is None else Problem(wrong, wrong=True)
 
 
-def refusal(strategy: Strategy, partitions: Partitions | None, no_partitions: str, instruments: Any) -> str:
+def refusal(strategy: Strategy, partitions: DevicePartitions | None, no_partitions: str, instruments: Any) -> str:
     """Say why a strategy cannot take its units here; empty if it takes none or can. Collective."""
     if strategy.partition is None:
         return ""
@@ -229,7 +230,7 @@ def run_workload(
     *,
     device: torch.device,
     lanes: Lanes | None = None,
-    partitions: Partitions | None = None,
+    partitions: DevicePartitions | None = None,
     no_partitions: str = "there are no green contexts here",
     memory_bound: bool = False,
     strategies: Sequence[Strategy] | None = None,
@@ -340,7 +341,7 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: DevicePartitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
@@ -438,7 +439,7 @@ def _plan_of(
     planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
         counted, units = strategy.mover is Mover.LIBRARY_CTAS, tried.get(strategy.name, (0,))
-        mine = [run for run in right if run.implementation == strategy.implementation(here)]
+        mine = [run for run in right if run.implementation == implementation_of(strategy, here)]
         if any(tried.get(strategy.name, ())) and not counted:
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
         planned |= {

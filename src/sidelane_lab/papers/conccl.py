@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sidelane.c3.strategy import ideal_speedup
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREY, ORANGE, PURPLE, SKY, VERMILLION
@@ -23,6 +22,7 @@ from sidelane_lab.model.heuristic import AllocationCost, judge
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
+from sidelane_lab.pairs.ideal import ideal_speedup
 from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
 from sidelane_lab.pairs.workload import TABLE_I, C3Class, parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published

@@ -14,7 +14,6 @@ import torch
 from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LIBRARY, percent_of_ideal
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target
 from sidelane.collectives.plan import AUTO
@@ -32,8 +31,10 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import bound_of
+from sidelane_lab.pairs.ideal import percent_of_ideal
 from sidelane_lab.pairs.isolated_times import Isolated
 from sidelane_lab.pairs.measured_curves import isolated_times
+from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
 from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.run import Instruments, run_workload

@@ -13,10 +13,10 @@ from typing import Any
 
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import ideal_speedup, speedup
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall, Tensors, check_call
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.pairs.ideal import ideal_speedup, speedup
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
 from sidelane_lab.pairs.workload import Workload
