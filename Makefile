@@ -13,6 +13,7 @@
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
+# YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
 # STEPS          how many `make test-steps` makes.
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
 # SEED           which cases `make attack` makes up; others each time if empty.
@@ -35,6 +36,7 @@ MEASURE ?=
 SECONDS ?=
 SEED ?=
 ATTACK ?=
+YARDSTICK ?=
 ASAN ?=
 CLIENTS ?=
 SOAK ?=
@@ -51,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -111,6 +113,9 @@ asan: $(READY) ## run the tests of native code and made-up drivers under Address
 
 sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
 	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")
+
+yardstick: $(READY) ## run the killer of each of 400 fixed mutants, and see that it still fails; 45 minutes on two cores
+	@PYTHONPATH=src $(BIN)/python tools/yardstick.py check $(YARDSTICK)
 
 results: $(READY) ## measure a machine with GPUs: all that is published, into the folder RESULTS; SECONDS=600 at a time
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
