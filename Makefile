@@ -13,6 +13,7 @@
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
+# YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
 # STEPS          how many `make test-steps` makes.
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
 # SEED           which cases `make attack` makes up; others each time if empty.
@@ -29,12 +30,13 @@ TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
-TESTS ?= tests --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
+TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 MEASURE ?=
 SECONDS ?=
 SEED ?=
 ATTACK ?=
+YARDSTICK ?=
 ASAN ?=
 CLIENTS ?=
 SOAK ?=
@@ -51,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -112,6 +114,9 @@ asan: $(READY) ## run the tests of native code and made-up drivers under Address
 sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
 	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")
 
+yardstick: $(READY) ## run the killer of each of 400 fixed mutants, and see that it still fails; 45 minutes on two cores
+	@PYTHONPATH=src $(BIN)/python tools/yardstick.py check $(YARDSTICK)
+
 results: $(READY) ## measure a machine with GPUs: all that is published, into the folder RESULTS; SECONDS=600 at a time
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
@@ -157,4 +162,4 @@ $(READY): pyproject.toml tools/make_venv.py
 
 clean: ## remove .venv, the report and every cache
 	rm -rf .venv .venv-clients report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} +
+	find src contrib tests tools examples -name __pycache__ -prune -exec rm -rf {} +

@@ -14,11 +14,11 @@ from interpreter import Interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("contrib/*/*.md"))]
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 SOURCES = [
     path
-    for folder in ("src", "tests", "tools", "examples")
+    for folder in ("src", "contrib", "tests", "tools", "examples")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".c", ".toml") and path != Path(__file__).resolve()
 ]
@@ -104,7 +104,7 @@ def test_every_decision_has_a_page_and_a_line_in_the_index() -> None:
     assert len(re.findall(r"^\| \d+ \|", index, re.MULTILINE)) == len(DECISIONS)
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "tools", "examples", "docs"])
+@pytest.mark.parametrize("folder", ["src", "contrib", "tests", "tools", "examples", "docs"])
 def test_references_in_comments_lead_somewhere(folder: str) -> None:
     wrong = []
     for path in [*SOURCES, *PAGES]:

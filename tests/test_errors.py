@@ -251,7 +251,7 @@ def test_what_is_missing_is_told_in_a_sentence(module: str, interpreter: Interpr
     assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
 
 
-@pytest.mark.parametrize("does", ["from sidelane import ops", "import sidelane.ops", "import sidelane.ops.fusion"])
+@pytest.mark.parametrize("does", ["from sidelane import ops", "import sidelane.ops"])
 def test_operators_without_triton_name_the_command(does: str, interpreter: Interpreter, tmp_path: Path) -> None:
     interpreter.start(f"import sys; sys.modules['triton'] = None; {does}", tmp_path, ())
     *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()

@@ -38,6 +38,12 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ring_attention_among_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    said = run_program(ROOT / "examples" / "ring_attention.py", tmp_path, ("--tokens", "72"), ranks)
+    assert said.count("results and gradients as with the whole sequence") == ranks
+
+
 def test_the_profiler_counts_kernels_at_once_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     spans = (("sidelane:all_gather", "cpu_op", 0, 5), ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 10, 100))

@@ -19,12 +19,12 @@ from choices import KEY
 from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane.c3 import measured_curves
 from sidelane.choice import store
 from sidelane.cli import recorder
 from sidelane.user_files import write_whole
 from sidelane_lab.harness import study
 from sidelane_lab.machines import load
+from sidelane_lab.pairs import measured_curves
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.command import read_trace
 from sidelane_lab.traces.graph import NodeKind, TraceNode

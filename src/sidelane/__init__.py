@@ -18,9 +18,8 @@ from sidelane.version import VERSION as __version__  # noqa: F401
 if TYPE_CHECKING:
     from sidelane import fsdp as fsdp
     from sidelane import ops as ops
-    from sidelane.c3.auto import choose_overlap
     from sidelane.c3.nano_batches import begin_collective, nano_batches
-    from sidelane.c3.overlap import Overlap, overlap
+    from sidelane.c3.overlap import Overlap, choose_overlap, overlap
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
@@ -68,7 +67,7 @@ _ELSEWHERE = {
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.session.pools",
     "begin_collective": "sidelane.c3.nano_batches",
-    "choose_overlap": "sidelane.c3.auto",
+    "choose_overlap": "sidelane.c3.overlap",
     "nano_batches": "sidelane.c3.nano_batches",
     "overlap": "sidelane.c3.overlap",
     "pool": "sidelane.session.pools",

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from attack.contracts import own
 from attack.interpreter import failure
-from sidelane.c3.strategy import Mover, Order, Partition, Strategy
+from sidelane.c3.strategies import Mover, Order, Partition, Strategy
 from sidelane.config import Config
 from sidelane.errors import ProgramError
 from sidelane.program.batch import Batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidelane.c3 import overlap
-from sidelane.c3.call_kernels import described, objection, variant_of
+from sidelane.c3.launch import described, objection, variant_of
 from sidelane.c3.strategies import named
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, EVERYTHING
@@ -35,7 +35,8 @@ def test_what_no_kernel_runs() -> None:
             variant_of(comm_of(4), named(name), kind, 64, "int32")
     with pytest.raises(ValueError, match="there is no kernel for all_reduce here"):
         variant_of(comm_of(4, Abilities((DMA,))), named("sm_sp"), Kind.ALL_REDUCE, 64, "int32")
-    assert "CPU ranks" in objection(torch.device("cpu")) and not objection(torch.device("cuda"))
+    ours = named("sm_sp")
+    assert "CPU ranks" in objection(ours, torch.device("cpu")) and not objection(ours, torch.device("cuda"))
     assert {"sm_base", "sm_rp", "cta_sp", "cta_target"} < set(overlap.KERNELS) and not set(overlap.KERNELS) & set(
         overlap.NAMES
     )

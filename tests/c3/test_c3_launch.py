@@ -14,9 +14,11 @@ from made_up_device import FakeDevice
 from sidelane.c3 import launch, overlap
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.launch import kept_for_backward, ways_of
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import LaunchMode, Means, Partition
+from sidelane.c3.strategies import LaunchMode, Means, Partition, named, strategies
+from sidelane.choice.candidate import EVERYTHING
+from sidelane.choice.store import builtin
 from sidelane.errors import UnavailableError
+from sidelane.program.shape import Computation
 
 GPU = torch.device("cuda", 0)
 
@@ -102,8 +104,8 @@ def test_units_of_their_own(device: FakeDevice) -> None:
 def test_the_computation_first(device: FakeDevice) -> None:
     assert launched(device, LaunchMode(named("c3_rp"), 16))[3:7] == [
         "gemm_without_16: record e2",
-        "own_16: wait e2",
         "gemm_without_16: compute",
+        "own_16: wait e2",
         "own_16: gather 0 beside nothing",
     ]
 
@@ -139,8 +141,9 @@ def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> N
     assert [line for line in log if line.endswith(("compute", "more"))] == [
         "side_0: gather 0 beside compute", "caller: compute", "compute_1: more", "compute_2: still more",
     ]  # fmt: skip
-    begun = log.index("side_0: record e2")
-    assert all(log.index(f"{road}: wait e2") > begun for road in ("caller", "compute_1", "compute_2"))
+    released = ("side_0: record e2", "caller: wait e2", "caller: record e3", "compute_1: wait e3",
+                "compute_1: record e4", "compute_2: wait e4")  # fmt: skip
+    assert [line for line in log if line in released] == list(released), "each after the one before has been released"
     assert log[-3:] == ["caller: join side_0", "caller: join compute_1", "caller: join compute_2"]
     device.log.clear()
     log = launched(device, LaunchMode(named("c3_rp"), 8), several=2)
@@ -156,9 +159,9 @@ def test_an_order_of_their_own(device: FakeDevice, name: str, units: int, gather
     roads = ("gemm_without_8", "gemm_without_8") if units else ("caller", "compute_1")
     beside = "compute" if name == "conccl" else "nothing"
     first = device.log.index(f"{roads[1]}: record e2")
-    assert device.log[first : first + 8] == [
+    assert device.log[first : first + 7] == [
         f"{roads[1]}: record e2", f"{roads[1]}: more", f"{gather}: wait e2", f"{gather}: record e3",
-        f"{gather}: gather beside {beside}", f"{roads[0]}: wait e3", f"{roads[0]}: record e4", f"{roads[0]}: compute",
+        f"{gather}: gather beside {beside}", f"{roads[0]}: wait e3", f"{roads[0]}: compute",
     ]  # fmt: skip
 
 
@@ -234,3 +237,25 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
 
 def open_block() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_first(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = types.SimpleNamespace(profile=builtin("h200x2"))
+    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, profile=profile, kept={})
+    parts = Parts(device)
+    parts.made.clear()
+    monkeypatch.setattr(launch, "partitions_of", lambda device: (parts, ""))
+    product, large = Computation(5569.0, (16384, 16384, 8192, "bfloat16")), ("all_reduce", 512 << 20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "conccl"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = overlap.choose_overlap(comm, product, large)
+    assert str(found.candidate) == "sm_rp with 8 units" and overlap.choose_overlap(comm, product, [large]) is found
+    assert str(overlap.choose_overlap(comm, Computation(900.0, product.gemm), large).candidate) == "sm_rp with 64 units"
+    assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "conccl"
+    assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 1024)).candidate) == "serial"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    parts.made.add(8)
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "sm_rp with 8 units"

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import Lanes, shares
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Partition
-from sidelane.c3.workload import parse_workload
+from sidelane.c3.strategies import Partition, named
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import partition
 from sidelane.execute.cuda.driver import DriverError
@@ -22,6 +20,7 @@ from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
 from sidelane_lab.pairs.outcome import PairOutcome
 from sidelane_lab.pairs.run import Pairs, Workers, run_workload
+from sidelane_lab.pairs.workload import parse_workload
 
 
 class Splitting:

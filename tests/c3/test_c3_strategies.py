@@ -12,10 +12,10 @@ import torch
 
 from sidelane.c3 import overlap
 from sidelane.c3 import strategies as registry
-from sidelane.c3.strategies import named, register, strategies
-from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
+from sidelane.c3.strategies import Means, Mover, Order, Partition, Strategy, named, register, strategies
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
+from sidelane_lab.pairs.movers import implementation_of
 
 CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())
@@ -64,14 +64,14 @@ def test_numbers_of_ctas_are_those_of_the_library() -> None:
         one, other = named(ours), named(theirs)
         assert (one.order, one.partition, one.priority) == (other.order, other.partition, other.priority)
         assert one.mover is Mover.LIBRARY_CTAS and one.mover.takes_units
-        assert one.implementation({"nccl", "nccl_ctas"}) == "nccl_ctas" and one.implementation({"nccl"}) is None
+        assert implementation_of(one, {"nccl", "nccl_ctas"}) == "nccl_ctas" and implementation_of(one, {"nccl"}) is None
 
 
 def test_implementations() -> None:
-    assert named("c3_sp").implementation({"gloo", "dma"}) == "gloo"
-    assert named("c3_sp").implementation({"nccl", "gloo"}) == "nccl"
-    assert named("nccl_ce").implementation({"gloo", "dma"}) is None
-    assert named("sm_sp").implementation({"sm", "nccl"}) == "sm"
+    assert implementation_of(named("c3_sp"), {"gloo", "dma"}) == "gloo"
+    assert implementation_of(named("c3_sp"), {"nccl", "gloo"}) == "nccl"
+    assert implementation_of(named("nccl_ce"), {"gloo", "dma"}) is None
+    assert implementation_of(named("sm_sp"), {"sm", "nccl"}) == "sm"
 
 
 def test_units_taken() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import overlap_cases
 import pytest
-from isolated_files import collective, file_of, gemm, pair
 from marks import long
 from ranks import RankPool
 
@@ -57,26 +54,12 @@ def test_what_takes_units_is_not_for_cpus(pool: RankPool) -> None:
         assert "overlap: units (value=8" in told[2]
 
 
-def test_auto_goes_by_the_file_of_this_machine(pool: RankPool, tmp_path: Path) -> None:
-    path, other = tmp_path / "c3.json", tmp_path / "other.json"
-    rows = [
-        *(gemm(1000.0, "threads"), collective(800.0, "dma"), pair("serial", 1800.0, "dma", alone=800.0)),
-        *(pair("conccl", 1900.0, "dma"), pair("c3_sp", 1950.0, "gloo")),
-    ]
-    path.write_text(file_of(*rows))
-    for told in pool.run(overlap_cases.chosen, 2, [str(path)] * 2):
-        assert told[0].startswith("serial: 1000 + 800 = 1800 us expected"), "engines are slower in this file"
-        assert told[0].endswith("shares measured here")
-        assert len(told) == 12 and all("moves (value=" in text for text in told[1:6])
+def test_auto_takes_engines_and_refuses_half_a_description(pool: RankPool) -> None:
+    for told in pool.run(overlap_cases.chosen, 2):
+        assert told[0] == "conccl: copy engines leave all units to the computation"
+        assert len(told) == 11 and all("moves (value=" in text for text in told[1:6])
         assert all("allowed=the first two with auto" in told[number] for number in (6, 7, 8))
         assert "allowed=with strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
-        assert "nothing was measured of these collectives" in told[11] or "constants" in told[11]
-    other.write_text("{}")
-    assert pool.run(overlap_cases.chosen, 2, [str(path), str(other)]) == [told] * 2, "rank 0's file counts"
-    for told in pool.run(overlap_cases.chosen, 2, [str(other), str(path)]):
-        assert len(told) == 1 and "not such a file" in told[0] and "other.json" in told[0]
-    for told in pool.run(overlap_cases.chosen, 2, [str(tmp_path / "none.json")] * 2):
-        assert "shares that are constants" in told[0] or "nothing was measured" in told[0]
 
 
 def test_failures(pool: RankPool) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.c3.measured_curves import isolated_times
 from sidelane.choice import expected_us, fused, store
 from sidelane.choice.candidate import find
 from sidelane.choice.key import Key
@@ -35,6 +34,7 @@ from sidelane.program.shape import CallShape
 from sidelane.user_files import text_of, write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
+from sidelane_lab.pairs.measured_curves import isolated_times
 from sidelane_lab.shaping.choice import choose_shaping
 
 

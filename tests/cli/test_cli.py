@@ -18,7 +18,6 @@ from marks import long
 
 import sidelane
 from sidelane import cli
-from sidelane.c3.workload import parse_workload
 from sidelane.cli import info, launch
 from sidelane.cli.launch import RankFailedError
 from sidelane.cli.output import STDOUT, Written
@@ -30,6 +29,7 @@ from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import running
 from sidelane_lab.machines.load import machine_names
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap

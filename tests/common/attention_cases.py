@@ -18,11 +18,9 @@ from sidelane.errors import MismatchError, PeerError
 from sidelane.ops import (
     library,
     register_attention,
-    ring_attention,
     sequence_parallel_attention,
     sequence_positions,
 )
-from sidelane.ops import ring as rings
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest norm of a difference of a rank over the norm of what is right on all, by dtype."""
@@ -40,7 +38,6 @@ class Shape:
     is_causal: bool = False
     scale: float | None = None
     dtype: torch.dtype = torch.float32
-    order: str = "plain"
 
     def whole(self, seed: int) -> list[Tensor]:
         """q, k, v of all positions, and the gradient of the result, the same on every rank."""
@@ -81,7 +78,7 @@ def check(
 ) -> None:
     """Compare a rank's part of the result and of the gradients with the whole attention."""
     whole = shape.whole(seed)
-    own = sequence_positions(shape.positions, comm.world_size, comm.rank, order=shape.order)
+    own = sequence_positions(shape.positions, comm.world_size, comm.rank)
     q, k, v, grad = (tensor[:, own].contiguous() for tensor in whole)
     if is_strided:
         q, k, v, grad = (tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (q, k, v, grad))
@@ -122,47 +119,17 @@ def ulysses(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager"
     return len(ULYSSES)
 
 
-RING = (
-    Shape(2, 8, 4, 4, 16),
-    Shape(1, 13, 5, 5, 8, is_causal=True),
-    Shape(2, 9, 8, 4, 8, is_causal=True, scale=0.3, order="zigzag"),
-    Shape(1, 17, 6, 2, 8, is_causal=True, order="zigzag", dtype=torch.float64),
-    Shape(1, 3, 2, 1, 8, is_causal=True, order="zigzag"),  # some ranks have no positions
-    Shape(1, 10, 3, 1, 4, order="zigzag"),
-    Shape(2, 33, 8, 8, 16, is_causal=True, dtype=torch.bfloat16),
-    Shape(2, 40, 8, 2, 16, is_causal=True, order="zigzag", dtype=torch.bfloat16),
-)
-
-
-def ring(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager") -> int:
-    """Shapes one after the other, three times each, with other numbers."""
-    with communicator(group) as comm:
-        library.number_of(comm)
-        for number, shape in enumerate(RING[:: 3 if compiled else 1]):
-            torch._dynamo.reset()
-            attend = torch.compile(ring_attention, backend=backend, fullgraph=True) if compiled else ring_attention
-            for turn in range(3):
-                check(comm, attend, shape, 10 * number + turn, is_strided=turn == 1, order=shape.order)
-            if not compiled:
-                with torch.autocast(comm.device.type, dtype=torch.bfloat16):  # changes nothing
-                    check(comm, attend, shape, 10 * number + 3, order=shape.order)
-    return len(RING)
-
-
-def lengths_that_change(group: dist.ProcessGroup, name: str, most: int) -> None:
+def lengths_that_change(group: dist.ProcessGroup, most: int) -> None:
     """Compiled code is made for two lengths at most, then for any, whatever else the communicator keeps meanwhile."""
     from torch._dynamo.utils import counters
 
-    from sidelane import ops
-
-    attend, options = getattr(ops, name), {"order": "plain"} if name == "ring_attention" else {}
     with communicator(group) as comm:
         library.number_of(comm)
         torch._dynamo.reset()
         before = counters["stats"]["unique_graphs"]
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(sequence_parallel_attention, backend="aot_eager", fullgraph=True)
         for seed, positions in enumerate((8, 11, 14, 23, 38)):
-            check(comm, compiled, Shape(1, positions, 4, 2, 8, is_causal=True), seed, **options)
+            check(comm, compiled, Shape(1, positions, 4, 2, 8, is_causal=True), seed)
             comm.kept[seed] = None
         assert counters["stats"]["unique_graphs"] - before <= most
 
@@ -180,11 +147,8 @@ def even_parts(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(found, right.tensor_split(comm.world_size, 1)[comm.rank])
 
 
-def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_attention") -> list[str]:
+def refused(group: dist.ProcessGroup) -> list[str]:
     """Mistakes of the last rank alone are told to the others; then a call goes well."""
-    from sidelane import ops
-
-    attend: Attend = getattr(ops, attend_name)
     texts = []
     with communicator(group) as comm:
         q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
@@ -196,61 +160,25 @@ def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_atte
             ((q, q[:, :, :3], q[:, :, :3]), {}),
             ((q, k, k), {"sequence_length": 3 * comm.world_size + 4}),
             ((q, k, k), {"scale": "half"}),
+            ((few, few, few), {}),
         ]
-        if attend is sequence_parallel_attention:
-            wrong.append(((few, few, few), {}))
-        else:
-            wrong.append(((q, k, k), {"order": "spiral"}))
         for tensors, options in wrong:
             is_wrong = comm.rank == comm.world_size - 1
             with pytest.raises((ValueError, TypeError, PeerError, MismatchError)) as caught:
-                attend(comm, *(tensors if is_wrong else (q, k, k)), **(options if is_wrong else {}))
+                sequence_parallel_attention(
+                    comm, *(tensors if is_wrong else (q, k, k)), **(options if is_wrong else {})
+                )
             texts.append(str(caught.value))
-        assert attend(comm, q, k, k).shape == q.shape
+        assert sequence_parallel_attention(comm, q, k, k).shape == q.shape
     return texts
 
 
-def shapes_that_differ(group: dist.ProcessGroup, both_change: bool) -> str:
-    """The error of ranks that call with different lengths, which all know; only the last rank has changed, or all."""
-    with communicator(group) as comm:
-
-        def call(positions: int) -> None:
-            q, k, v = torch.ones(3, 1, positions, 2, 8).unbind()
-            ring_attention(comm, q, k, v)
-            comm.synchronize()
-
-        for positions in (4, 6, 8) if both_change else (6, 4):
-            call(positions)
-        try:
-            call(6 if comm.rank == comm.world_size - 1 else 4)
-        except (MismatchError, PeerError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def many_shapes(group: dist.ProcessGroup, count: int) -> None:
-    """Rings of so many lengths hold memory of a few; lengths that come again are right, forward and backward."""
-    with communicator(group) as comm:
-        kept: dict[rings.RingShape, rings.RingAttention] = comm.kept.setdefault(rings.RingAttention, {})
-        used = []
-        for turn, positions in enumerate([*range(8, 8 + count), 8, 9, 8]):
-            check(comm, ring_attention, Shape(1, positions, 4, 2, 8, is_causal=True), turn, order="plain")
-            assert len(kept) == min(turn + 1, rings.MOST_SHAPES)
-            used.append(comm.memory().used + comm.memory().own)
-        assert max(used[rings.MOST_SHAPES :]) <= 2 * used[rings.MOST_SHAPES - 1]
-        first = next(iter(kept.values()))
-        first.is_in_graph = True
-        for positions in range(100, 100 + rings.MOST_SHAPES):
-            check(comm, ring_attention, Shape(1, positions, 4, 2, 8), 1, order="plain")
-        assert first in kept.values() and len(kept) == rings.MOST_SHAPES + 1
-
-
-def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = None) -> None:
+def in_a_model(group: dist.ProcessGroup, length: int) -> None:
     """A Llama of transformers whose ranks have parts of the tokens: equal logits and gradients to a whole one's."""
     import transformers
 
     with communicator(group) as comm:
-        register_attention(comm, sequence_length=length, ring_order=ring_order)
+        register_attention(comm, sequence_length=length)
         config = transformers.LlamaConfig(
             vocab_size=64,
             hidden_size=32,
@@ -269,7 +197,7 @@ def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = N
         whole, split = models
         ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(4), device="cpu")
         ids = ids.to(torch.get_default_device())
-        own = sequence_positions(length, comm.world_size, comm.rank, order=ring_order or "plain")
+        own = sequence_positions(length, comm.world_size, comm.rank)
         right = whole(ids, use_cache=False).logits
         found = split(ids[:, own], position_ids=own[None].expand(2, -1), use_cache=False).logits
         torch.testing.assert_close(found, right[:, own], atol=1e-4, rtol=1e-4)

@@ -19,9 +19,8 @@ from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
 from sidelane.errors import SidelaneError
-from sidelane.ops import auto, embedding, reference
+from sidelane.ops import embedding, operator, reference
 from sidelane.ops.embedding import EmbeddingAllToAll
-from sidelane.ops.embedding_backward import EmbeddingBackward
 
 
 @triton.jit
@@ -127,10 +126,10 @@ def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> 
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
     handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
-    launch = handle._kernel.launch_again
+    launch = handle._kernel.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._kernel, "launch_again", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
-        for module in (auto, embedding):
+        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        for module in (operator, embedding):
             patch.setattr(module, "is_captured", lambda _: captured)
         if not captured:
             handle(indices, offsets, order="remote_first" if rank == 1 else asked)  # they agree in spite of it
@@ -150,22 +149,19 @@ def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, m
     return rows.sum(0) / (max(1, len(bag)) if mean else 1)
 
 
-def tables_that_move(group: dist.ProcessGroup, backward: bool) -> str:
+def tables_that_move(group: dist.ProcessGroup) -> str:
     """Return what a handle and its peers say of tables that have got other memory; an operator makes another handle."""
     with communicator(group) as comm:
         n, table = comm.world_size, torch.ones(5, 4)
         indices, offsets, grad = torch.zeros(n).int(), torch.arange(n + 1), torch.ones(1, 4 * n)
-        forward, back = EmbeddingAllToAll(comm, [table], n), EmbeddingBackward(comm, [table], n)
+        forward = EmbeddingAllToAll(comm, [table], n)
         forward(indices, offsets)
-        back(grad, indices, offsets)
+        ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)
         table.data = torch.full((5, 4), 2.0)
         assert (ops.embedding_all_to_all(comm, [table], indices, offsets, method="fused") == 2).all()
         assert ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)[0][0].sum() == 4 * n
         try:
-            if backward:
-                back(grad, indices, offsets)
-            else:
-                forward(indices, offsets)
+            forward(indices, offsets)
         except (ValueError, SidelaneError) as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -19,7 +19,7 @@ from sidelane import Communicator, ops
 from sidelane.choice.fused import UNFUSED, FusedTime, Method, keep
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
-from sidelane.ops import auto, dispatch_gemm, expert_products, gemm, operands
+from sidelane.ops import dispatch_gemm, expert_products, gemm, operands, operator
 from sidelane.ops.gemm import TileSizes
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
@@ -221,7 +221,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             seen.append(tuple(ways))
             return Selection(Method(ways[-1]), "a test")
 
-        patch.setattr(auto, "choose_method", choose)
+        patch.setattr(operator, "choose_method", choose)
         x, weight, counts = torch.ones(4 * n, 8), torch.ones(2, 4, 8), torch.full((n, n, 2), 2)
         patch.setattr(operands, "on_the_host", lambda _: False)  # as of a GPU
         for op, _ in OPERATORS:
@@ -237,7 +237,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 def layers(group: dist.ProcessGroup, backend: str) -> int:
     """Both layers of experts, trained, where auto takes what is unfused: by products of a group each."""
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "choose_method", lambda *_, **__: Selection(Method(UNFUSED), "a test"))
+        patch.setattr(operator, "choose_method", lambda *_, **__: Selection(Method(UNFUSED), "a test"))
         went: list[str] = []
         for module in (gemm, dispatch_gemm):
             patch.setattr(module, "one_by_one", noting(module.one_by_one, "one by one", went))

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.ops import unfused
+from sidelane.ops import pipelined_gemm
 from sidelane.program import pieces
 
 
 def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Few rows and many, owners that have none; by copy engines and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
-        patch.setattr(unfused, "MOST_SHAPES", 2)
+        patch.setattr(pipelined_gemm, "MOST_SHAPES", 2)
         patch.setattr(pieces, "TILE_ROWS", 8)
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
@@ -38,14 +38,14 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             x, weight = xs[rank].to(device), weights[rank].to(device)
             if number % 3 == 0:  # rows that lie apart
                 weight = torch.cat([weight, weight], dim=1)[:, :depth]
-            plain, split = (
-                (ops.gemm_all_reduce, ops.split_gemm_all_reduce)
-                if gathers
-                else (ops.gemm_reduce_scatter, ops.split_gemm_reduce_scatter)
-            )
+            call = ops.gemm_all_reduce if gathers else ops.gemm_reduce_scatter
             draws.late()
-            found = [plain(comm, x, weight).clone(), split(comm, x, weight, pieces=1 + number % 3).clone()]
-            found.append(plain(comm, x, weight, method="unfused").clone())
+            options: tuple[dict[str, Any], ...] = (
+                {},
+                {"method": "split", "pieces": 1 + number % 3},
+                {"method": "unfused"},
+            )
+            found = [call(comm, x, weight, **given).clone() for given in options]
             kept += [(result / scale, expected / scale) for result in found]
         check_all(comm, kept, scale=1.0)
     return calls
@@ -72,7 +72,7 @@ def reductions_passed_on(group: dist.ProcessGroup) -> int:
 def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Few rows and many; by copy engines in pieces and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
-        patch.setattr(unfused, "MOST_SHAPES", 2)
+        patch.setattr(pipelined_gemm, "MOST_SHAPES", 2)
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -87,7 +87,7 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 x = torch.cat([x, x], dim=1)[:, :depth]
             draws.late()
             found = [ops.all_gather_gemm(comm, x, weight)]
-            found.append(ops.split_all_gather_gemm(comm, x, weight, pieces=1 + number % 3))
+            found.append(ops.all_gather_gemm(comm, x, weight, method="split", pieces=1 + number % 3))
             gathered = [x.new_empty(n * rows, depth) for _ in range(2)]
             found.append(ops.all_gather_gemm(comm, x, weight.T.contiguous().T, gathered=gathered[0]))
             found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
@@ -138,17 +138,18 @@ def wrong_gathers(comm: Communicator) -> Calls:
     def call(function: Callable[..., Any], x: Any = x, weight: Any = weight, **options: Any) -> Callable[[], Any]:
         return lambda: function(comm, x, weight, **options)
 
-    plain, split = ops.all_gather_gemm, ops.split_all_gather_gemm
+    plain = ops.all_gather_gemm
     wrong = [
-        *(call(function, x=torch.ones(5, 7)) for function in (plain, split)),
-        *(call(function, x=x.half()) for function in (plain, split)),
-        *(call(function, x=torch.ones(0, 8)) for function in (plain, split)),
+        *(call(plain, x=torch.ones(5, 7), method=method) for method in ("auto", "split")),
+        *(call(plain, x=x.half(), method=method) for method in ("auto", "split")),
+        *(call(plain, x=torch.ones(0, 8), method=method) for method in ("auto", "split")),
         call(plain, x=torch.ones(8, 5).T),
         call(plain, weight=torch.ones(4)),
         call(plain, weight=torch.ones(4, 16)[:, ::2]),
         call(plain, gathered=torch.ones(5, 8)),
         call(plain, method="fused"),
-        *(call(split, pieces=pieces) for pieces in (0, 65)),
+        *(call(plain, method="split", pieces=pieces) for pieces in (0, 65)),
+        call(plain, pieces=2),
     ]
     return wrong, call(plain)
 
@@ -161,16 +162,16 @@ def wrong_reductions(comm: Communicator) -> Calls:
         return lambda: function(comm, x, weight, **options)
 
     scatter, both = ops.gemm_reduce_scatter, (ops.gemm_reduce_scatter, ops.gemm_all_reduce)
-    splits = (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)
     wrong = [
         call(scatter, x=torch.ones(2 * n + 1, 8)),
-        *(call(function, x=torch.ones(2 * n, 7)) for function in (*both, *splits)),
+        *(call(function, x=torch.ones(2 * n, 7), method=method) for function in both for method in ("auto", "split")),
         call(scatter, x=x.half()),
         call(scatter, x=torch.ones(8, 2 * n).T),
         call(scatter, x=torch.ones(0, 8)),
         call(scatter, weight=[1]),
         call(scatter, weight=torch.ones(4, 8, dtype=torch.int32)),
         *(call(function, method="fused") for function in both),
-        *(call(function, pieces=0) for function in splits),
+        *(call(function, pieces=0, method="split") for function in both),
+        *(call(function, pieces=2, method="unfused") for function in both),
     ]
     return wrong, call(scatter)

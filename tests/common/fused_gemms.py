@@ -16,9 +16,10 @@ from sidelane import Communicator, ops
 from sidelane.choice.fused import SPLIT, Method
 from sidelane.choice.selection import Selection
 from sidelane.errors import UnavailableError
-from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_gemm
+from sidelane.ops import dispatch_gemm, gemm, operands, operator, pipelined_gemm, reference
 from sidelane.ops.gemm import TileSizes
-from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, handle_of, suit_graphs
+from sidelane.ops.pipelined_gemm import RoutedParts
+from sidelane.program.pieces import SPLIT_GEMM
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -46,9 +47,15 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             draws.late()
             result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, order=order, tiles=TILES)
             kept.append((result[: len(expected)].clone(), expected))
-            if number % 3:  # by columns, which the library takes; and every other column, which it does not
-                x = x.T.contiguous().T if number % 3 == 1 else x.repeat_interleave(2, 1)[:, ::2]
-            by_engines = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=70 * n, pieces=1 + number % 3)
+            if number % 3 == 2:  # rows that overlap in memory, which the library does not take
+                x, xs = x[:1].expand(x.shape), [one[:1].expand(one.shape) for one in xs]
+                products = [one.double() @ part.double().T for one, part in zip(xs, weights, strict=True)]
+                firsts = [(sum(row[:rank]), sum(row[: rank + 1])) for row in counts]
+                parts = [one[first:stop] for one, (first, stop) in zip(products, firsts, strict=True)]
+                expected = torch.cat(parts)
+            by_engines = ops.gemm_all_to_all(
+                comm, x, weight, counts, most_rows=70 * n, method="split", pieces=1 + number % 3
+            )
             kept.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)
@@ -98,7 +105,7 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             options: dict[str, Any] = {"most_rows": 40 * n, "tiles": TILES}
             keep("fused", ops.all_to_all_gemm(comm, x, weight, table, **options))
             pieces = 1 + number % 3
-            keep("split", ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=40 * n, pieces=pieces))
+            keep("split", ops.all_to_all_gemm(comm, x, weight, counts, most_rows=40 * n, method="split", pieces=pieces))
             if number < 2:
                 for method in ("auto", "fused", "split", "unfused"):
                     keep(method, ops.all_to_all_gemm(comm, x, weight, counts, method=method, **options))
@@ -170,7 +177,7 @@ def results_apart(group: dist.ProcessGroup) -> list[str]:
 
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch_gemm, "in_turn", lambda _: Turn(), raising=False)
-        patch.setattr(gemm.GemmAllToAll, "_run", noting(gemm.GemmAllToAll._run, "exchange", seen))
+        patch.setattr(gemm.GemmAllToAll, "run", noting(gemm.GemmAllToAll.run, "exchange", seen))
         patch.setattr(torch, "mm", noting(torch.mm, "product", seen))
         n, device = comm.world_size, comm.device
         counts = [[3] * n] * n
@@ -228,11 +235,11 @@ def wrong_dispatches(comm: Communicator) -> Calls:
 
 
 def wrong_splits(comm: Communicator) -> Calls:
-    return refused_in_parts(comm, ops.split_gemm_all_to_all)
+    return refused_in_parts(comm, ops.gemm_all_to_all)
 
 
 def wrong_split_dispatches(comm: Communicator) -> Calls:
-    return refused_in_parts(comm, ops.split_all_to_all_gemm)
+    return refused_in_parts(comm, ops.all_to_all_gemm)
 
 
 def refused_by(comm: Communicator, op: Callable[..., torch.Tensor]) -> Calls:
@@ -273,17 +280,19 @@ def refused_in_parts(comm: Communicator, op: Callable[..., torch.Tensor]) -> Cal
     x, weight, counts = torch.ones(2 * n, 8), torch.ones(4, 8), [[2] * n] * n
 
     def call(x: Any = x, weight: Any = weight, counts: Any = counts, **options: Any) -> Callable[[], Any]:
-        return functools.partial(op, comm, x, weight, counts, **{"most_rows": 2 * n, **options})
+        return functools.partial(op, comm, x, weight, counts, **{"most_rows": 2 * n, "method": "split", **options})
 
     wrong = [
         call(x=torch.ones(2 * n, 7)),
         call(x=x.half()),
+        call(x=torch.ones(8, 2 * n).T),
         call(weight=torch.ones(4, 8, dtype=torch.int32)),
         call(counts=[[2] * n] * (n + 1)),
         call(counts=[[2] * n] * (n - 1) + [[2] * (n - 1)]),
         *(call(counts=[[rows] * n] * n) for rows in (3, -1)),
         call(most_rows=0),
         *(call(pieces=pieces) for pieces in (0, 65)),
+        *(call(pieces=2, method=method) for method in ("auto", "fused", "unfused")),
     ]
     return wrong, call()
 
@@ -295,12 +304,11 @@ def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
     ways: list[str] = []
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         n = comm.world_size
-        patch.setattr(auto, "choose_method", lambda *_, **__: Selection(Method(SPLIT, 2), "a test"))
+        patch.setattr(operator, "choose_method", lambda *_, **__: Selection(Method(SPLIT, 2), "a test"))
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
         for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
-            patch.setattr(where, "_run", noting(where._run, "fused", ways))
-        for where in (split_gemm.SplitGemmAllToAll, split_gemm.SplitAllToAllGemm):
-            patch.setattr(where, "__call__", noting(where.__call__, "split", ways))
+            patch.setattr(where, "run", noting(where.run, "fused", ways))
+        patch.setattr(RoutedParts, "run", noting(RoutedParts.run, "split", ways))
         for number, op in enumerate((ops.gemm_all_to_all, ops.all_to_all_gemm)):
             first, second, third = ([[rows + number, 1] + [2] * (n - 2)] * n for rows in (3, 4, 5))
             x, weight = torch.randn(8 * n, 8), torch.randn(5, 8)
@@ -337,7 +345,7 @@ def as_if_captured(
 ) -> torch.Tensor:
     """What comes by a call that may believe that it is recorded."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (auto, operands, split_gemm):
+        for module in (operator, operands, pipelined_gemm):
             patch.setattr(module, "is_captured", lambda _: captured)
         found = op(comm, x, weight, counts, most_rows=len(x), method=method)
     return found[: sum(row[comm.rank] for row in counts)].clone()
@@ -357,16 +365,20 @@ def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, b
         n, x, weight = comm.world_size, torch.ones(40, 8, device=comm.device), torch.eye(8, device=comm.device)
         tables = [tuple((rows,) * n for _ in range(n)) for rows in range(1, 14)]
         first, most = tables[0], 16 * n
-        handle, known = handle_of(SplitGemmAllToAll, comm, most, 8, x.dtype), []
+        parts, known = RoutedParts.kept(comm, SPLIT_GEMM, most, 8, x.dtype), []
+
+        def call(table: Any) -> torch.Tensor:
+            came = ops.gemm_all_to_all(comm, x, weight, table, most_rows=most, method="split", pieces=4)
+            return came[: sum(row[comm.rank] for row in table)]
+
         for _ in range(2):
-            known.append(suit_graphs(comm, (SplitGemmAllToAll.name, most, 8, x.dtype), first, DEFAULT_PIECES))
-            ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
-        held = handle.routings.of(first, DEFAULT_PIECES)
-        held.in_a_graph = True  # as a capture does
+            known.append((first, 4) in parts.known)
+            call(first)
+        parts.parts(first, 4).in_a_graph = True  # as a capture does
         for table in tables[1:]:
-            ops.split_gemm_all_to_all(comm, x, weight, table, most_rows=most)
-        handle._came.zero_()
-        result = handle(x, weight, first, DEFAULT_PIECES)[: sum(row[comm.rank] for row in first)]
+            call(table)
+        parts.came.zero_()
+        result = call(first)
         comm.synchronize()
-        left = len(handle.routings.known) - 1
-        return known[0], known[1], left, (first, DEFAULT_PIECES) in handle.routings.known, bool((result == 1).all())
+        left = len(parts.known) - 1
+        return known[0], known[1], left, (first, 4) in parts.known, bool((result == 1).all())

@@ -20,9 +20,8 @@ from torch.nn import functional
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
-from sidelane.ops import gemm_reduce, gemv, rms_norm, unfused
-from sidelane.ops.split_gemm import DEFAULT_PIECES
-from sidelane.program.pieces import SPLIT_GATHER
+from sidelane.ops import dispatch_gemm, gemm, gemv, pipelined_gemm, rms_norm
+from sidelane.ops.pipelined_gemm import GATHER, SCATTER, RoutedParts
 
 SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
@@ -50,8 +49,8 @@ def under_autocast(group: dist.ProcessGroup) -> int:
         counts = torch.full((n, n), 2)
         x, weight = 1 + torch.rand(2 * n, 16) / 1000, torch.rand(5, 16)
         routed: dict[str, Any] = {"most_rows": 2 * n, "counts": counts}
-        for most in (unfused.MOST_SHAPES, 0):
-            patch.setattr(unfused, "MOST_SHAPES", most)
+        for most in (pipelined_gemm.MOST_SHAPES, 0):
+            patch.setattr(pipelined_gemm, "MOST_SHAPES", most)
             for name, given, methods in (
                 ("gemv_all_reduce", {}, ("fused", "unfused")),
                 *((name, {}, ("split", "unfused")) for name in SPLIT),
@@ -100,10 +99,11 @@ def compared(comm: Communicator) -> list[str]:
         assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
         assert f"; measured at {6 * n}, 8, 5, eager" in told
         assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
-    handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmScatter)]
-    pieces = [[pieces for _, pieces in handle._moved.routings.known] for handle in handles]
-    assert pieces == [[DEFAULT_PIECES, 3]], pieces
-    assert {key[-1] for key in comm.kept if isinstance(key, tuple) and key[0] == SPLIT_GATHER} == {1, 3}
+    moved = [found for found in comm.kept.values() if isinstance(found, RoutedParts)]
+    pieces = [[pieces for _, pieces in found.known] for found in moved]
+    assert pieces == [[SCATTER.pieces, 3]], pieces
+    gathers = [key for key in comm.kept if isinstance(key, tuple) and key[0] == GATHER.name]
+    assert {key[-1] for key in gathers} == {GATHER.pieces, 3}
     large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
     assert large.shape == (2, 70_000) and bool((large == 2 * n).all())
     assert "unfused: fused takes up to 131072" in ops.explain(comm, "gemv_all_reduce", 70_000, 2, 2)
@@ -121,16 +121,24 @@ def known_again(comm: Communicator) -> None:
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
     even, factor = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
     odd = torch.ones(33, dtype=torch.bfloat16)[1:].view(4, 8)
+    n = comm.world_size
+    rows, routed = torch.randn(2 * n, 8), {"counts": [[2] * n] * n, "most_rows": 2 * n}
     calls: tuple[tuple[object, str, Callable[..., object]], ...] = (
         (gemv, "_check", lambda **o: ops.gemv_all_reduce(comm, weight, x, **o)),
         (rms_norm, "_check", lambda **o: ops.all_reduce_rms_norm(comm, x, None, weight[0], **o)),
-        (gemm_reduce, "check_operands", lambda **o: ops.gemm_all_reduce(comm, x, weight, **o)),
+        (pipelined_gemm, "check_operands", lambda **o: ops.gemm_all_reduce(comm, x, weight, **o)),
+        (gemm, "check_routed", lambda **o: ops.gemm_all_to_all(comm, rows, weight, **routed, **o)),
+        (
+            dispatch_gemm,
+            "check_routed",
+            lambda **o: ops.all_to_all_gemm(comm, rows, weight, **routed, **o),
+        ),
     )
     for where, name, call in calls:
         with pytest.MonkeyPatch.context() as patch:
             checked: list[str] = []
             patch.setattr(where, name, noting(getattr(where, name), name, checked))
-            for method in ("auto", "unfused", "split" if where is gemm_reduce else "fused"):
+            for method in ("auto", "unfused", "split" if where is pipelined_gemm else "fused"):
                 checked.clear()
                 call(method=method)
                 assert checked, (name, method)
@@ -166,9 +174,9 @@ def of_parameters(group: dist.ProcessGroup) -> int:
         counts = [[2] * n] * n
         x, weight = torch.randn(2 * n, 8).requires_grad_(), torch.nn.Parameter(torch.randn(5, 8))
         calls: list[Callable[[], torch.Tensor]] = [
-            lambda: ops.split_all_gather_gemm(comm, x, weight),
-            lambda: ops.split_gemm_all_reduce(comm, x, weight),
-            lambda: ops.split_gemm_reduce_scatter(comm, x, weight),
+            functools.partial(ops.all_gather_gemm, comm, x, weight, method="split"),
+            functools.partial(ops.gemm_all_reduce, comm, x, weight, method="split"),
+            functools.partial(ops.gemm_reduce_scatter, comm, x, weight, method="split"),
         ]
         for op in (ops.gemm_all_to_all, ops.all_to_all_gemm):
             for method in ("fused", "split", "unfused"):
@@ -183,7 +191,7 @@ def of_parameters(group: dist.ProcessGroup) -> int:
                 functools.partial(norm, comm, few, scale, method=method, **given[1]),
                 functools.partial(ops.embedding_all_to_all, comm, *bags, method=method, **given[2]),
             ]
-        patch.setattr(unfused, "MOST_SHAPES", 0)
+        patch.setattr(pipelined_gemm, "MOST_SHAPES", 0)
         calls += [functools.partial(getattr(ops, name), comm, x, weight, method="unfused") for name in SPLIT]
         gathers = functools.partial(ops.all_gather_gemm, comm, few, weight, gathered=gathered.view(2 * n, 8))
         calls += [functools.partial(gathers, method=method) for method in ("split", "unfused")]

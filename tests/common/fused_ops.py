@@ -24,8 +24,9 @@ from triton.runtime.errors import OutOfResources
 from sidelane import Communicator, Config, ops
 from sidelane.errors import PeerError, SidelaneError
 from sidelane.ops import reference, rms_norm
-from sidelane.ops.gemv import Tiling
+from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
+from sidelane.ops.rms_norm import AllReduceRmsNorm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Calls = tuple[list[Callable[[], Any]], Callable[[], Any]]
@@ -236,7 +237,7 @@ def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> s
         draws, device, dtype = Draws(5, comm.rank), comm.device, torch.bfloat16
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tokens, hidden in sizes:
-            handle = ops.AllReduceRmsNorm(comm, tokens, hidden, dtype)
+            handle = AllReduceRmsNorm(comm, tokens, hidden, dtype)
             schedules.add(handle.schedule)
             for part in (tokens, max(1, tokens - 1), tokens):
                 xs = [draws.normal(part, hidden).to(dtype) for _ in range(comm.world_size)]
@@ -244,7 +245,8 @@ def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> s
                 total = torch.stack(xs).double().sum(0) + residual.double()
                 expected = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
                 draws.late()
-                found = handle(xs[comm.rank].to(device), residual.to(device), weight.to(device))
+                given = (one.to(device) for one in (xs[comm.rank], residual, weight))
+                found = handle.run(*given, None, None, None, None, 1e-6)
                 kept += zip(found, (expected, total), strict=True)
             comm.synchronize()
             for number, (result, wanted) in enumerate(kept):
@@ -257,15 +259,15 @@ def tilings_that_do_not_compile(group: dist.ProcessGroup) -> list[str]:
     """What a caller is told where Triton cannot make a kernel, and where something else is wrong."""
     told = []
     with communicator(group) as comm:
-        handle = ops.GemvAllReduce(comm, 20, 1, torch.float32)
+        handle = GemvAllReduce(comm, 20, 1, torch.float32)
         for error in (
             RuntimeError("PassManager::run failed"),
             OutOfResources(300000, 232448, "shared memory"),
             RuntimeError("a launch of a kernel, which was closed"),
         ):
-            with mock.patch.object(handle._kernel, "launch_again", side_effect=error):
+            with mock.patch.object(handle._kernel, "launch", side_effect=error):
                 try:
-                    handle(torch.ones(20, 8), torch.ones(8))
+                    handle.run(torch.ones(20, 8), torch.ones(8), None, None)
                 except Exception as found:
                     told.append(f"{type(found).__name__}: {found}")
     return told
@@ -455,12 +457,12 @@ def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], p
                 scale = torch.zeros(tokens, 1) if by_row else torch.tensor(0.004)
                 x, before = xs[comm.rank].clone(), residual.clone()
                 with contextlib.nullcontext() if alone else teams_of_programs(programs):
-                    handle = ops.AllReduceRmsNorm(comm, tokens, hidden, dtype, schedule=schedule)
+                    handle = AllReduceRmsNorm(comm, tokens, hidden, dtype, schedule=schedule)
                     for again in range(2):  # of an even generation and an odd one
                         x.copy_(xs[comm.rank]), before.copy_(residual)
                         draws.late()
-                        written = {"out": x, "residual_out": before} if again else {"residual_out": x}
-                        y, total = handle(x, before, weight, quantized=narrow, scale=scale, **written)
+                        written = (x, before) if again else (None, x)
+                        y, total = handle.run(x, before, weight, *written, narrow, scale, 1e-6)
                         comm.synchronize()
                         found.append([part.clone() for part in (y, total, narrow.view(torch.uint8), scale)])
                         calls += not alone
@@ -475,12 +477,12 @@ def norm_without_a_slice(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]
     """
     comm = Communicator(group, config=Config(timeout_s=1))
     with teams_of_programs(2):
-        handle = ops.AllReduceRmsNorm(comm, 1, 256, torch.float32, schedule="cells")
+        handle = AllReduceRmsNorm(comm, 1, 256, torch.float32, schedule="cells")
         if comm.rank == 0:
             cells = handle._came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
             cells[1, 1, :128] = 1 << 32
             try:
-                handle(torch.ones(1, 256), None, torch.ones(256))
+                handle.run(torch.ones(1, 256), None, torch.ones(256), None, None, None, None, 1e-6)
                 comm.synchronize()
             except PeerError as error:
                 return type(error).__name__, error.ranks

@@ -229,7 +229,7 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
         sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
         assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
         yield Launched(
-            functools.partial(handle, weight, x, out=out),
+            functools.partial(handle.run, weight, x, None, out),
             handle._kernel,
             {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
             fused_gemv.cells(n, rows, handle._rows_each, **sizes),
@@ -255,7 +255,7 @@ def norm_in_cells(comm: Communicator, rows: int, words: int) -> Launched:
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle._options["PARTS"]}
     return Launched(
-        lambda: handle(x, None, weight, residual_out=out),
+        lambda: handle.run(x, None, weight, None, out, None, None, 1e-6),
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False, **sizes),
@@ -270,7 +270,7 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
     handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="pushed")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     yield Launched(
-        lambda: handle(x, None, weight, residual_out=out),
+        lambda: handle.run(x, None, weight, None, out, None, None, 1e-6),
         handle._kernel,
         {
             (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),
@@ -307,7 +307,7 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     handle = EmbeddingBackward(comm, tables, batch)
     grad = torch.ones(handle.tables.output_shape)
     yield Launched(
-        lambda: handle(grad, indices, offsets),
+        lambda: handle.run(grad, indices, offsets, "sum", None, False),
         handle._kernel,
         placed(comm, str(Buffer.STAGING), handle._places),
         [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],
@@ -325,7 +325,7 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
         first = order == "remote_first"
         shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, remote_first=first, group=2)
         yield Launched(
-            lambda order=order: handle(x, weight, torch.tensor(counts), order=order),  # type: ignore[misc]
+            lambda order=order: handle.run(x, weight, torch.tensor(counts), order),  # type: ignore[misc]
             handle._kernel,
             placed(comm, "output", handle._output),
             [without_counters(shadow, handle._kernel.flags * n, consumed=1 << 40)],
@@ -341,7 +341,7 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     x, weight = torch.ones(sum(counts[comm.rank]), depth), torch.ones(columns, depth)
     shadow = fused_dispatch_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2, by_one=True)
     places = placed(comm, "gathered", handle._gathered)
-    yield Launched(lambda: handle(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
+    yield Launched(lambda: handle.run(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
 
 
 def without_counters(program: Program, flags: int, consumed: int | None = None) -> Program:

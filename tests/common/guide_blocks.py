@@ -1,4 +1,4 @@
-"""Code blocks of README and guide, as programs that a reader would paste: nothing is added to them."""
+"""Code blocks of README, guide and contrib, as programs that a reader would paste: nothing is added to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs" / "guide").glob("*.md")), *sorted(ROOT.glob("contrib/*/*.md"))]
 
 
 def programs() -> Iterator[tuple[str, list[str]]]:

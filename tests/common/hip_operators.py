@@ -20,7 +20,7 @@ from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_call
-from sidelane.ops import auto, gemv, operands, rms_norm
+from sidelane.ops import gemv, operands, operator, rms_norm
 from sidelane.ops.gemm import TileSizes
 
 Launch = tuple[str, str, list[Any], dict[str, Any]]
@@ -127,7 +127,7 @@ def capture(group: dist.ProcessGroup) -> tuple[str, ...]:
     with amd_ranks(group) as (comm, launches, _):
         call = calls_of(comm)["embedding_all_to_all"]
         call()
-        with mock.patch.object(auto, "is_captured", return_value=True), pytest.raises(UnavailableError) as error:
+        with mock.patch.object(operator, "is_captured", return_value=True), pytest.raises(UnavailableError) as error:
             call()
         errors.append(str(error.value))
         n = comm.world_size
@@ -162,7 +162,7 @@ def launch(group: dist.ProcessGroup) -> list[Launch]:
     with amd_ranks(group) as (comm, launches, _):
         n = comm.world_size
         for op, call in calls_of(comm).items():
-            if FUSED in auto.OPS[op].eager:
+            if FUSED in operator.OPERATORS[op].methods:
                 call(method="fused")
         some, ones = torch.ones(16, 512, dtype=DTYPE), torch.ones(512, dtype=DTYPE)
         ops.gemv_all_reduce(comm, torch.ones(64, 512, dtype=DTYPE), some, method="fused")

@@ -22,7 +22,6 @@ from sweeps import communicator
 
 from sidelane import Communicator
 from sidelane.program.builders import Transport, build, variants
-from sidelane.program.builders.reducing import reduce_on_engines
 from sidelane.program.collective import (
     Collective,
     ReduceOp,
@@ -40,6 +39,7 @@ from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
 from sidelane.program.transform import prelaunch
 from sidelane.session.bound_program import BoundProgram
+from sidelane_lab.model.engine_add import reduce_on_engines
 
 POISON = 0xA5
 INTS = Reduction(ReduceOp.SUM, "int32")

@@ -142,11 +142,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         n = comm.world_size
         x, weight = torch.ones(n, 4), torch.ones(8, 4)
         refused(lambda: ops.gemm_reduce_scatter(comm, x, weight, method="split"))
-        refused(lambda: ops.split_gemm_reduce_scatter(comm, x, weight))
-        refused(lambda: ops.split_gemm_all_reduce(comm, x, weight))
-        assert (
-            ops.auto.agree(comm, "gemm_all_reduce", "auto", ops.auto.OperatorCall((), (1, 1, 1), 4)).name == "unfused"
-        )
+        refused(lambda: ops.gemm_all_reduce(comm, x, weight, method="split"))
+        call = ops.operator.OperatorCall((), (1, 1, 1), 4)
+        assert ops.operator.OPERATORS["gemm_all_reduce"].choose(comm, "auto", None, call).name == "unfused"
         own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
         refused(lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64), group=own))
         refused(lambda: dist.reduce(torch.ones(3), 0, group=own))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from sidelane import (
     nano_batches,
     overlap,
 )
-from sidelane.c3 import auto
 from sidelane.c3.launch import objection
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
@@ -289,45 +287,36 @@ def _never(*comms: Any) -> None:
     raise AssertionError("nothing may run")
 
 
-def chosen(group: dist.ProcessGroup, files: list[str]) -> list[Any]:
-    """``auto``, by a file for each rank; empty: none."""
-    told: list[Any] = []
-    device, n, before = torch.get_default_device(), dist.get_world_size(group), auto.isolated_file
-    path = files[dist.get_rank(group)]
-    auto.isolated_file = lambda device_type, ranks: Path(path)  # type: ignore[assignment]
-    try:
-        with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
-            product, whole = Computation(1000.0, (8192, 8192, 8192, "bfloat16")), comm.empty(n, 64)
-            a = torch.ones(16, 16, requires_grad=True)
-            for _ in range(2):
-                whole.fill_(-1)
-                c, _ = overlap(
-                    lambda: a @ a,
-                    lambda comm: comm.all_gather(whole, torch.full((64,), float(comm.rank))),
-                    comm,
-                    strategy="auto",
-                    beside=product,
-                    moves=("all_gather", 1 << 28),
-                )
-                assert whole[:, -1].tolist() == list(range(n)) and c.unique().tolist() == [16.0]
-            told.append(choose_overlap(comm, product, [("all_gather", 1 << 28)]).reason)
-            for wrong in (("all_gather", 0), ("gather_all", 5), ("all_gather",), (), [("all_gather", 2.5)]):
-                try:
-                    choose_overlap(comm, product, wrong)  # type: ignore[arg-type]
-                except ValueError as error:
-                    told.append(str(error))
-            both = {"strategy": "auto", "beside": product, "moves": ("all_gather", 64)}
-            for wrong in ({"moves": ()}, {"beside": None}, {"units": 8}, {"strategy": "serial"}, {"beside": "compute"}):
-                try:
-                    overlap(lambda: None, lambda comm: None, comm, **{**both, **wrong})  # type: ignore[arg-type]
-                except ValueError as error:
-                    told.append(str(error))
-        with Communicator(group, device=device, config=Config(timeout_s=30, profile="builtin")) as comm:
-            told.append(choose_overlap(comm, product, ("all_gather", 1 << 28)).reason)
-    except ValueError as error:
-        return [str(error)]
-    finally:
-        auto.isolated_file = before
+def chosen(group: dist.ProcessGroup) -> list[str]:
+    """``auto`` and its refusals."""
+    told: list[str] = []
+    device, n = torch.get_default_device(), dist.get_world_size(group)
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        product, whole = Computation(1000.0, (8192, 8192, 8192, "bfloat16")), comm.empty(n, 64)
+        a = torch.ones(16, 16, requires_grad=True)
+        for _ in range(2):
+            whole.fill_(-1)
+            c, _ = overlap(
+                lambda: a @ a,
+                lambda comm: comm.all_gather(whole, torch.full((64,), float(comm.rank))),
+                comm,
+                strategy="auto",
+                beside=product,
+                moves=("all_gather", 1 << 28),
+            )
+            assert whole[:, -1].tolist() == list(range(n)) and c.unique().tolist() == [16.0]
+        told.append(choose_overlap(comm, product, [("all_gather", 1 << 28), ("reduce_scatter", 1 << 20)]).reason)
+        for wrong in (("all_gather", 0), ("gather_all", 5), ("all_gather",), (), [("all_gather", 2.5)]):
+            try:
+                choose_overlap(comm, product, wrong)  # type: ignore[arg-type]
+            except ValueError as error:
+                told.append(str(error))
+        both = {"strategy": "auto", "beside": product, "moves": ("all_gather", 64)}
+        for wrong in ({"moves": ()}, {"beside": None}, {"units": 8}, {"strategy": "serial"}, {"beside": "compute"}):
+            try:
+                overlap(lambda: None, lambda comm: None, comm, **{**both, **wrong})  # type: ignore[arg-type]
+            except ValueError as error:
+                told.append(str(error))
     return told
 
 

@@ -25,7 +25,6 @@ from sidelane.device.context import begin, end
 from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll, library
-from sidelane.ops.gemm import TileSizes
 from sidelane.ops.scale_out import (
     EmbeddingAcrossNodes,
     ScaleOut,
@@ -43,7 +42,6 @@ def on_nodes(
     group: dist.ProcessGroup,
     layout: Sequence[int],
     *,
-    transport: str = "sockets",
     capacity: int = 64,
     timeout_s: float = 60,
 ) -> Iterator[ScaleOut]:
@@ -53,7 +51,7 @@ def on_nodes(
         world[rank] = node
     config = Config(timeout_s=timeout_s, virtual_nodes=tuple(world))
     device = torch.get_default_device()
-    with scale_out(group, device=device, config=config, transport=transport, capacity=capacity) as ranks:
+    with scale_out(group, device=device, config=config, capacity=capacity) as ranks:
         yield ranks
 
 
@@ -73,13 +71,11 @@ def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, rank
     embedding.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
 
 
-def forward_back_to_back(
-    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 64, transport: str = "sockets"
-) -> int:
+def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 256) -> int:
     """Uneven tables and batches, empty bags, all modes and dtypes; slices of several tables, of which the last one has
     fewer; a small ring is full and wraps around.
     """
-    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks, slices_by_bytes():
+    with on_nodes(group, layout, capacity=capacity) as ranks, slices_by_bytes():
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout) + capacity, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -155,9 +151,9 @@ def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
     return 3
 
 
-def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int, transport: str) -> int:
+def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
     """Sizes of a model's, many calls; against PyTorch's own bags."""
-    with on_nodes(group, layout, capacity=4096, transport=transport) as ranks:
+    with on_nodes(group, layout, capacity=4096) as ranks:
         n, rank, dim, batch, count, pooling = ranks.world_size, ranks.rank, 92, 1024, 16, 70
         generator = torch.Generator("cpu").manual_seed(5)
         tables = torch.randn(n, count, 500, dim, generator=generator, device="cpu").to(ranks.device)
@@ -182,9 +178,9 @@ def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int, transport
     return len(results)
 
 
-def too_small(group: dist.ProcessGroup, layout: Sequence[int], transport: str) -> str:
+def too_small(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
     """A ring without room for a call, where the transport needs the GPU: refused on all ranks."""
-    with on_nodes(group, layout, capacity=2, transport=transport) as ranks:
+    with on_nodes(group, layout, capacity=2) as ranks:
         table = torch.ones(4, 2)
         batch = 8 * ranks.world_size
         try:
@@ -208,19 +204,15 @@ def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:
     return "nothing"
 
 
-def backward_back_to_back(
-    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 4, transport: str = "sockets"
-) -> int:
+def backward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
     """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
-    nodes = on_nodes(group, layout, capacity=capacity, transport=transport)
-    with nodes as ranks, torch.device("cpu"), slices_by_bytes():
+    with on_nodes(group, layout) as ranks, torch.device("cpu"):
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout), rank)
         kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
         for dtype in DTYPES:
             dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
             counts = [draws.sizes.randrange(1, 4) for _ in range(n)]
-            set_slice_bytes(draws, batch, dim, dtype, n)
             sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
             tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
             own = [table.to(device) for table in tables]
@@ -321,17 +313,24 @@ def small(ranks: ScaleOut) -> torch.Tensor:
     return embedding_all_to_all(ranks, [table], torch.arange(batch) % 4, torch.arange(batch + 1))
 
 
+def rows(ranks: ScaleOut) -> torch.Tensor:
+    """An unfused call that is right."""
+    each = torch.ones(ranks.world_size, ranks.world_size, dtype=torch.int64)
+    return all_to_all_rows(ranks, torch.arange(2.0 * ranks.world_size).view(-1, 2), each, most_rows=ranks.world_size)
+
+
 def fails(
-    group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str, transport: str = "sockets"
+    group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str, is_fused: bool = True
 ) -> tuple[tuple[int, ...], str]:
     """A rank dies in a call, does not come, is refused or leaves; every other one names it, and nothing is left."""
+    call = small if is_fused else rows
     before = left_behind()
     found: PeerError | None = None
     on_gpus = torch.get_default_device().type == "cuda"  # where groups of NCCL take a while to be made
     timeout_s = (15 if on_gpus else 5) if how == "late" else 30
     try:
-        with on_nodes(group, layout, timeout_s=timeout_s, transport=transport) as ranks:
-            first = small(ranks).clone()
+        with on_nodes(group, layout, timeout_s=timeout_s) as ranks:
+            first = call(ranks).clone()
             ranks.synchronize()
             if ranks.rank == culprit:
                 if how == "dies":
@@ -341,7 +340,7 @@ def fails(
                 elif how == "refused":
                     embedding_all_to_all(ranks, [], torch.arange(4), torch.arange(5))
                 time.sleep(2 * timeout_s)
-            second = small(ranks)
+            second = call(ranks)
             ranks.synchronize()
             assert second.equal(first)
     except PeerError as error:
@@ -373,7 +372,7 @@ def cannot_be_made(group: dist.ProcessGroup, layout: Sequence[int], culprit: int
         if dist.get_rank(group) == culprit:
             patch.setattr(getattr(there, owner) if owner else there, name, fail)
         try:
-            with on_nodes(group, layout, transport="group", timeout_s=3):
+            with on_nodes(group, layout, timeout_s=3):
                 pass
         except (PeerError, UnavailableError) as error:
             text = f"{type(error).__name__}: {error}"
@@ -426,14 +425,9 @@ def copied(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
     return told
 
 
-TILES = TileSizes(16, 16, 16, 1, 1, group=2)
-
-
-def gemms_back_to_back(
-    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 2, transport: str = "sockets"
-) -> int:
+def gemms_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
     """Skewed routing, nothing at all for some, rows that stay or are left out, experts; rows there and back."""
-    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks:
+    with on_nodes(group, layout) as ranks:
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout), rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -459,11 +453,9 @@ def gemms_back_to_back(
             x, weight = xs[rank].to(device), weights[rank].to(device)
             draws.late()
             own = weight if experts else weight[0]
-            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=most, tiles=TILES)
+            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=most)
             kept.append((result[: len(expected)].clone(), expected))
-            result = gemm_all_to_all(
-                ranks, x, own, table.to(device), most_rows=9, tiles=TILES
-            )  # the others are left out
+            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=9)  # the others are left out
             kept.append((result[: min(9, len(expected))].clone(), expected[:9]))
             if number < 2:
                 table = torch.tensor(counts, device=device)

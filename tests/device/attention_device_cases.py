@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import attention_cases
@@ -27,26 +25,24 @@ def of(context: Context, name: str, *args: Any) -> Any:
 
 
 SHAPES = (
-    attention_cases.Shape(1, 4096, 8, 2, 128, is_causal=True, order="zigzag", dtype=torch.bfloat16),
+    attention_cases.Shape(1, 4096, 8, 2, 128, is_causal=True, dtype=torch.bfloat16),
     attention_cases.Shape(2, 1021, 8, 8, 64, is_causal=True, dtype=torch.float16),
     attention_cases.Shape(1, 2048, 8, 8, 128, dtype=torch.bfloat16),
 )
 
 
-def captured(context: Context, ways: tuple[str, ...], replays: int) -> int:
+def captured(context: Context, replays: int) -> int:
     """Forward and backward eager, captured and replayed, with fresh numbers each time."""
     checked = 0
     torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()), communicator(dist.group.WORLD) as comm:
-            for shape, way in itertools.product(SHAPES, ways):
-                if way == "ulysses" and shape.order != "plain":
-                    shape = dataclasses.replace(shape, order="plain")
-                own = ops.sequence_positions(shape.positions, comm.world_size, comm.rank, order=shape.order)
+            for shape in SHAPES:
+                own = ops.sequence_positions(shape.positions, comm.world_size, comm.rank)
                 q, k, v, grad = (tensor[:, own].clone() for tensor in shape.whole(0))
                 for tensor in (q, k, v):
                     tensor.requires_grad_()
-                step = functools.partial(_step, comm, way, shape, q, k, v, grad)
+                step = functools.partial(_step, comm, shape, q, k, v, grad)
                 for _ in range(2):
                     step()
                 torch.cuda.synchronize()
@@ -64,7 +60,7 @@ def captured(context: Context, ways: tuple[str, ...], replays: int) -> int:
                         graph.replay()
                         found = results
                     for name, one, right in zip(("result", *"qkv"), found, shape.right(whole), strict=True):
-                        assert attention_cases.is_close(one, right, own), (way, shape, name, turn)
+                        assert attention_cases.is_close(one, right, own), (shape, name, turn)
                     checked += 1
     finally:
         torch.set_default_device(None)
@@ -73,7 +69,6 @@ def captured(context: Context, ways: tuple[str, ...], replays: int) -> int:
 
 def _step(
     comm: Communicator,
-    way: str,
     shape: attention_cases.Shape,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -82,8 +77,5 @@ def _step(
 ) -> list[torch.Tensor]:
     """Return the result, and the gradients of q, k and v."""
     options: dict[str, Any] = {"is_causal": shape.is_causal, "sequence_length": shape.positions}
-    if way == "ring":
-        found = ops.ring_attention(comm, q, k, v, order=shape.order, **options)
-    else:
-        found = ops.sequence_parallel_attention(comm, q, k, v, **options)
+    found = ops.sequence_parallel_attention(comm, q, k, v, **options)
     return [found.detach(), *torch.autograd.grad(found, (q, k, v), grad)]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import fused_modules
+import fusion_cases
 import group_cases
 import pytest
 import torch
@@ -19,8 +19,8 @@ from sidelane import Communicator, Config, ops
 from sidelane.choice.fused import UNFUSED, Method
 from sidelane.choice.selection import Selection
 from sidelane.native import load_replays
-from sidelane.ops import auto
-from sidelane.session.own_kernel import OwnKernel
+from sidelane.ops import operator
+from sidelane.session.own_kernel import RepeatedLaunch
 
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
@@ -30,9 +30,9 @@ def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
 
 
 def by_our_group(context: Context, name: str) -> Any:
-    """A case of modules as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
+    """A case of the compiler pass as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
     with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
-        return getattr(fused_modules, name)(ours)
+        return getattr(fusion_cases, name)(ours)
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def on_the_device(context: Context) -> Iterator[None]:
     torch.set_default_device(context.device)
     try:
         with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(auto, "choose_method", fused_always)
+            patch.setattr(operator, "choose_method", fused_always)
             yield
     finally:
         torch.set_default_device(None)
@@ -93,7 +93,7 @@ def in_a_graph(context: Context, name: str, replays: int, only_there: bool = Fal
         torch.cuda.stream(torch.cuda.Stream()),
         Communicator(device=device, config=Config(timeout_s=30)) as comm,
     ):
-        patch.setattr(auto, "choose_method", fused_in_graphs if only_there else fused_always)
+        patch.setattr(operator, "choose_method", fused_in_graphs if only_there else fused_always)
         change, call = CALLS[name](comm)
         wanted = []
         for step in range(replays):
@@ -128,9 +128,9 @@ def on_several_streams(context: Context, captured: bool) -> int:
         chosen = torch.arange(2 * rows, device=device).view(rows, 2) % (2 * n)
         routes = ops.route_experts(comm, chosen, torch.rand(rows, 2, device=device, generator=generator), experts=2)
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
-            lambda x: ops.split_gemm_reduce_scatter(comm, x, weight),
-            lambda x: ops.split_all_gather_gemm(comm, x, weight, pieces=2),
-            lambda x: ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=rows),
+            lambda x: ops.gemm_reduce_scatter(comm, x, weight, method="split"),
+            lambda x: ops.all_gather_gemm(comm, x, weight, method="split", pieces=2),
+            lambda x: ops.all_to_all_gemm(comm, x, weight, counts, most_rows=rows, method="split"),
             lambda x: ops.combine_tokens(comm, ops.dispatch_tokens(comm, x, routes).sin(), routes),
             lambda x: ops.dispatch_tokens(comm, x, routes, wire=torch.float8_e4m3fn),
         ]
@@ -176,7 +176,7 @@ def repeated_elsewhere(context: Context, steps: int) -> dict[str, float]:
     """
     assert load_replays().module is not None, load_replays().words
     device, taken, native = context.device, {}, [0]
-    again = OwnKernel._run_again
+    again = RepeatedLaunch.run
 
     def seen(*given: Any) -> bool:
         made = again(*given)
@@ -189,7 +189,7 @@ def repeated_elsewhere(context: Context, steps: int) -> dict[str, float]:
         Communicator(device=device, config=Config(timeout_s=30)) as comm,
         Communicator(device=device, config=Config(timeout_s=30, native=False)) as plain,
     ):
-        patch.setattr(OwnKernel, "_run_again", seen)
+        patch.setattr(RepeatedLaunch, "run", seen)
         streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
         generator = torch.Generator(device).manual_seed(comm.rank)
         weight, ones = torch.randn(1000, 128, device=device, generator=generator), torch.ones(128, device=device)
@@ -419,10 +419,12 @@ def split(comm: Communicator) -> Case:
     x, weight = torch.zeros(150 * n, 64, device=device), torch.randn(300, 64, device=device)
 
     def call() -> list[torch.Tensor]:
-        routed = ops.split_gemm_all_to_all(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
-        reduced = [op(comm, x, weight) for op in (ops.split_gemm_reduce_scatter, ops.split_gemm_all_reduce)]
-        dispatched = ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=max(most, 150 * n), pieces=3)
-        return [routed[:came], *reduced, ops.split_all_gather_gemm(comm, x, weight, pieces=2), dispatched[:came]]
+        options: dict[str, Any] = {"most_rows": max(most, 150 * n), "method": "split", "pieces": 3}
+        routed = ops.gemm_all_to_all(comm, x, weight, counts, **options)
+        reduced = [op(comm, x, weight, method="split") for op in (ops.gemm_reduce_scatter, ops.gemm_all_reduce)]
+        dispatched = ops.all_to_all_gemm(comm, x, weight, counts, **options)
+        gathered = ops.all_gather_gemm(comm, x, weight, method="split", pieces=2)
+        return [routed[:came], *reduced, gathered, dispatched[:came]]
 
     return lambda step: x.fill_(step + comm.rank), call
 

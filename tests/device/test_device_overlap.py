@@ -5,9 +5,6 @@ from __future__ import annotations
 import overlap_cases
 from device_pool import Ranks
 
-from sidelane.choice.key import key_here
-from sidelane.choice.store import builtin_for
-
 
 def test_every_strategy(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.of", "every_strategy", 1, 60)
@@ -57,6 +54,5 @@ def test_partitions(ranks: Ranks) -> None:
 
 
 def test_choosing(ranks: Ranks) -> None:
-    for told in ranks.run("overlap_device_cases.of", "chosen", ["/no/such/file"] * ranks.world_size):
-        known = builtin_for(key_here("cuda", ranks.world_size)) is not None
-        assert ("expected" if known else "nothing was measured") in told[0] and len(told) == 12, told
+    for told in ranks.run("overlap_device_cases.of", "chosen"):
+        assert told[0].startswith("conccl: copy engines") and len(told) == 11, told

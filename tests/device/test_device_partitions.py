@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import DevicePartitions, Lanes
-from sidelane.c3.measured_curves import isolated_of
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Means, Partition
-from sidelane.c3.workload import parse_workload
+from sidelane.c3.strategies import Means, Partition, named
 from sidelane_lab.harness import running
+from sidelane_lab.pairs.measured_curves import isolated_of
 from sidelane_lab.pairs.partition import units_to_spare
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.shaping.shape import OPT1, OPT2, TUNED
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
 from sidelane_lab.studies.tune.isolated import IsolatedOptions

@@ -1,4 +1,4 @@
-"""Two GPUs as two nodes: fused operators whose slices go over NCCL, or over sockets, and a ring in pinned memory.
+"""Two GPUs as two nodes: an embedding whose slices go over NCCL, a ring in pinned memory, and unfused operators.
 
 NCCL uses sockets, as between machines. Four ranks share two GPUs, for the bytes only.
 """
@@ -17,7 +17,6 @@ if importlib.util.find_spec("triton") is None:
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CASES = "scale_out_cases"
-TRANSPORTS = ("group", "sockets")
 
 
 class Nodes:
@@ -58,21 +57,18 @@ def four() -> Iterator[Nodes]:
     made.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", ["forward_back_to_back", "backward_back_to_back", "gemms_back_to_back"])
-def test_back_to_back(two: Nodes, name: str, transport: str) -> None:
-    assert all(two.run(name, 10, 256, transport))
+def test_back_to_back(two: Nodes, name: str) -> None:
+    assert all(two.run(name, 10))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", ["forward_back_to_back", "backward_back_to_back", "gemms_back_to_back"])
-def test_four_ranks_on_two_gpus(four: Nodes, name: str, transport: str) -> None:
-    assert all(four.run(name, 2, 256, transport, timeout_s=150))
+def test_four_ranks_on_two_gpus(four: Nodes) -> None:
+    """Slices only: NCCL makes no all-to-all of ranks that share a GPU."""
+    assert all(four.run("forward_back_to_back", 2, timeout_s=150))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_large_calls(two: Nodes, transport: str) -> None:
-    assert two.run("large", 20, transport) == [20, 20]
+def test_many_large_calls(two: Nodes) -> None:
+    assert two.run("large", 20) == [20, 20]
 
 
 def test_slices_as_they_come(two: Nodes) -> None:
@@ -84,29 +80,28 @@ def test_layers_are_trained(two: Nodes) -> None:
     two.run("layers")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_ring_without_room_for_a_call_is_refused(two: Nodes, transport: str) -> None:
-    for text in two.run("too_small", transport):
+def test_a_ring_without_room_for_a_call_is_refused(two: Nodes) -> None:
+    for text in two.run("too_small"):
         assert "slices for other nodes (value=8, allowed=up to 1," in str(text), text
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("how", ["refused", "late"])
-def test_the_rank_at_fault_is_named(how: str, transport: str) -> None:
+def test_the_rank_at_fault_is_named(how: str, is_fused: bool) -> None:
     nodes = Nodes(2)
     try:
-        (other, _), *_ = nodes.run("fails", 1, how, transport)  # type: ignore[misc]
+        (other, _), *_ = nodes.run("fails", 1, how, is_fused)  # type: ignore[misc]
         assert other == (1,)
     finally:
         nodes.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies_is_named(transport: str) -> None:
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_a_rank_that_dies_is_named(is_fused: bool) -> None:
     nodes = Nodes(2)
     try:
         pool = nodes.pool()
-        pool.begin("fused_cases.as_on_cpus", CASES, "fails", nodes.layout, 1, "dies", transport)
+        pool.begin("fused_cases.as_on_cpus", CASES, "fails", nodes.layout, 1, "dies", is_fused)
         ((ranks, text),) = pool.finish(90.0, but=(1,))
         assert ranks == (1,), text
     finally:

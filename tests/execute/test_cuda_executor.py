@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from sidelane.execute.cuda import plan
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.builders.alternating import alternating
-from sidelane.program.builders.reducing import reduce_on_engines
 from sidelane.program.collective import Collective
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze, hold, prelaunch
@@ -154,7 +154,7 @@ def test_a_capture_needs_a_frozen_program() -> None:
 def test_programs_whose_engines_add_are_refused() -> None:
     reduction = define.Reduction(define.ReduceOp.SUM, "float32")
     with world_of(2) as world, pytest.raises(UnavailableError, match="no GPU's copy engines add"):
-        world.load(reduce_on_engines(define.reduce_scatter([8, 8], reduction)))
+        world.load(dataclasses.replace(build(define.reduce_scatter([8, 8], reduction), "b2b"), engines_add=True))
 
 
 def test_the_default_stream_goes_by_way_of_an_internal_one() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidelane.c3.workload import CPU_GEMM_FLOPS
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS
 from sidelane_lab.studies import gemms as study
 from sidelane_lab.studies.gemms import (
     COLD_BYTES,

@@ -13,17 +13,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sidelane.c3.measured_curves import isolated_file, isolated_of, isolated_times
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import Bound, Workload, gemm_of, parse_workload
 from sidelane.cli import main
 from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
+from sidelane_lab.pairs.measured_curves import isolated_file, isolated_of, isolated_times
 from sidelane_lab.pairs.outcome import GEMM, judge
 from sidelane_lab.pairs.partition import units_for
+from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
 from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions
 from sidelane_lab.studies.c3.study import is_bound_by_memory, rows_of
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
@@ -216,7 +216,7 @@ def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
     times |= {f"c3_rp: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
     times |= {f"sm_rp: sm, {units} units": [2900.0] for units in (8, 16)}
     tried = {"c3_rp": (8, 16, 64), "sm_rp": (8, 16)}
-    outcome = judge(workload, ways, strategies, times, {}, {}, {}, tried)  # type: ignore[arg-type]
+    outcome = judge(workload, ways, strategies, times, {}, {}, tried)  # type: ignore[arg-type]
     notes = {row.strategy: row.note for row in rows_of(outcome, known)}
     assert notes["c3_rp"].startswith("nccl; heuristic: 64 units, 4.0% behind the best (64 units: GEMM 1400 x 1.93")
     assert "no heuristic: allocate: no all_gather was measured" in notes["sm_rp"]

@@ -15,7 +15,6 @@ from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane import cli
-from sidelane.c3.workload import parse_workload
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
@@ -24,6 +23,7 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions

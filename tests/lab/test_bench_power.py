@@ -12,7 +12,6 @@ from ranks import RankPool
 
 from sidelane import Communicator, Config
 from sidelane.c3.strategies import named
-from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
@@ -22,6 +21,7 @@ from sidelane_lab.baselines.roster import OwnDma, Roster
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.pairs import PairPower
 from sidelane_lab.studies.power.rows import PowerRow

@@ -16,9 +16,7 @@ from forgetful import Forgetful
 from ranks import RankPool
 
 from interpreter import Interpreter
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import parse_workload
+from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
 from sidelane.cli.launch import RankFailedError
 from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
@@ -31,7 +29,9 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
@@ -325,7 +325,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         for kind in ("all_gather", "all_to_all")
     }
     here, exchanges = {"gloo", "dma"}, {"conccl_left", "conccl_in_place"}
-    run = [one.name for one in strategies() if one.implementation(here) and one.partition is None]
+    run = [one.name for one in strategies() if implementation_of(one, here) and one.partition is None]
     assert run == ["serial", "c3_base", "c3_sp", "priority", "conccl"]
     for row in rows:
         is_exchange = row["collective"] == "all_to_all"
@@ -510,6 +510,6 @@ try: main("collective --device cpu --ranks 2 --collective all_gather --variants 
           " --max-bytes 1K --iterations 1 --warmup 0".split())
 except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
-assert len(names) <= 15, names
+assert len(names) <= 17, names
 """
     interpreter.run(script, tmp_path)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from test_c3_judged import KNOWN
 
-from sidelane.c3.workload import Gemm, parse_workload
-from sidelane.choice.hidden import hidden_shares
 from sidelane.program.collective import Kind
 from sidelane_lab.pairs.heuristics import LAUNCH_ORDERS, judge
 from sidelane_lab.pairs.thirds import orders_of, small_of
+from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.study import rows_not_run
 
@@ -95,6 +94,6 @@ def test_the_launch_order_of_three_is_judged_by_a_file() -> None:
     assert [(kernel.name, kernel.workgroups) for kernel in sweep.others] == [
         ("gemm", 4096), ("small gemm", 1024), ("all_gather", 32),
     ]  # fmt: skip
-    found = {one.heuristic: one for one in judge(sweep, KNOWN, hidden_shares("h200"))}[LAUNCH_ORDERS]
+    found = {one.heuristic: one for one in judge(sweep, KNOWN)}[LAUNCH_ORDERS]
     assert (found.chosen, found.best) == ("all_gather > small gemm > gemm", "small gemm > all_gather > gemm")
     assert found.lost is not None and round(found.lost, 4) == round(100 / 97 - 1, 4) and not found.right

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from sidelane.c3.heuristic import EFFICIENCY
-from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane.c3.workload import C3Class, Gemm, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.isolated_times import EFFICIENCY, CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane_lab.pairs.partition import (
     Limit,
     SlowedKernel,
@@ -28,6 +26,7 @@ from sidelane_lab.pairs.partition import (
     units_for,
     units_to_spare,
 )
+from sidelane_lab.pairs.workload import C3Class, Gemm, parse_gemm, parse_workload
 
 # Figure 5 as its text has it: compute-bound GEMMs lose 17 to 27% with 32 to 64 units fewer, memory-bound ones nothing
 # and are faster with 8 fewer; an all-gather needs 32 units, an all-to-all 64.

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import rich.console
 
-from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
 from sidelane.cli import info, terminal
 from sidelane.cli.output import STDOUT
@@ -31,6 +30,7 @@ from sidelane_lab.model import layer, training
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import c3_study, dma_study, pair_name
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap, predictions

@@ -10,10 +10,8 @@ import torch
 from hip_world import UNITS, StandinDriver
 
 from sidelane.c3 import lanes, overlap
-from sidelane.c3.call_kernels import BY_KERNELS
-from sidelane.c3.launch import objection
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.launch import BY_KERNELS, objection
+from sidelane.c3.strategies import Means, Partition, strategies
 from sidelane.errors import UnavailableError
 from sidelane.execute import vendor
 from sidelane.execute.hip import runtime

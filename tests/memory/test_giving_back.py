@@ -168,14 +168,25 @@ def in_a_fork(job: Callable[[], None]) -> int:
         os._exit(status)
 
 
+def among_nodes() -> object:
+    """Make words that a kernel among nodes polls, and return a view of them."""
+    pytest.importorskip("triton")
+    from sidelane.ops.scale_out.ring import host_words
+
+    return host_words(4, torch.int64, GPU)[1:].numpy()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+@pytest.mark.parametrize("make", [lambda: HostWords(4, GPU), among_nodes], ids=["of a driver", "among nodes"])
 def test_words_that_a_stream_may_still_write_are_given_back_behind_it(
-    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
 ) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *given, pin_memory, **more: zeros(*given, **more))
-    words = HostWords(4, GPU)
+    words = make()
+    gc.collect()
     assert give_back()
+    assert len(release._kept) == 1, "a view keeps them"
     device.idle.clear()
     del words
     assert not give_back()

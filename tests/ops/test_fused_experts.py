@@ -15,7 +15,7 @@ import fused_experts
 import fused_gemms
 import fused_tokens
 
-from sidelane.ops.split_gemm import MOST_TABLES
+from sidelane.ops.pipelined_gemm import MOST_TABLES
 
 
 @pytest.mark.parametrize(("world_size", "calls"), [long(2, 8), (3, 4), long(3, 8)])

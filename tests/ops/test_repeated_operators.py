@@ -32,6 +32,7 @@ from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget
 from sidelane.native import load_replays
+from sidelane.ops.gemv import GemvAllReduce
 from sidelane.session.answers import recall
 from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 
@@ -238,17 +239,17 @@ def test_bags_of_any_number_of_indices(comm: Communicator, driver: LaunchingDriv
         call(12, per_sample_weights=torch.ones(11))
 
 
-def test_kernels_of_ones_own(comm: Communicator, driver: LaunchingDriver) -> None:
+def test_kernels_of_ones_own(comm: Communicator, driver: LaunchingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remembered by their numbers and by what their tensors are; tensors may be others."""
     push, output = comm.load_kernel(own_kernels.push_tiles, flags=4), comm.empty(64)
     native: list[bool] = []
-    run = push._run_again
+    run = RepeatedLaunch.run
 
-    def seen(again: RepeatedLaunch, tensors: Any) -> bool:
-        native.append(run(again, tensors))
+    def seen(again: RepeatedLaunch, calls: Any, tensors: Any) -> bool:
+        native.append(run(again, calls, tensors))
         return native[-1]
 
-    push._run_again = seen  # type: ignore[method-assign]
+    monkeypatch.setattr(RepeatedLaunch, "run", seen)
 
     def call(count: Any = 60, grid: Any = (2,), shard: torch.Tensor | None = None, **options: Any) -> bool:
         shard = torch.ones(64) if shard is None else shard
@@ -300,8 +301,8 @@ def test_another_stream(comm: Communicator, driver: LaunchingDriver, watched: Wa
         first, driver.caller = driver.caller, first
         assert not watched.made(call)
         assert watched.made(call)
-    (ready,) = comm.kept[recall].values()
-    assert len(ready.again.runs) == 2
+    (launch,) = comm.kept[recall].values()
+    assert len(launch.keywords["again"].runs) == 2
     comm.all_reduce(torch.ones(4))
     assert watched.made(call)
     driver.device_is_current = False
@@ -328,7 +329,7 @@ def test_closed_handles_and_communicators(driver: LaunchingDriver, watched: Watc
     comm = Communicator(config=Config(profile="builtin"))
     call = repeated(watched, gemv(comm))
     other = repeated(watched, norm(comm))
-    (handle,) = [each for each in comm.kept.values() if isinstance(each, ops.GemvAllReduce)]
+    (handle,) = [each for each in comm.kept.values() if isinstance(each, GemvAllReduce)]
     handle.close()
     with pytest.raises(RuntimeError, match="closed"):
         call()

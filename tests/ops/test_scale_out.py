@@ -21,18 +21,12 @@ from sidelane_lab.studies.fused.between_nodes import compare
 
 
 @pytest.mark.parametrize(
-    ("layout", "capacity", "transport"),
-    [
-        ((0, 1), 1, "sockets"),
-        ((0, 0, 1, 1), 64, "sockets"),
-        long((0, 0), 64, "sockets"),
-        long((0, 1, 1, 0), 2, "sockets"),
-        long((0, 1, 0), 2, "group"),
-    ],
+    ("layout", "capacity"),
+    [((0, 1), 1), ((0, 0, 1, 1), 64), long((0, 0), 64), long((0, 1, 1, 0), 2), long((0, 1, 0), 2)],
     ids=str,
 )
-def test_embeddings_back_to_back(four: Crew, layout: tuple[int, ...], capacity: int, transport: str) -> None:
-    found = four.run(cases.forward_back_to_back, len(layout), layout, 2, capacity, transport, timeout_s=110)
+def test_embeddings_back_to_back(four: Crew, layout: tuple[int, ...], capacity: int) -> None:
+    found = four.run(cases.forward_back_to_back, len(layout), layout, 2, capacity, timeout_s=110)
     assert found == [6] * len(layout)
 
 
@@ -92,14 +86,15 @@ def own() -> Iterator[Crew]:
     found.kill()
 
 
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("how", ["dies", long("late"), long("refused"), long("leaves")])
-def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
+def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str, is_fused: bool) -> None:
     """By its neighbour on the node, and by those on the other one, within the time-out."""
     culprit, words = (
         2,
         {"dies": "died", "late": "", "refused": "refused it: TypeError", "leaves": "left: KeyError"}[how],
     )
-    found = own.run(cases.fails, 4, (0, 0, 1, 1), culprit, how, dying=(culprit,) if how == "dies" else ())
+    found = own.run(cases.fails, 4, (0, 0, 1, 1), culprit, how, is_fused, dying=(culprit,) if how == "dies" else ())
     for rank, told in enumerate(found):
         if rank != culprit:
             ranks, text = told

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from sidelane.c3.workload import Gemm
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import Results, read, write
@@ -21,6 +20,7 @@ from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import table_ii_workload
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.papers import command
 from sidelane_lab.papers.claims import ClaimRole, in_between, nearest
 from sidelane_lab.papers.results import CHAINS, compare, fitted_to, judge_layers, layers_file, role_problems

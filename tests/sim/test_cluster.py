@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 from marks import long
 
 from sidelane import cli
-from sidelane.c3.workload import parse_workload
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named, parse
 from sidelane_lab.machines.network import exchange_pace, latency_and_bytes_us
@@ -23,6 +22,7 @@ from sidelane_lab.model.operators import Embedding, Gemv, TiledGemm, predict_fus
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.symmetry import predict_symmetric, stand_in
 from sidelane_lab.model.training import compute_us, step_times
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 from sidelane_lab.traces.replay import replay

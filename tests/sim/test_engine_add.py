@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 from sidelane.cli.tool import main
 from sidelane.errors import ProgramError
-from sidelane.program.builders.reducing import reduce_on_engines
 from sidelane.program.builders.registry import algorithms
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, all_reduce, reduce_scatter
 from sidelane.program.ir import EngineKind
@@ -18,7 +17,7 @@ from sidelane.program.transform import freeze
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import find, named
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.engine_add import engine_add_tables, engine_add_us, least_us
+from sidelane_lab.model.engine_add import engine_add_tables, engine_add_us, least_us, reduce_on_engines
 
 KINDS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 

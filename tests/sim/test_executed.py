@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Reduce
 from sidelane_lab.harness.study import read
@@ -24,6 +23,7 @@ from sidelane_lab.model.device import run_device
 from sidelane_lab.model.gemm import gemm_kernel
 from sidelane_lab.model.kernels import dma_gangs, dma_us
 from sidelane_lab.model.strategies import predict
+from sidelane_lab.pairs.workload import parse_gemm, parse_workload
 from sidelane_lab.sim import simulate
 from sidelane_lab.studies.collectives import CollectiveRow
 

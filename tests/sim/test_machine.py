@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from sidelane.c3.workload import parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import find, limits_of, machine_names, named, parse
 from sidelane_lab.machines.spec import NumberSource, Quantity, RunStatus, Topology
@@ -17,6 +16,7 @@ from sidelane_lab.model.power import library_power
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import dma_study, table_ii_workload
 from sidelane_lab.model.training import step_times
+from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.studies.phases.predict import predicted_row
 from sidelane_lab.studies.phases.programs import operations
 

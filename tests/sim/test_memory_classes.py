@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine, NumberSource, Quantity
 from sidelane_lab.model.device import COLLECTIVES_FIRST, COMPUTATIONS_FIRST, Gang, Tiled, run_device
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.strategies import predict
+from sidelane_lab.pairs.workload import parse_gemm, parse_workload
 
 MI300X = named("mi300x8")
 PEAK = float(MI300X.gpu.memory_gbps)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.c3.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, ComputeKind, Workload, parse_gemm
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.gemm import bound_of, gemm_us, is_memory_bound
 from sidelane_lab.model.heuristic import isolated_of_machine
 from sidelane_lab.model.pair_classes import COMPUTATIONS, KINDS, class_of, pairs_by_class
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.pairs.partition import units_to_spare
+from sidelane_lab.pairs.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, ComputeKind, Workload, parse_gemm
 
 MI300X, H200 = named("mi300x8"), named("h200x2")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from marks import long
 
-from sidelane.c3.strategy import percent_of_ideal
-from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named
@@ -19,6 +17,8 @@ from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us, is_memory_bound
 from sidelane_lab.model.kernels import dma_us
 from sidelane_lab.model.strategies import predict, predictable
+from sidelane_lab.pairs.ideal import percent_of_ideal
+from sidelane_lab.pairs.workload import TABLE_I, Gemm, Workload, parse_gemm
 from sidelane_lab.papers.results import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]

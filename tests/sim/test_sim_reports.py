@@ -13,11 +13,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import strategies
-from sidelane.c3.workload import parse_workload
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import drawing
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
+from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import conccl, overlap
 from sidelane_lab.papers import fused as fused_paper

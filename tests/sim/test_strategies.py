@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sidelane.c3.strategies import Mover, Order, Partition, strategies
 from sidelane.c3.strategies import named as strategy_named
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Order, Partition
-from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
@@ -29,6 +27,7 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.strategies import partitions, predict, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
 from sidelane_lab.pairs.partition import units_to_spare
+from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
 
 MACHINE = named("mi300x8")
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200x2"

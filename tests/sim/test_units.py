@@ -8,12 +8,12 @@ import statistics
 
 import pytest
 
-from sidelane.c3.workload import Gemm, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, share_of_speed
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, blocks_per_unit, grid_of, run_pipeline, sequential_us
 from sidelane_lab.model.units import run_units
+from sidelane_lab.pairs.workload import Gemm, parse_gemm
 from sidelane_lab.papers.overlap import BLOCKS, PLATFORMS, OverlapContext
 
 H100, MI250X = named("h100x4"), named("mi250x8")

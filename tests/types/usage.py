@@ -43,7 +43,6 @@ from sidelane import (
     scale_out,
     wrap,
 )
-from sidelane.ops.fusion import Fusion
 from sidelane.ops.scale_out import ScaleOut
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
@@ -131,9 +130,6 @@ def operators(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(ops.all_gather_gemm(comm, a, b), torch.Tensor)
     assert_type(ops.all_reduce_rms_norm(comm, a, b, b), tuple[torch.Tensor, torch.Tensor])
     assert_type(ops.gemv_all_reduce(comm, a, b), torch.Tensor)
-    assert_type(ops.fusion.Fusion(comm), Fusion)
-    norm = ops.AllReduceRmsNorm(comm, 1, 2, torch.bfloat16)
-    assert_type(norm.comm, Communicator)
 
 
 def programs(comm: Communicator, a: torch.Tensor) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.strategies import Means, Partition
 from sidelane.errors import SidelaneError
 from sidelane.execute.vendor import make_driver
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 SMALLEST_SHARE = 8
 """Smallest number of units in a sweep of partitions (ConCCL paper, V-B); Hopper partitions SMs in this granularity."""
-
 
 LIMITS = (Means.TARGET, Means.CARVE_OUT)
 """Means that are requests to a library."""
@@ -48,29 +47,14 @@ class Lanes:
         return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
 
-class Partitions(Protocol):
-    """Way to give a GEMM fewer units.
-
-    Attributes:
-        units: number of units of the device.
-    """
-
-    units: int
-
-    def objection(self, partition: Partition) -> str:
-        """Return the reason why there is no such partition here; empty if there is."""
-        ...
-
-    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
-        """Return lanes for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these."""
-        ...
-
-
 class DevicePartitions:
     """Partitions of a GPU, by green contexts (NVIDIA) or CU masks (AMD); each is made once.
 
     Args:
         device: current device.
+
+    Attributes:
+        units: number of units of the device.
 
     Raises:
         UnavailableError: the vendor's library is missing.
@@ -110,7 +94,7 @@ class DevicePartitions:
         return ""
 
     def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
-        """See :class:`Partitions`.
+        """Return lanes for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these.
 
         Raises:
             UnavailableError, DriverError: no such partition.

@@ -15,16 +15,22 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sidelane.c3 import call_kernels
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.strategy import LaunchMode, Means, Mover, Order, Strategy
+from sidelane.c3.strategies import LaunchMode, Means, Mover, Order, Strategy
+from sidelane.choice import choose
+from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
+from sidelane.program.variant import Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
+"""Movers that callers' calls select by a variant."""
 
 
 def objection(strategy: Strategy, device: torch.device) -> str:
@@ -34,9 +40,11 @@ def objection(strategy: Strategy, device: torch.device) -> str:
     """
     if not strategy.mover.as_asked:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
-    if strategy.mover in call_kernels.BY_KERNELS:
-        if reason := call_kernels.objection(device):
-            return reason
+    if strategy.mover in BY_KERNELS:
+        if device.type == "cpu":
+            return "CPU ranks have no kernels for collectives"
+        if torch.version.hip is not None:
+            return "communicators do not move bytes by kernels on AMD GPUs"
     elif strategy.mover not in (Mover.LIBRARY, Mover.DMA):
         return "a communicator's calls are not told to run so"
     if strategy.partition is None:
@@ -53,6 +61,15 @@ def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
     partitions, _ = partitions_of(device)
     units = SMALLEST_SHARE * 2 if partitions is None else partitions.units
     return tuple(LaunchMode(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
+
+
+def can_run(mode: LaunchMode, device: torch.device) -> bool:
+    """Return True if callers' calls run so on a device; while a graph is captured, if no lanes need be made for it."""
+    partition = mode.strategy.partition
+    if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        partitions, _ = partitions_of(device)
+        return partitions is not None and partitions.is_ready(partition, mode.units)
+    return not objection(mode.strategy, device) and mode in ways_of(mode.strategy, device)
 
 
 @functools.cache
@@ -83,12 +100,12 @@ def run(
         Exceptions of the computations and the collective.
     """
     device, strategy = on[0].device, way.strategy
+    numbers = range(len(computes))
+    first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and device.type == "cpu")
+    order = released or ((len(computes), *numbers) if first else (*numbers, len(computes)))
     if strategy.concurrent and device.type == "cuda":
-        return _on_streams(way, computes, collective, on, device, released)
+        return _on_streams(way, computes, collective, on, device, order)
     comms = [Beside(comm, strategy, None) for comm in on]
-    if not strategy.concurrent:
-        return [compute() for compute in computes], collective(*comms)
-    order = released or (len(computes), *range(len(computes)))
     try:
         done = {number: computes[number]() if number < len(computes) else collective(*comms) for number in order}
     finally:
@@ -127,15 +144,56 @@ class Beside:
         if options.pop("async_op", False):
             raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
         options.setdefault("beside", self._beside)
-        if self._strategy.mover in call_kernels.BY_KERNELS and "variant" not in options:
-            size = call_kernels.described(tensors)
-            options["variant"] = call_kernels.variant_of(self._comm, self._strategy, Kind(name), *size)
+        if self._strategy.mover in BY_KERNELS and "variant" not in options:
+            size = described(tensors)
+            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *size)
         if self._aside is not None:
             self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
         with torch.cuda.stream(self._aside):
             work = function(*tensors, **options, async_op=self._async)
         if work is not None:
             self.works.append(work)
+
+
+def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
+    """Return the variant of a call, alike on all ranks.
+
+    Args:
+        comm: communicator that makes it.
+        strategy: strategy whose mover is one of ``BY_KERNELS``.
+        kind: kind of the collective.
+        nbytes: bytes of its largest tensor; of all, for lists.
+        dtype: dtype of its elements.
+
+    Raises:
+        ValueError: no kernel of that kind runs the collective here.
+    """
+    narrow = strategy.mover is Mover.LIBRARY_CTAS
+    found = [one.variant for one in everything(kind, comm.abilities) if one.implementation == SM]
+    found = [name for name in found if Variant.of(name).narrow is narrow and not Variant.of(name).pushes]
+    if not found:
+        what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
+        allowed = "reduce_scatter, all_reduce" if narrow else "what kernels run on this machine, see sidelane info"
+        raise ValueError(f"overlap: {strategy.name}: there is no {what} here (value={kind}, allowed={allowed})")
+    # As if in ordinary memory: the kind of memory must not make ranks choose differently.
+    call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
+    if comm.world_size > 1 and not narrow:
+        table = choose(comm.profile.profile, call, comm.abilities).table
+        ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
+        return (ranked or found)[0]
+    return found[-1]  # of an all_reduce the one in two shots
+
+
+def described(tensors: tuple[object, ...]) -> tuple[int, str]:
+    """Return the bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
+    sizes, dtypes = [0], ["bfloat16"]
+    for given in tensors:
+        listed = [
+            one for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, torch.Tensor)
+        ]
+        sizes.append(sum(one.nbytes for one in listed))
+        dtypes += [str(one.dtype).removeprefix("torch.") for one in listed]
+    return max(sizes), dtypes[-1]
 
 
 def _on_streams(
@@ -150,57 +208,32 @@ def _on_streams(
     lanes = _lanes(way, device, caller)
     aside, *others = streams = _asides(way, device, lanes, len(on))
     roads = _roads(way, device, caller, lanes, len(computes))
-    first = roads[0]
+    limited = contextlib.nullcontext if lanes is None else lanes.limited
     comms = [Beside(comm, way.strategy, stream) for comm, stream in zip(on, (None, *others), strict=True)]
-    released = torch.cuda.Event()
+    released = begun = torch.cuda.Event()
     released.record(caller)
     joined = [*streams, *(road for road in roads if road is not caller)]
     for stream in joined:
         stream.wait_event(released)
-
-    def all_computed() -> list[T]:
-        limited = contextlib.nullcontext() if lanes is None else lanes.limited()
-        with limited:
-            return [_computed(compute, road, caller) for compute, road in zip(computes, roads, strict=True)]
-
-    def each_in_its_turn() -> tuple[list[T], S]:
-        done: dict[int, Any] = {}
-        begun = released
+    done: dict[int, Any] = {}
+    try:
         for number in order:
             road = roads[number] if number < len(roads) else aside
-            road.wait_event(begun)  # the one before has been released, not ended
-            begun = torch.cuda.Event()
-            begun.record(road)
+            if begun is not released:
+                road.wait_event(begun)  # the one before has been released, not ended
+            if len(done) < len(order) - 1 and (done or road is not caller):  # the caller's stream has been released
+                begun = torch.cuda.Event()
+                begun.record(road)
             if road is aside:
                 with torch.cuda.stream(aside):
                     done[number] = collective(*comms)
             else:
-                with contextlib.nullcontext() if lanes is None else lanes.limited():
+                with limited():
                     done[number] = _computed(computes[number], road, caller)
-        return _sorted(done)
-
-    try:
-        if order:
-            computed, told = each_in_its_turn()
-        elif way.strategy.order is Order.COLLECTIVE_FIRST:
-            with torch.cuda.stream(aside):
-                begun = torch.cuda.Event()
-                begun.record(aside)
-                told = collective(*comms)
-            for road in dict.fromkeys(roads):
-                road.wait_event(begun)  # the collective has been released, not ended
-            computed = all_computed()
-        else:
-            if first is not caller:  # the host's order releases the caller's stream, but not a lane
-                begun = torch.cuda.Event()
-                begun.record(first)
-                aside.wait_event(begun)
-            computed = all_computed()
-            with torch.cuda.stream(aside):
-                told = collective(*comms)
     finally:
         for stream in joined:
             caller.wait_stream(stream)
+    computed, told = _sorted(done)
     for part in tree_leaves((told, [one for one, road in zip(computed, roads, strict=True) if road is not caller])):
         if isinstance(part, torch.Tensor):
             part.record_stream(caller)

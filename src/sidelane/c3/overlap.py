@@ -13,21 +13,27 @@ from typing import TypeVar, overload
 
 import torch
 
-from sidelane.c3.auto import Moves, choose_overlap
-from sidelane.c3.call_kernels import BY_KERNELS
-from sidelane.c3.heuristic import KernelDemand, launch_order
-from sidelane.c3.launch import objection, run, ways_of
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import LaunchMode, Mover
+from sidelane.c3.launch import BY_KERNELS, can_run, objection, run, ways_of
+from sidelane.c3.rule import choose_strategy
+from sidelane.c3.strategies import LaunchMode, Mover, strategies
+from sidelane.choice import choose
+from sidelane.choice.selection import Selection
+from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import Page, explained, see
 from sidelane.modes import keep_compilers_out
-from sidelane.program.shape import Computation
+from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
+from sidelane.session.answers import recall, remember
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 AUTO = "auto"
+
+Moves = tuple[str, int] | Sequence[tuple[str, int]]
+"""Type of a collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an
+all_gather, the local buffer of the others."""
 
 _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
@@ -174,8 +180,63 @@ def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[i
             f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
             "computation and of the collective; not with serial)"
         )
-    kernels = [KernelDemand(str(number), each) for number, each in enumerate(workgroups)]
-    return tuple(int(kernel.name) for kernel in launch_order(kernels).kernels)
+    return tuple(sorted(range(count + 1), key=workgroups.__getitem__))
+
+
+def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Selection[LaunchMode]:
+    """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
+
+    Collectives that only move bytes take ``conccl``. So do reductions, but for large ones beside a compute-bound GEMM,
+    for which Sidelane's kernels get compute units of their own (``sm_rp``), the more the longer they take. ``serial``
+    is taken where copy engines take as long as both in turn. Times of collectives are those of ``sidelane tune``, or
+    built in. While a graph is captured, units are taken only if that has been done before.
+
+    Args:
+        comm: communicator that makes the collectives.
+        beside: computation next to them, from ``Communicator.beside``. Units are taken only from GEMMs of known shape.
+        moves: collectives with their bytes.
+
+    Raises:
+        ValueError: there are no collectives, or a name or size is unknown.
+    """
+    pairs = _checked(beside, moves)
+    capturing, question = _is_capturing(comm.device), (beside, pairs)
+    found: Selection[LaunchMode] | None = None if capturing else recall(comm, question)
+    if found is None:
+        found = choose_strategy(
+            beside.us,
+            beside.gemm,
+            pairs,
+            alone_us=_expected_us(comm, beside, pairs, NOTHING),
+            engines_us=_expected_us(comm, beside, pairs, COMPUTE),
+            is_possible=lambda mode: can_run(mode, comm.device),
+        )
+        if not capturing:
+            remember(comm, question, found)
+    return found
+
+
+def _checked(beside: Computation, moves: Moves) -> tuple[tuple[Kind, int], ...]:
+    if not isinstance(beside, Computation):
+        raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
+    found = []
+    for pair in [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves):
+        match pair:
+            case (str(name), int(nbytes)) if name in Kind._value2member_map_ and nbytes > 0:
+                found.append((Kind(name), nbytes))
+            case _:
+                raise ValueError(f"overlap: moves (value={pair!r}, allowed=(one of {', '.join(Kind)}, bytes above 0))")
+    if not found:
+        raise ValueError("overlap: moves (value=(), allowed=a collective and its bytes, or several)")
+    return tuple(found)
+
+
+def _expected_us(comm: Communicator, beside: Computation, moves: Sequence[tuple[Kind, int]], hint: str) -> float | None:
+    """Return the expected time of all collectives alone, with ``hint`` as ``beside``; None if it is unknown."""
+    dtype = "bfloat16" if beside.gemm is None else beside.gemm[3]
+    calls = [CallShape(kind, comm.world_size, nbytes, dtype, in_place=True, beside=hint) for kind, nbytes in moves]
+    times = [choose(comm.profile.profile, call, comm.abilities).table[0][1] for call in calls]
+    return None if None in times else sum(us for us in times if us is not None)
 
 
 class Overlap:

@@ -1,14 +1,157 @@
-"""Registry of strategies, under which a computation and a collective run together.
+"""Strategies as values, under which a computation and a collective run together, and the registry of all of them.
 
-A new strategy is a new line in one of the tables here. The studies, ``overlap``, the simulator and the commands use the
-value; the code that runs a strategy objects if a machine cannot.
+A new strategy is a new line in one of the tables here. ``c3.launch`` turns the value into launches; studies, the
+simulator and the commands use it, too. The code that runs a strategy objects if a machine cannot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
 
-from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
+from sidelane.fields import an, at_least, one_of, optional, settle, switch, text, whole
+
+
+class Order(StrEnum):
+    """Order of the releases. ``serial``: the collective follows the GEMM on one stream."""
+
+    SERIAL = "serial"
+    GEMM_FIRST = "gemm first"
+    COLLECTIVE_FIRST = "collective first"
+
+
+class Mover(StrEnum):
+    """Mover of the collective's bytes.
+
+    LIBRARY: kernels of the vendor's library; on CPUs its threads.
+    LIBRARY_CTAS: the same kernels with several numbers of workgroups, one after another.
+    DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
+    DMA_LEFT: DMA for an all-to-all that leaves own parts in the input. DMA_IN_PLACE: DMA for one in place.
+    """
+
+    LIBRARY = "library"
+    LIBRARY_CTAS = "nccl_ctas"
+    DMA = "dma"
+    DMA_LEFT = "dma_left"
+    DMA_IN_PLACE = "dma_in_place"
+    LIBRARY_DMA = "nccl_ce"
+    SM = "sm"
+
+    @property
+    def takes_units(self) -> bool:
+        """True if it runs on compute units, as the GEMM does."""
+        return self in (Mover.LIBRARY, Mover.LIBRARY_CTAS, Mover.SM)
+
+    @property
+    def as_asked(self) -> bool:
+        """True if it makes exactly the requested call. Others do less, or need the tensors elsewhere: they are never
+        chosen for a caller, and their times count for no ideal.
+        """
+        return self not in (Mover.DMA_LEFT, Mover.DMA_IN_PLACE)
+
+
+class Means(StrEnum):
+    """Way to make a GEMM do without units.
+
+    SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
+    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same request through torch. GRID: a kernel of ours has
+    fewer blocks. Under these three no kernel owns the units. THREADS: on a CPU, threads of the computation.
+    """
+
+    SPLIT = "split"
+    TARGET = "target"
+    CARVE_OUT = "carve_out"
+    GRID = "grid"
+    THREADS = "threads"
+
+
+_UNITS, _MEANS = optional(at_least(1)), one_of(Means)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partition:
+    """Compute units that the GEMM does without for its whole run.
+
+    Attributes:
+        units: number of units, 1 or more. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
+        memory_bound_only: a GEMM that is limited by its operations keeps all.
+        means: way in which they are taken.
+    """
+
+    units: int | None = None
+    memory_bound_only: bool = False
+    means: Means = Means.SPLIT
+
+    def __post_init__(self) -> None:
+        settle(self, units=_UNITS, memory_bound_only=switch, means=_MEANS)
+
+    def taken(self, swept: int, memory_bound: bool) -> int:
+        """Return the units taken from a GEMM.
+
+        Args:
+            swept: current number of the sweep.
+            memory_bound: the GEMM is limited by its bytes.
+
+        >>> Partition(8, memory_bound_only=True).taken(0, memory_bound=False)
+        0
+        """
+        if self.memory_bound_only and not memory_bound:
+            return 0
+        return swept if self.units is None else self.units
+
+
+_ORDER, _MOVER, _PARTITION = one_of(Order), one_of(Mover), optional(an(Partition))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to run a pair.
+
+    Attributes:
+        name: name in commands and result files.
+        order: order of the releases.
+        mover: mover of the collective's bytes.
+        recipe: description in one line.
+        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules.
+        partition: units taken from the GEMM; None: it competes for all.
+        preference: rank in the order of trials without measurements; the lowest is first.
+
+    Raises:
+        ValueError: a priority or a partition for a serial strategy, or a priority that is neither 0 nor 1.
+    """
+
+    name: str
+    order: Order
+    mover: Mover
+    recipe: str
+    priority: int = 0
+    partition: Partition | None = None
+    preference: int = 100
+
+    def __post_init__(self) -> None:
+        settle(self, name=text, order=_ORDER, mover=_MOVER, recipe=text)
+        settle(self, priority=whole, partition=_PARTITION, preference=whole)
+        if self.priority not in (0, 1):
+            raise ValueError(f"Strategy: priority (value={self.priority}, allowed=0, 1)")
+        if not self.concurrent and (self.priority or self.partition):
+            raise ValueError(f"Strategy: {self.name}: priority, partition (allowed=none of both where it is serial)")
+
+    @property
+    def concurrent(self) -> bool:
+        """True if both run at once."""
+        return self.order is not Order.SERIAL
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchMode:
+    """A strategy, and the number of units that it takes from the computation."""
+
+    strategy: Strategy
+    units: int = 0
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
+
 
 _registered: dict[str, Strategy] = {}
 
@@ -101,7 +244,7 @@ for _name, _order, _recipe, _priority, _partition, _preference in _OF_KERNELS:
 # would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
 # are in their best case in place, if the collective has that.
 _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
-_PARTITION = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
+_FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays in place
 # (``copy_own_part=False``), or input and output are the same bytes, and sent bytes are staged first, which among two
 # ranks is a copy of as many bytes.
@@ -110,9 +253,9 @@ _LEFT, _IN_PLACE = "; an all-to-all leaves own parts where they are", "; an all-
 for _name, _mover, _recipe, _partition, _preference in (
     ("nccl_ce", Mover.LIBRARY_DMA, "the library's collective first, on copy engines", None, 100),
     ("conccl", Mover.DMA, _ENGINES, None, 10),
-    ("conccl_rp", Mover.DMA, _ENGINES + _FEWER, _PARTITION, 100),
+    ("conccl_rp", Mover.DMA, _ENGINES + _FEWER, _FEWER_UNITS, 100),
     ("conccl_left", Mover.DMA_LEFT, _ENGINES + _LEFT, None, 100),
-    ("conccl_rp_left", Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, _PARTITION, 100),
+    ("conccl_rp_left", Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, _FEWER_UNITS, 100),
     ("conccl_in_place", Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE, None, 100),
 ):
     _strategy = Strategy(

@@ -68,7 +68,7 @@ class FusedTime:
         op: name of the operator.
         world_size: number of ranks.
         captured: measured in a graph; otherwise eager.
-        sizes: sizes of the shape, in the order of the operator's list (``ops.auto``); 1 and more.
+        sizes: sizes of the shape, in the order of the operator's list (``ops.operator``); 1 and more.
         element_bytes: size of an element of the weight, the tables or the rows in bytes.
         times: microseconds by method, as in a call of the operator: of ``fused``, of ``unfused``, and of ``split/2``
             with two pieces.

@@ -1,7 +1,7 @@
 """Selections: one of several candidates by the least expected time, with the reason in words.
 
-Every chooser ends here: that of collectives (``choice.choose``), of operators (``choice.fused``) and of strategies for
-pairs (``c3.expected_times``). They differ in their candidates, and in where expected times come from.
+Choosers of collectives (``choice.choose``) and of operators (``choice.fused``) end here. They differ in their
+candidates, and in where expected times come from.
 """
 
 from __future__ import annotations

@@ -1,51 +1,32 @@
 """Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from sidelane.ops.attention import (
     attention_function,
     register_attention,
-    ring_attention,
     sequence_parallel_attention,
     sequence_positions,
 )
-from sidelane.ops.auto import explain
-from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
+from sidelane.ops.dispatch_gemm import all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
-from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.embedding_backward import embedding_all_to_all_backward
 from sidelane.ops.expert_routes import ExpertRoutes, route_experts
 from sidelane.ops.experts import combine_tokens, dispatch_tokens
-from sidelane.ops.gather_gemm import all_gather_gemm, split_all_gather_gemm
-from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
-from sidelane.ops.gemm_reduce import (
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-    split_gemm_all_reduce,
-    split_gemm_reduce_scatter,
-)
-from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
+from sidelane.ops.gemm import gemm_all_to_all
+from sidelane.ops.gemv import gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
+from sidelane.ops.operator import explain
+from sidelane.ops.pipelined_gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from sidelane.ops.reshard import reshard
-from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
+from sidelane.ops.rms_norm import all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
-from sidelane.ops.split_gemm import split_all_to_all_gemm, split_gemm_all_to_all
 from sidelane.ops.timeline import Timeline
 
-if TYPE_CHECKING:
-    from sidelane.ops import fusion as fusion
-
 __all__ = [
-    "AllReduceRmsNorm",
-    "AllToAllGemm",
     "EmbeddingAllToAll",
-    "EmbeddingBackward",
     "EmbeddingBagAllToAll",
     "ExpertCombine",
     "ExpertDispatch",
     "ExpertRoutes",
-    "GemmAllToAll",
-    "GemvAllReduce",
     "RowParallelLinear",
     "Timeline",
     "all_gather_gemm",
@@ -64,26 +45,7 @@ __all__ = [
     "gemv_all_reduce",
     "register_attention",
     "reshard",
-    "ring_attention",
     "route_experts",
     "sequence_parallel_attention",
     "sequence_positions",
-    "split_all_gather_gemm",
-    "split_all_to_all_gemm",
-    "split_gemm_all_reduce",
-    "split_gemm_all_to_all",
-    "split_gemm_reduce_scatter",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers read the import above
-
-    def __getattr__(name: str) -> Any:
-        # The pass of torch.compile loads Inductor, which takes seconds.
-        if name == "fusion":
-            return import_module("sidelane.ops.fusion")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "fusion"})

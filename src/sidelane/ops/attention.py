@@ -26,10 +26,9 @@ from torch.nn import functional
 from sidelane.errors import UnavailableError
 from sidelane.ops import library
 from sidelane.ops.handle import is_captured, telling_refusals
-from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_length
 from sidelane.session import Communicator
 
-NAME, RING = "sequence_parallel_attention", "ring_attention"
+NAME = "sequence_parallel_attention"
 
 _POSITIONS, _HEADS = 1, 2
 """Dimensions of q, k and v."""
@@ -77,8 +76,8 @@ def sequence_parallel_attention(
     """
     telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, NAME)
     with telling:
-        check_attention(NAME, comm, q, k, v, sequence_length)
-        _check_scale(NAME, scale)
+        check_attention(comm, q, k, v, sequence_length)
+        _check_scale(scale)
         if q.shape[_HEADS] < comm.world_size:
             raise ValueError(f"{NAME}: heads of q (value={q.shape[_HEADS]}, allowed={comm.world_size} and more)")
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
@@ -102,68 +101,12 @@ def sequence_parallel_attention(
     return result
 
 
-def ring_attention(
-    comm: Communicator,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    sequence_length: int | None = None,
-    order: str = ZIGZAG,
-) -> Tensor:
-    """Return this rank's positions of the attention over the positions of all ranks, by blocks that travel. Collective.
-
-    Equivalent: :func:`sequence_parallel_attention`, with any number of heads. Each rank computes its own positions of
-    all heads. Keys and values of the other ranks come by copy engines, one block at a time, while the block before is
-    computed; so do the gradients go back (``ops.ring`` has the timelines). It is one operator under ``torch.compile``.
-    Each shape keeps symmetric memory of three blocks of k and v of a rank, and of four more once it has had a backward.
-
-    On GPUs blocks are computed by PyTorch's cuDNN attention where PyTorch would choose it, else by its flash attention,
-    for float16 and bfloat16 with heads of one size, a multiple of 8 up to 256. Otherwise plain products compute them,
-    with all weights of a block in memory. Sums are float32, or float64, also under ``torch.autocast``.
-
-    Args:
-        comm: communicator of the ranks.
-        q: queries of this rank's positions, [B, S / N, H, D], of any floating dtype.
-        k: keys, [B, S / N, K, D]; K divides H.
-        v: values, [B, S / N, K, any size].
-        is_causal: a position attends to itself and the ones before it only.
-        scale: factor of the products; None for 1 / sqrt(D).
-        sequence_length: S; None: all ranks have as many positions.
-        order: order of the positions on the ranks, see :func:`sequence_positions`. ``zigzag`` gives all ranks as much
-            work under a causal mask; without one, both do. The caller splits tokens and their positions alike.
-
-    Returns:
-        Tensor [B, S / N, H, size of v's heads].
-
-    Raises:
-        ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
-        UnavailableError: a new shape, or the first backward of a shape, inside of a capture. A shape is new again
-            after eight others that no graph has captured: capture each one soon after its first call.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
-    """
-    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)
-    with telling:
-        _check_order(RING, order)
-        _check_scale(RING, scale)
-        length = comm.world_size * q.size(_POSITIONS) if sequence_length is None and q.dim() > 1 else sequence_length
-        check_attention(RING, comm, q, k, v, length, order)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor
-    result, _ = torch.ops.sidelane.ring_attention(library.number_of(comm), q, k, v, is_causal, factor, length, order)
-    return result
-
-
-def _check_scale(name: str, scale: object) -> None:
+def _check_scale(scale: object) -> None:
     if scale is not None and not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{name}: scale (value={scale!r}, allowed=a number, or None)")
+        raise TypeError(f"{NAME}: scale (value={scale!r}, allowed=a number, or None)")
 
 
-def attention_function(
-    comm: Communicator, *, sequence_length: int | None = None, ring_order: str | None = None
-) -> Callable[..., tuple[Tensor, None]]:
+def attention_function(comm: Communicator, *, sequence_length: int | None = None) -> Callable[..., tuple[Tensor, None]]:
     """Make attention over the positions of all ranks an attention function of Hugging Face's transformers.
 
     :func:`register_attention` registers it. By itself it does not see a padding mask that the caller gives the model:
@@ -173,16 +116,13 @@ def attention_function(
         comm: communicator of the ranks, open for as long as the model is used.
         sequence_length: number of positions of all ranks where it is no multiple of N. A model's call may give it as
             well, as ``sequence_length=``.
-        ring_order: None for :func:`sequence_parallel_attention`; an order of positions for :func:`ring_attention`.
 
     Returns:
         A function of (module, query, key, value, attention_mask), tensors of [B, H, S / N, D], and transformers'
         options. It returns [B, S / N, H, D] and None. It is causal as the module is.
     """
     library.number_of(comm)
-    of_all, name = sequence_length, NAME if ring_order is None else RING
-    if ring_order is not None:
-        _check_order("attention_function", ring_order)
+    of_all = sequence_length
 
     def attend(
         module: torch.nn.Module,
@@ -198,11 +138,10 @@ def attention_function(
     ) -> tuple[Tensor, None]:
         refused = [option for option in _NOT_TAKEN if _is_given(options.get(option))]
         refused += ["a mask"] if attention_mask is not None else []
-        refused += ["dropout"] if dropout and ring_order is not None else []
         if refused:
-            error = ValueError(f"{name}: options (value={refused}, allowed=attention that is causal or has no mask)")
+            error = ValueError(f"{NAME}: options (value={refused}, allowed=attention that is causal or has no mask)")
             if not torch.compiler.is_compiling():
-                comm.refuse(name, error)
+                comm.refuse(NAME, error)
             raise error
         q, k, v = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
         given: dict[str, Any] = {
@@ -210,16 +149,12 @@ def attention_function(
             "scale": scaling,
             "sequence_length": of_all if sequence_length is None else sequence_length,
         }
-        if ring_order is not None:
-            return ring_attention(comm, q, k, v, order=ring_order, **given), None
         return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
 
     return attend
 
 
-def register_attention(
-    comm: Communicator, name: str = "sidelane", *, sequence_length: int | None = None, ring_order: str | None = None
-) -> None:
+def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_length: int | None = None) -> None:
     """Make attention over the positions of all ranks known to Hugging Face's transformers by a name.
 
     ::
@@ -238,7 +173,6 @@ def register_attention(
         comm: communicator of the ranks, open for as long as the model is used.
         name: value of ``attn_implementation``.
         sequence_length: see :func:`attention_function`.
-        ring_order: see :func:`attention_function`.
 
     Raises:
         UnavailableError: transformers is older than 4.53, or not installed.
@@ -260,30 +194,22 @@ def register_attention(
             comm.refuse(name, error)
             raise error
 
-    AttentionInterface.register(name, attention_function(comm, sequence_length=sequence_length, ring_order=ring_order))
+    AttentionInterface.register(name, attention_function(comm, sequence_length=sequence_length))
     AttentionMaskInterface.register(name, mask)
 
 
-def sequence_positions(length: int, world_size: int, rank: int, *, order: str = "plain") -> Tensor:
+def sequence_positions(length: int, world_size: int, rank: int) -> Tensor:
     """Return the numbers of a rank's positions in the whole sequence, int64[positions], in ascending order.
 
     Args:
         length: number of positions of all ranks.
-        world_size: number of ranks, N.
+        world_size: number of ranks, N. They have parts as ``torch.tensor_split`` makes them.
         rank: number of the rank.
-        order: ``plain``: rank r has part r of N, as ``torch.tensor_split`` splits; ``zigzag``: parts r and 2 N - 1 - r
-            of 2 N, which have as much work for every rank under a causal mask.
 
-    >>> [sequence_positions(10, 2, rank).tolist() for rank in range(2)]
-    [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    >>> [sequence_positions(10, 2, rank, order="zigzag").tolist() for rank in range(2)]
-    [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
+    >>> [sequence_positions(10, 3, rank).tolist() for rank in range(3)]
+    [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     """
-    _check_order("sequence_positions", order)
-    if order == PLAIN:
-        return torch.arange(length).tensor_split(world_size)[rank]
-    parts = torch.arange(length).tensor_split(2 * world_size)
-    return torch.cat((parts[rank], parts[2 * world_size - 1 - rank]))
+    return torch.arange(length).tensor_split(world_size)[rank]
 
 
 def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
@@ -302,37 +228,29 @@ def _is_given(option: object) -> bool:
     return isinstance(option, Tensor) or bool(option)
 
 
-def _check_order(name: str, order: str) -> None:
-    if order not in ORDERS:
-        raise ValueError(f"{name}: order (value={order!r}, allowed={', '.join(ORDERS)})")
-
-
-def check_attention(
-    name: str, comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, order: str = PLAIN
-) -> None:
+def check_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length: int | None) -> None:
     """Refuse tensors that are no q, k and v of this rank's positions. Raises ValueError."""
     for what, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed=4: [B, S / N, H, D])")
+            raise ValueError(f"{NAME}: dimensions of {what} (value={tensor.dim()}, allowed=4: [B, S / N, H, D])")
         if not tensor.is_floating_point() or tensor.device != comm.device:
             given, allowed = f"{tensor.dtype} on {tensor.device}", f"a floating dtype on {comm.device}"
-            raise ValueError(f"{name}: {what} (value={given}, allowed={allowed})")
+            raise ValueError(f"{NAME}: {what} (value={given}, allowed={allowed})")
         if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: dtype of {what} (value={tensor.dtype}, allowed={q.dtype}, q's)")
+            raise ValueError(f"{NAME}: dtype of {what} (value={tensor.dtype}, allowed={q.dtype}, q's)")
     batch, positions, heads, size = q.shape
     if k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or k.shape[3] != size:
         raise ValueError(
-            f"{name}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
+            f"{NAME}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
             f"allowed=[{batch}, {positions}, K, {size}], as q's {list(q.shape)})"
         )
     if not heads:
-        raise ValueError(f"{name}: heads of q (value=0, allowed=1 and more)")
+        raise ValueError(f"{NAME}: heads of q (value=0, allowed=1 and more)")
     if not k.shape[2] or heads % k.shape[2]:
-        raise ValueError(f"{name}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
+        raise ValueError(f"{NAME}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
     if length is not None:
-        own = own_length(length, comm.world_size, comm.rank, order)
+        own = (length + comm.world_size - 1 - comm.rank) // comm.world_size
         if positions != own:
             raise ValueError(
-                f"{name}: positions of rank {comm.rank} (value={positions}, "
-                f"allowed={own} of sequence_length={length} in {order} order)"
+                f"{NAME}: positions of rank {comm.rank} (value={positions}, allowed={own} of sequence_length={length})"
             )

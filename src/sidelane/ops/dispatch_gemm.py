@@ -35,8 +35,8 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import REMOTE_FIRST
+from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_heuristic import PIECES, REMOTE_FIRST
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -53,27 +53,20 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import (
-    KernelHandle,
-    check_dtype,
-    check_tiles,
-    kept,
-    power_of_two,
-    programs_of,
-    refuse_tiles,
-    telling_refusals,
-)
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.gemm import METHODS, TileSizes, rows_sender, tile_at, tile_product
+from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, counts_in_words, experts_of
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
-from sidelane.ops.split_gemm import SplitAllToAllGemm, most_of, routed_method, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
+from sidelane.program.pieces import SPLIT_DISPATCH
 from sidelane.session import Communicator
 
 NAME = "all_to_all_gemm"
+OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
@@ -89,11 +82,6 @@ class AllToAllGemm(KernelHandle):
         columns: H, number of columns of the result.
         dtype: dtype of x, weight and result: float32, float16 or bfloat16.
         tiles: tile sizes of the product.
-
-    Raises:
-        ValueError, TypeError: a size or dtype is not allowed.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
@@ -106,11 +94,6 @@ class AllToAllGemm(KernelHandle):
         *,
         tiles: TileSizes | None = None,
     ) -> None:
-        with telling_refusals(comm, NAME):
-            for width in (depth, columns):
-                check_most_rows(NAME, most_rows, width)
-            check_dtype(NAME, dtype)
-            check_tiles(NAME, "tiles", tiles, TileSizes)
         self.comm, self.most_rows, self.shape = comm, most_rows, (depth, columns, dtype)
         self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-most_rows // tiles.rows)
@@ -121,18 +104,8 @@ class AllToAllGemm(KernelHandle):
         self._addresses = comm.peers(self._gathered)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Run the operator as :func:`all_to_all_gemm` does, with counts on the device."""
-        with telling_refusals(self.comm, NAME):
-            check_rows(NAME, self.comm, x, counts, self.most_rows, REMOTE_FIRST, experts_of(weight))
-            check_weight(NAME, self.comm, x, weight, self.most_rows)
-            given = (*weight.shape[:-3:-1], weight.dtype)
-            if given != self.shape:
-                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={self.shape})")
-        return self._run(x, weight, counts)
-
-    def _run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Run the operator with arguments that were checked."""
+    def run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run the operator with checked arguments."""
         comm, tiles = self.comm, self._tiles
         (depth, columns, dtype), experts = self.shape, experts_of(weight)
         output = x.new_empty(self.most_rows, columns)
@@ -176,12 +149,13 @@ def all_to_all_gemm(
     most_rows: int,
     tiles: TileSizes | None = None,
     method: str = AUTO,
+    pieces: int | None = None,
 ) -> torch.Tensor:
     """Send rows to the ranks of ``counts``, and compute ``came @ weight.T`` there, in one kernel that computes rows as
     they arrive. A call of the communicator.
 
-    Sums are float32, rounded once. The first call of a shape makes its resources (:class:`AllToAllGemm`), with all
-    ranks; later ones may be captured into a graph, with counts that change between replays. ``gemm_all_to_all`` with
+    Sums are float32, rounded once. The first call of a shape makes its resources, with all ranks; later ones may be
+    captured into a graph, with counts that change between replays. ``gemm_all_to_all`` with
     ``counts.transpose(0, 1).contiguous()`` takes the results, in the order in which they lie here, back to the rows'
     ranks.
 
@@ -197,10 +171,11 @@ def all_to_all_gemm(
         most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
             beyond it are left out.
         tiles: tile sizes of the product.
-        method: ``fused``; ``split``, that is :func:`split_all_to_all_gemm`, in a graph only with counts of an earlier
-            call; ``unfused``, :func:`all_to_all_rows` and a product, for several experts as in ``gemm_all_to_all``; or
-            ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph with other counts
-            ``fused`` in place of ``split``.
+        method: ``fused``; ``split``, which computes each part of the rows when it arrives, in a graph only with counts
+            of an earlier call; ``unfused``, :func:`all_to_all_rows` and a product, for several experts as in
+            ``gemm_all_to_all``; or ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph
+            with other counts ``fused`` in place of ``split``.
+        pieces: number of pieces of the rows for each peer with ``split``; see :func:`sidelane.ops.gemm_all_to_all`.
 
     Returns:
         Tensor [most_rows, H]: results of rows from rank 0, from rank 1, and so on, each ordered by expert; the rows
@@ -211,46 +186,55 @@ def all_to_all_gemm(
         UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
+
+    def check() -> OperatorCall:
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method, depth_is_alike=True)
         check_most_rows(NAME, most_rows, x.shape[1])
         check_tiles(NAME, "tiles", tiles, TileSizes)
-    table, counts = routed.table, routed.counts
-    columns, depth = weight.shape[-2:]
-    dtype = weight.dtype
-    key = (NAME, most_rows, depth, columns, dtype, tiles)
+        columns, depth = weight.shape[-2:]
+        dtype = weight.dtype
+        key = (NAME, most_rows, depth, columns, dtype, tiles)
 
-    def handle(_: int = 0) -> AllToAllGemm:
-        return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
+        def fused(pieces: int) -> Launch:
+            handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts))
 
-    def unfused(_: int) -> None:
-        rows_sender(comm, NAME, most_rows, depth, dtype)
-        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
-            groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
-            groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
+        def unfused(pieces: int) -> Launch:
+            exchange = rows_sender(comm, NAME, most_rows, depth, dtype)
+            turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
+            if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+                groups = ExpertGroups(routed.on_device(counts), comm.rank, most_rows, are_sent=False)
+                groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
 
-    call = OperatorCall(key, (most_rows, depth, columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
-    found = routed_method(comm, NAME, method, routed, SplitAllToAllGemm, depth, dtype, call)
-    if found.name == SPLIT:
-        most = most_of(table, most_rows)
-        return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
-    if found.name == FUSED:
-        return handle()._run(x, weight, counts)
-    exchange = rows_sender(comm, NAME, most_rows, depth, dtype)
-    turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
-    with torch.no_grad(), turn:  # without gradients as the other methods; until the rows have been multiplied
-        if routed.grouped:
-            groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
-            return groups.in_order(groups.product(exchange(x, None, counts, groups=groups), weight))
-        came = exchange(x, None, counts)
-        if routed.experts is not None:
-            return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers])
-        if table is None:
-            return product(came, weight)
-        output = x.new_empty(most_rows, columns)
-        there = min(most_rows, sum(row[comm.rank] for row in table))
-        torch.mm(came[:there], weight.t(), out=output[:there])
-    return output
+            def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
+                there = routed.on_device(counts)
+                with torch.no_grad(), turn:  # without gradients as the other methods; until rows have been multiplied
+                    if routed.grouped:
+                        groups = ExpertGroups(there, comm.rank, most_rows, are_sent=False)
+                        return groups.in_order(groups.product(exchange(x, None, there, groups=groups), weight))
+                    came = exchange(x, None, there)
+                    if routed.experts is not None:
+                        return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers(counts)])
+                    if routed.table is None:
+                        return product(came, weight)
+                    output = x.new_empty(most_rows, columns)
+                    rows = min(most_rows, sum(row[comm.rank] for row in routed.table))
+                    torch.mm(came[:rows], weight.t(), out=output[:rows])
+                    return output
+
+            return launch
+
+        make = {FUSED: fused, UNFUSED: unfused}
+        make = routed_methods(comm, SPLIT_DISPATCH, routed, most_rows, depth, dtype, method, make)
+        kinds = key, routed.without, routed.experts
+        sizes = most_rows, depth, columns
+        return OperatorCall(kinds, sizes, dtype.itemsize, make, routed.without, routed.experts or 1)
+
+    given, layout = counts_in_words(comm, counts)
+    words = None if given is None else (given, most_rows, tiles)
+    launch = OPERATOR.launch(comm, words, (x, weight, layout), check, method, pieces)
+    found: torch.Tensor = launch(x, weight, counts)
+    return found
 
 
 @triton.jit

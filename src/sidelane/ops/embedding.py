@@ -29,7 +29,8 @@ elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, OperatorCall, order_of, prepare, question_of
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -82,9 +82,13 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
+
+OPERATOR = FusedOperator(NAME, ("batch", "tables", "pooling"), captured=(FUSED,))
+"""Means of the ranks. A graph has no method that needs the host, as bags of a table do."""
 
 OBLIVIOUS_ORDER = tl.constexpr(2)
 _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}
@@ -189,22 +193,23 @@ class EmbeddingAllToAll(KernelHandle):
             require_unmoved(self.comm, self._checked)
             check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
             check_offsets(self.tables, offsets)
-        return self._run(indices, offsets, per_sample_weights, out, order)
+        return self.run(order, None, indices, offsets, per_sample_weights, out)
 
-    def _run(
+    def run(
         self,
+        order: str,
+        again: RepeatedLaunch | None,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
         out: torch.Tensor | None,
-        order: str,
-        again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
-        """Run the operator with arguments that were checked, but for the place of ``out``.
+        """Run the operator with checked arguments; only the symmetric offset of ``out`` is still unchecked.
 
         ``again``: launch of calls with these layouts and this order, without ``out``.
         """
         comm, tables = self.comm, self.tables
+        again = again if out is None else None
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
         if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
             return self._output
@@ -214,8 +219,7 @@ class EmbeddingAllToAll(KernelHandle):
                 output, place = out, self.place_of(out)
         chosen = self._order or self._ordered(indices, offsets)
         stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch_again(
-            *(again if stamps is None else None, tensors, _PLACES),
+        self._kernel.launch(
             (self._programs,),
             self._addresses if out is None else comm.peers(output),
             self._counters,
@@ -228,6 +232,7 @@ class EmbeddingAllToAll(KernelHandle):
             self._slices,
             _ORDERS[chosen if order == AUTO else order],
             stamps,
+            again=None if again is None or stamps is not None else (again, tensors),
             alike=f"batch {tables.batch}, output at {place}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
@@ -241,10 +246,29 @@ class EmbeddingAllToAll(KernelHandle):
         )
         return output
 
+    def run_unfused(
+        self,
+        tables: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the unfused equivalent. Only the symmetric offset of ``out`` is still unchecked."""
+        if out is not None:
+            with telling_refusals(self.comm, NAME):
+                self.place_of(out)
+        options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": per_sample_weights}
+        with torch.no_grad():  # as the kernel
+            counts = self.tables.counts
+            result = reference.embedding_all_to_all(self.comm, tables, indices, offsets, counts, **options)
+            return result if out is None else out.copy_(result)
+
     def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
         """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever they pass."""
         comm, tables = self.comm, self.tables
-        found = order_of(comm, NAME, sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
+        sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
+        found = OPERATOR.order(comm, sizes, tables.dtype.itemsize)
         if not is_captured(comm):
             self._order = found
         return found
@@ -313,38 +337,33 @@ def embedding_all_to_all(
             raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
         key = (NAME, batch, mode, slice_bags, *kind)
 
-        def handle(_: int) -> EmbeddingAllToAll:
+        def handle() -> EmbeddingAllToAll:
             return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
 
-        sizes = sizes_of(tables, batch, indices, offsets)
         # The handle has what the unfused method needs, too.
-        return OperatorCall(key, sizes, tables[0].element_size(), {FUSED: handle, UNFUSED: handle})
+        make: dict[str, Callable[[int], Launch]] = {
+            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
+            UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
+        }
+        return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
 
-    handle: EmbeddingAllToAll
-    words = NAME, method, mode, order, slice_bags
-    question = _question_of(comm, words, tables, indices, offsets, per_sample_weights)
-    found, handle, again = prepare(comm, NAME, FUSED if slice_bags and method == AUTO else method, question, check)
-    if found.name == FUSED:
-        return handle._run(indices, offsets, per_sample_weights, out, order, again if out is None else None)
-    with telling_refusals(comm, NAME):
-        if out is not None:
-            handle.place_of(out)
-    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    with torch.no_grad():  # as the kernel
-        result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
-        return result if out is None else out.copy_(result)
+    words = _words_of(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
+    method = FUSED if slice_bags and method == AUTO else method
+    launch = OPERATOR.launch(comm, words, (offsets,), check, method)
+    found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
+    return found
 
 
-def _question_of(
+def _words_of(
     comm: Communicator,
     words: tuple[object, ...],
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
-) -> Hashable:
-    """Return a key of everything that checks and choice depend on (``auto.question_of``), whatever the number of
-    indices; None if it may be wrong, or if values are checked.
+) -> tuple[object, ...] | None:
+    """Return all on which checks and choice depend besides the layout of offsets, whatever the number of indices. None
+    if an argument may be wrong, or if values are checked.
     """
     if comm.config.debug:
         return None
@@ -356,7 +375,7 @@ def _question_of(
             bags += weights.dtype, weights.device, alike
     except (AttributeError, TypeError, ValueError, RuntimeError):  # refused by checks, which tell the peers
         return None
-    return question_of(comm, (*words, known.identity, *bags), offsets)
+    return (*words, known.identity, *bags)
 
 
 @triton.jit

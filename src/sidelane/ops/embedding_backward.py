@@ -53,7 +53,6 @@ from sidelane.ops.embedding_tables import (
     check_sizes,
     checked,
     refuse_atomics,
-    require_unmoved,
     threads_of,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
@@ -68,15 +67,10 @@ class EmbeddingBackward(KernelHandle):
         comm: communicator of the ranks.
         tables: tables as in the forward.
         batch: number of samples of all ranks.
-
-    Raises:
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
         self.comm, self.tables = comm, EmbeddingTables.kept(comm, tables, batch)
-        self._checked = checked(comm, tables)
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
@@ -90,22 +84,7 @@ class EmbeddingBackward(KernelHandle):
         self._addresses = comm.peers(self._places)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
 
-    def __call__(
-        self,
-        grad: torch.Tensor,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        *,
-        mode: str = SUM,
-        per_sample_weights: torch.Tensor | None = None,
-        sparse: bool = False,
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all_backward`."""
-        with telling_refusals(self.comm, NAME):
-            require_unmoved(self.comm, self._checked)
-        return self._run(grad, indices, offsets, mode, per_sample_weights, sparse)
-
-    def _run(
+    def run(
         self,
         grad: torch.Tensor,
         indices: torch.Tensor,
@@ -114,7 +93,7 @@ class EmbeddingBackward(KernelHandle):
         weights: torch.Tensor | None,
         sparse: bool,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run the operator with tables whose memory was checked."""
+        """Run the operator with checked tables."""
         comm, tables = self.comm, self.tables
         with telling_refusals(comm, NAME):
             if not sparse:
@@ -218,7 +197,7 @@ def embedding_all_to_all_backward(
         check_sizes(comm, tables, batch)
     key = ("backward", batch, *kind)
     handle = kept(comm, key, lambda: EmbeddingBackward(comm, tables, batch))
-    return handle._run(grad, indices, offsets, mode, per_sample_weights, sparse)
+    return handle.run(grad, indices, offsets, mode, per_sample_weights, sparse)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import torch
 from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.errors import Page, UnavailableError, in_no_order
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
+from sidelane.ops.operator import AUTO
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 
@@ -94,7 +94,7 @@ class CheckedTables(NamedTuple):
         tables: the tensors, kept so that no other tensor can get the identity of one.
         addresses, shapes: addresses and shapes of the tables.
         key: key by which lists of tables are compared.
-        identity: object that stands for the key in questions (``ops.auto``), since it takes no time to compare.
+        identity: object that stands for the key in the cache of calls (``ops.operator``); it takes no time to compare.
     """
 
     tables: tuple[torch.Tensor, ...]

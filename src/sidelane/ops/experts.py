@@ -136,7 +136,7 @@ class _Exchange:
         """Send sums of rows of ``x``; as long as its result is read, the caller is ``in_turn``."""
         check_sums(self.comm, x, counts, self.most_rows, terms, factors)
         options: dict[str, Any] = {"terms": terms, "factors": factors, "sends_zeros": sends_zeros}
-        return self._handle._run(x, None, counts, alike=self._alike, **options)
+        return self._handle.run(x, None, counts, alike=self._alike, **options)
 
 
 def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:

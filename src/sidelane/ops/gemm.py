@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import REMOTE_FIRST
+from sidelane.choice.fused_heuristic import PIECES, REMOTE_FIRST
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -50,34 +50,19 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.handle import (
-    INTERPRETED,
-    KernelHandle,
-    check_dtype,
-    check_tiles,
-    kept,
-    power_of_two,
-    programs_of,
-    refuse_tiles,
-    telling_refusals,
-)
-from sidelane.ops.operands import (
-    Counts,
-    apart_from,
-    check_most_rows,
-    check_routed,
-    check_rows,
-    check_weight,
-    experts_of,
-)
+from sidelane.ops.handle import INTERPRETED, KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.operands import Counts, apart_from, check_routed, counts_in_words, experts_of
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
-from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
+from sidelane.program.pieces import SPLIT_GEMM
 from sidelane.session import Communicator
 
 NAME = "gemm_all_to_all"
+METHODS = FUSED, SPLIT, UNFUSED
+OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 NO_ROOM = tl.constexpr(-2)
@@ -157,21 +142,12 @@ class GemmAllToAll(KernelHandle):
         columns: H, number of columns of the result.
         dtype: dtype of x, weight and result: float32, float16 or bfloat16.
         tiles: tile sizes of the product, or of the rows.
-
-    Raises:
-        ValueError, TypeError: a size or dtype is not allowed.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
         self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, *, tiles: TileSizes | None = None
     ) -> None:
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
-        with telling_refusals(comm, NAME):
-            check_most_rows(NAME, most_rows, columns)
-            check_dtype(NAME, dtype)
-            check_tiles(NAME, "tiles", tiles, TileSizes)
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
@@ -180,28 +156,7 @@ class GemmAllToAll(KernelHandle):
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        counts: torch.Tensor,
-        *,
-        order: str = REMOTE_FIRST,
-    ) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`gemm_all_to_all`; without a weight it
-        sends rows unchanged.
-        """
-        with telling_refusals(self.comm, NAME):
-            check_rows(NAME, self.comm, x, counts, self.most_rows, order, experts_of(weight, counts))
-            if weight is not None:
-                check_weight(NAME, self.comm, x, weight, self.most_rows)
-            columns = x.shape[1] if weight is None else weight.shape[-2]
-            if (columns, x.dtype) != (self.columns, self.dtype):
-                given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
-                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-        return self._run(x, weight, counts, order)
-
-    def _run(
+    def run(
         self,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -213,7 +168,7 @@ class GemmAllToAll(KernelHandle):
         sends_zeros: bool = False,
         alike: str = "",
     ) -> torch.Tensor:
-        """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``, or
+        """Run the operator with checked arguments; rows without a weight come from or go to ``groups``, or
         are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
         must be the same on every rank.
         """
@@ -265,11 +220,12 @@ def gemm_all_to_all(
     order: str = REMOTE_FIRST,
     tiles: TileSizes | None = None,
     method: str = AUTO,
+    pieces: int | None = None,
 ) -> torch.Tensor:
     """Compute ``x @ weight.T`` and send its rows to the ranks of ``counts``, in one kernel. A call of the communicator.
 
-    Sums are float32, rounded once. The first call of a shape makes its resources (:class:`GemmAllToAll`), with all
-    ranks; later ones may be captured into a graph, with counts that change between replays.
+    Sums are float32, rounded once. The first call of a shape makes its resources, with all ranks; later ones may be
+    captured into a graph, with counts that change between replays.
 
     Args:
         comm: communicator of the ranks.
@@ -287,11 +243,13 @@ def gemm_all_to_all(
             beyond it are left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: tile sizes of the product.
-        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs only with counts of an earlier
-            call; ``unfused``, a product and :func:`all_to_all_rows`, for several experts with counts on the device in
-            bfloat16 only, with multiples of 8 columns, on GPUs with the library's grouped product; or ``auto``: the
-            fastest one (``ops.explain`` names it, with the reason), in a graph with other counts ``fused`` in place of
-            ``split``.
+        method: ``fused``; ``split``, which sends each part of the product as it is computed, in graphs only with counts
+            of an earlier call; ``unfused``, a product and :func:`all_to_all_rows`, for several experts with counts on
+            the device in bfloat16 only, with multiples of 8 columns, on GPUs with the library's grouped product; or
+            ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph with other counts
+            ``fused`` in place of ``split``.
+        pieces: number of pieces of the rows for each peer with ``split``, the same on all ranks: more of them begin to
+            travel earlier, and are smaller to compute. None for the measured number, or a default.
 
     Returns:
         Tensor [most_rows, H]: rows from rank 0, from rank 1, and so on; the rows behind them are unchanged. The next
@@ -302,37 +260,46 @@ def gemm_all_to_all(
         UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
+
+    def check() -> OperatorCall:
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
         check_tiles(NAME, "tiles", tiles, TileSizes)
-    counts = routed.counts
-    columns, dtype = weight.shape[-2], weight.dtype
-    key = (NAME, most_rows, columns, dtype, tiles)
+        columns, dtype = weight.shape[-2], weight.dtype
+        key = (NAME, most_rows, columns, dtype, tiles)
 
-    def handle(_: int = 0) -> GemmAllToAll:
-        return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+        def fused(pieces: int) -> Launch:
+            handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order)
 
-    def unfused(_: int) -> None:
-        rows_sender(comm, NAME, most_rows, columns, dtype)
-        if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
-            groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
-            groups.product(groups.in_order(x.detach()), weight.detach())
+        def unfused(pieces: int) -> Launch:
+            send = rows_sender(comm, NAME, most_rows, columns, dtype)
+            if routed.experts is None:
+                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts), order)
+            if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+                groups = ExpertGroups(routed.on_device(counts), comm.rank, x.shape[0], are_sent=True)
+                groups.product(groups.in_order(x.detach()), weight.detach())
 
-    call = OperatorCall(key, (most_rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
-    found = routed_method(comm, NAME, method, routed, SplitGemmAllToAll, columns, dtype, call)
-    if found.name == SPLIT:
-        most = most_of(routed.table, most_rows)
-        return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
-    if found.name == FUSED:
-        return handle()._run(x, weight, counts, order)
-    send = rows_sender(comm, NAME, most_rows, columns, dtype)
-    if routed.experts is None:
-        return send(product(x, weight), None, counts, order)
-    with torch.no_grad():
-        if not routed.grouped:
-            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order)
-        groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
-        return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
+            def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
+                there = routed.on_device(counts)
+                with torch.no_grad():
+                    if not routed.grouped:
+                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there, order)
+                    groups = ExpertGroups(there, comm.rank, x.shape[0], are_sent=True)
+                    return send(groups.product(groups.in_order(x), weight), None, there, order, groups)
+
+            return launch
+
+        make = {FUSED: fused, UNFUSED: unfused}
+        make = routed_methods(comm, SPLIT_GEMM, routed, most_rows, columns, dtype, method, make)
+        kinds = key, routed.without, routed.experts
+        sizes = most_rows, x.shape[1], columns
+        return OperatorCall(kinds, sizes, dtype.itemsize, make, routed.without, routed.experts or 1)
+
+    given, layout = counts_in_words(comm, counts)
+    words = None if given is None else (given, most_rows, order, tiles)
+    launch = OPERATOR.launch(comm, words, (x, weight, layout), check, method, pieces)
+    found: torch.Tensor = launch(x, weight, counts)
+    return found
 
 
 def rows_sender(
@@ -342,7 +309,7 @@ def rows_sender(
     overwrite its results; all ranks make its handle together if it is new.
     """
     key = (name, "rows", most_rows, columns, dtype)
-    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))._run
+    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)).run
 
 
 @triton.jit

@@ -13,27 +13,28 @@ ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], `
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.ops import gemv_cells, reference
-from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
-from sidelane.ops.gemv_tiling import MOST_TOKENS, Tiling, shared_bytes_of, tiling_of
+from sidelane.ops.gemv_tiling import CELLS_BYTES, MOST_TOKENS, Tiling, shared_bytes_of, tiling_of
 from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
     INTERPRETED,
     KernelHandle,
-    check_dtype,
     check_tensor,
     check_tiles,
     kept,
     power_of_two,
     programs_of,
     refuse_tiles,
-    telling_refusals,
 )
 from sidelane.ops.operands import apart_from, check_neighbours
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall, Sizes
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -46,6 +47,20 @@ _PLACES = 2, 3, 4, 5
 """Places of output, weight, x and scale among the kernel's arguments behind the context."""
 
 
+def _agreed(columns: Sequence[Sequence[int]]) -> Sizes:
+    return max(columns[0]), sum(columns[1]), max(columns[2])
+
+
+def _too_large(sizes: Sizes) -> str:
+    is_large = 4 * sizes[0] * sizes[2] > CELLS_BYTES
+    return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
+
+
+OPERATOR = FusedOperator(
+    NAME, ("rows", "columns of all ranks", "tokens"), has_sum=True, agreed=_agreed, too_large=_too_large
+)
+
+
 class GemvAllReduce(KernelHandle):
     """Flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
 
@@ -56,11 +71,6 @@ class GemvAllReduce(KernelHandle):
         dtype: dtype of x and result: float32, float16 or bfloat16.
         weight_dtype: dtype of the weight: float8_e4m3fn or float8_e5m2; None is ``dtype``.
         tiling: tile sizes of the kernel; None takes the fastest ones on an H200.
-
-    Raises:
-        ValueError, TypeError: a size or dtype is not allowed.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
@@ -73,13 +83,6 @@ class GemvAllReduce(KernelHandle):
         *,
         tiling: Tiling | None = None,
     ) -> None:
-        with telling_refusals(comm, NAME):
-            _check_sizes(rows, tokens)
-            check_dtype(NAME, dtype)
-            if weight_dtype not in (None, dtype, *FLOAT8S):
-                allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
-                raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
-            check_tiles(NAME, "tiling", tiling, Tiling)
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
         self.tiling = tiling = tiling or tiling_of(tokens)
@@ -97,26 +100,6 @@ class GemvAllReduce(KernelHandle):
         self._addresses = comm.peers(self._cells)  # now, as the first launch may be captured
         comm.barrier()  # all cells are 0 before any is written
 
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        x: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`gemv_all_reduce`."""
-        comm = self.comm
-        with telling_refusals(comm, NAME):
-            _check(comm, weight, x, scale, out)
-            tokens = 1 if x.dim() == 1 else x.shape[0]
-            kinds = weight.shape[0], weight.dtype, x.dtype
-            if kinds != (self.rows, self.weight_dtype, self.dtype) or tokens > self.tokens:
-                given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}, {x.dtype}"
-                allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.weight_dtype}, {self.dtype}"
-                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-        return self.run(weight, x, scale, out)
-
     def run(
         self,
         weight: torch.Tensor,
@@ -125,7 +108,7 @@ class GemvAllReduce(KernelHandle):
         out: torch.Tensor | None,
         again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
-        """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts."""
+        """Run the operator with checked arguments. ``again``: launch of calls with these layouts."""
         comm, tiling = self.comm, self.tiling
         if out is None:
             out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
@@ -137,8 +120,7 @@ class GemvAllReduce(KernelHandle):
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
         try:
-            self._kernel.launch_again(
-                *(again if stamps is None else None, tensors, _PLACES),
+            self._kernel.launch(
                 (self._programs,),
                 self._addresses,
                 self._cells,
@@ -155,6 +137,7 @@ class GemvAllReduce(KernelHandle):
                 self._rows_each,
                 stamps,
                 self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
+                again=None if again is None or stamps is not None else (again, tensors),
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **gemv_cells.constants_of(
                     tiling,
@@ -183,7 +166,7 @@ def gemv_all_reduce(
     """Compute ``y = x @ weight.T; comm.all_reduce(y)`` for few tokens, in one kernel. A call of the communicator.
 
     Partial results are float32, added up in the order of the ranks and rounded once. The first call of a shape makes
-    its resources (:class:`GemvAllReduce`), with all ranks; later ones may be captured into a graph.
+    its resources, with all ranks; later ones may be captured into a graph.
 
     Args:
         comm: communicator of the ranks.
@@ -207,36 +190,39 @@ def gemv_all_reduce(
             compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    question = question_of(comm, (NAME, method, tiling), weight, x, scale, out)
-    found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
-    if found.name == UNFUSED:
-        with torch.no_grad():  # as the kernel
-            result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
-            return result if out is None else out.copy_(result)
-    kernel: GemvAllReduce = handle
-    return kernel.run(weight, x, scale, out, again)
+
+    def check() -> OperatorCall:
+        _check(comm, weight, x, scale, out)
+        check_tiles(NAME, "tiling", tiling, Tiling)
+        rows, columns = weight.shape
+        tokens, dtypes = power_of_two(1 if x.dim() == 1 else x.shape[0]), (x.dtype, weight.dtype)
+        key = (NAME, rows, tokens, *dtypes, tiling)
+
+        def fused(pieces: int) -> Launch:
+            handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
+            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES))
+
+        make: dict[str, Callable[[int], Launch]] = {
+            FUSED: fused,
+            UNFUSED: lambda pieces: functools.partial(_unfused, comm),
+        }
+        return OperatorCall(key, (rows, columns, tokens), weight.element_size(), make)
+
+    launch = OPERATOR.launch(comm, (tiling,), (weight, x, scale, out), check, method)
+    found: torch.Tensor = launch(weight, x, scale, out)
+    return found
 
 
-def _checked(
+def _unfused(
     comm: Communicator,
     weight: torch.Tensor,
     x: torch.Tensor,
     scale: torch.Tensor | None,
     out: torch.Tensor | None,
-    tiling: Tiling | None,
-) -> OperatorCall:
-    """Refuse wrong arguments. Raises ValueError or TypeError."""
-    _check(comm, weight, x, scale, out)
-    check_tiles(NAME, "tiling", tiling, Tiling)
-    rows, columns = weight.shape
-    tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
-    key = (NAME, rows, tokens, x.dtype, weight.dtype, tiling)
-
-    def handle(_: int) -> GemvAllReduce:
-        dtypes = x.dtype, weight.dtype
-        return kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
-
-    return OperatorCall(key, (rows, columns, tokens), weight.element_size(), {FUSED: handle})
+) -> torch.Tensor:
+    with torch.no_grad():  # as the kernel
+        result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
+        return result if out is None else out.copy_(result)
 
 
 def _check_sizes(rows: int, tokens: int) -> None:

@@ -23,12 +23,10 @@ from sidelane.ops import (
     dispatch_gemm,
     embedding,
     embedding_backward,
-    gather_gemm,
     gemm,
-    gemm_reduce,
     gemv,
+    pipelined_gemm,
     reference,
-    ring,
     rms_norm,
 )
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
@@ -147,7 +145,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     if not columns:
         factor = weight.new_zeros(rows, 1)
     with _in_turn(ranks):
-        return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
+        return pipelined_gemm.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
 def _norm_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -272,7 +270,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 @operator(_scattered_like, _reduce_scatter_backward, _saves)
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
-    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
+    return pipelined_gemm.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
 def _gathered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -289,7 +287,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @operator(_gathered_like, _all_gather_backward, _saves)
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
-    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
+    return pipelined_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
 @operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
@@ -297,7 +295,7 @@ def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tens
     """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
     ranks = communicator(comm)
     rows = x.new_empty(x.shape[0] * ranks.world_size, x.shape[1])
-    product = gather_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
+    product = pipelined_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
     return product, rows
 
 
@@ -314,7 +312,7 @@ def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
     with _in_turn(ranks):
-        result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
+        result = pipelined_gemm.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
         return result.clone()  # the next call writes into it
 
 
@@ -448,55 +446,6 @@ def reshard(comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int,
     given = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
     communicator(comm).all_to_all(results, given, scatter_dim=scatter_dim, gather_dim=gather_dim)
     return results
-
-
-def _ring_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.comm, q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = ring_attention_backward(ctx.comm, grad, *ctx.saved_tensors, *ctx.options)
-    return None, *found, None, None, None, None
-
-
-def _ring_like(comm: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    logarithms = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, positions, heads = q.shape[:3]
-    return q.new_empty(batch, positions, heads, v.shape[3]), q.new_empty(batch, heads, positions, dtype=logarithms)
-
-
-@operator(_ring_like, _ring_gradients, _ring_saves)
-def ring_attention(
-    comm: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, length: int, order: str
-) -> tuple[Tensor, Tensor]:
-    """See :func:`sidelane.ops.ring_attention`; also the logarithms of the sums, [B, H, S], without gradients."""
-    return _ring(comm, k, v, is_causal, length, order).forward(q, k, v, scale)
-
-
-@operator(lambda comm, grad, q, k, v, *_: tuple(torch.empty_like(one).contiguous() for one in (q, k, v)))
-def ring_attention_backward(
-    comm: int,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    result: Tensor,
-    logarithms: Tensor,
-    is_causal: bool,
-    scale: float,
-    length: int,
-    order: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    found = _ring(comm, k, v, is_causal, length, order)
-    return found.backward(grad, q, k, v, result, logarithms, scale)
-
-
-def _ring(comm: int, k: Tensor, v: Tensor, is_causal: bool, length: int, order: str) -> ring.RingAttention:
-    batch, _, heads, size = k.shape
-    shape = ring.RingShape(length, batch, heads, size, v.shape[3], k.dtype, order, is_causal)
-    return ring.ring_of(communicator(comm), shape)
 
 
 def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.errors import UnavailableError
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, check_method
 from sidelane.ops.expert_products import has_grouped_product
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
+from sidelane.ops.operator import AUTO
 from sidelane.session import Communicator
 
 MOST_ELEMENTS = 1 << 40
@@ -30,44 +30,60 @@ Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int
 """Type of counts: rows from rank i to rank j in row i, column j; with several experts a rank, one for each there."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Routed:
-    """Counts of a call in all their forms, and the methods that they allow.
+@dataclasses.dataclass(slots=True)
+class HostCounts:
+    """Counts of the host, and their copy on the device.
 
     Attributes:
-        table: the counts as numbers, in tuples; None if the host does not have them.
-        counts: tensor of the counts on the device.
+        table: counts as numbers, in tuples.
+        copy: tensor of the counts on the device.
+        sent: number of rows that each rank sends.
+        in_a_graph: a graph reads the copy, so that it must stay.
+    """
+
+    table: Any
+    copy: torch.Tensor
+    sent: list[int]
+    in_a_graph: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routed:
+    """Checked counts of a call, and the methods that they allow.
+
+    Attributes:
+        host: counts of the host; None if they are on the device.
         experts: number of experts of a rank; None if the weight is a matrix.
         grouped: products of experts are the library's grouped one.
         without: methods that the call lacks.
     """
 
-    table: Any
-    counts: torch.Tensor
+    host: HostCounts | None
     experts: int | None
     grouped: bool
     without: tuple[str, ...]
 
     @property
-    def numbers(self) -> Any:
-        """Counts as numbers if the host has them, or their device is the host."""
-        assert self.table is not None or self.counts.device.type == "cpu"
-        return self.counts.tolist() if self.table is None else self.table
+    def table(self) -> Any:
+        """Counts as numbers; None if they are on the device."""
+        return None if self.host is None else self.host.table
 
+    def on_device(self, counts: Any) -> torch.Tensor:
+        """Return the counts of a call like this one on the device, for a kernel on the caller's stream."""
+        if self.host is None:
+            given: torch.Tensor = counts
+            return given
+        copy = self.host.copy
+        if copy.is_cuda and not self.host.in_a_graph:  # newer counts may take its place while a kernel reads it
+            copy.record_stream(torch.cuda.current_stream(copy.device))
+        return copy
 
-@dataclasses.dataclass(slots=True)
-class _OnDevice:
-    """Counts of the host.
-
-    Attributes:
-        counts: tensor of the counts on the device.
-        sent: number of rows that each rank sends.
-        in_a_graph: a graph reads them, so that they must stay.
-    """
-
-    counts: torch.Tensor
-    sent: list[int]
-    in_a_graph: bool = False
+    def numbers(self, counts: Any) -> Any:
+        """Return the counts of a call like this one as numbers; their device is the host if the host lacks them."""
+        if self.host is not None:
+            return self.host.table
+        assert counts.device.type == "cpu"
+        return counts.tolist()
 
 
 def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
@@ -112,35 +128,29 @@ def check_routed(
         ValueError, TypeError: an argument is wrong.
         UnavailableError: inside of a capture, counts of the host that no earlier call had.
     """
-    check_method(comm, name, method)
-    table: Any = None
-    there: object = counts
-    sent: list[int] | None = None
-    if not (isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu")):
-        table, found = _from_host(name, comm, counts)
-        there, sent = found.counts, found.sent
+    host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
     experts = experts_of(weight)
-    if method == SPLIT and table is None:
+    if method == SPLIT and host is None:
         raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
     if experts is not None and method == SPLIT:
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
-    check_rows(name, comm, x, there, most_rows, order, experts)
+    check_rows(name, comm, x, counts if host is None else host.copy, most_rows, order, experts)
     assert isinstance(x, torch.Tensor)
-    assert isinstance(there, torch.Tensor)
-    if sent is not None and sent[comm.rank] > x.shape[0]:
-        raise ValueError(f"{name}: counts (value={sent[comm.rank]} rows sent, allowed=up to {x.shape[0]}, those of x)")
+    if host is not None and host.sent[comm.rank] > x.shape[0]:
+        leaving, allowed = host.sent[comm.rank], f"up to {x.shape[0]}, those of x"
+        raise ValueError(f"{name}: counts (value={leaving} rows sent, allowed={allowed})")
     check_weight(name, comm, x, weight, most_rows)
     assert isinstance(weight, torch.Tensor)
-    without: tuple[str, ...] = (SPLIT,) if table is None or experts is not None else ()
+    without: tuple[str, ...] = (SPLIT,) if host is None or experts is not None else ()
     widths = weight.shape[-2:] if depth_is_alike else weight.shape[-2:-1]
     grouped = experts is not None and has_grouped_product(comm.device, x.dtype, *widths)
-    if experts is not None and table is None and not grouped and not on_the_host(comm):
+    if experts is not None and host is None and not grouped and not on_the_host(comm):
         without = SPLIT, UNFUSED  # the host would have to wait
         if method == UNFUSED:
             given = f"counts on the device, {x.dtype}, {' and '.join(map(str, widths))} columns"
             allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
             raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
-    return Routed(table, there, experts, grouped, without)
+    return Routed(host, experts, grouped, without)
 
 
 def experts_of(weight: object, counts: object = None) -> int | None:
@@ -156,16 +166,46 @@ def on_the_host(comm: Communicator) -> bool:
     return comm.device.type == "cpu"
 
 
-def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnDevice]:
-    """Return counts as numbers, in tuples, and on the device, where the last ones are kept."""
+def is_on_device(comm: Communicator, counts: object) -> bool:
+    """Return True for counts that only the device reads: a tensor, unless the ranks have GPUs and it is on the CPU."""
+    return isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu")
+
+
+def counts_in_words(comm: Communicator, counts: object) -> tuple[Hashable, object]:
+    """Return counts as a key by their values, or as a tensor whose layout counts; both None for counts of other types,
+    and for values that are checked each time.
+    """
+    if comm.config.debug:
+        return None, None
+    if is_on_device(comm, counts):
+        return "on the device", counts
+    return in_tuples(counts.tolist() if isinstance(counts, torch.Tensor) else counts), None
+
+
+def in_tuples(counts: object) -> tuple[Any, ...] | None:
+    """Return lists of numbers in tuples; None if a part is neither a list, nor a tuple, nor a number.
+
+    >>> in_tuples([[1, 2], (3, 4)]), in_tuples([[1.0]])
+    (((1, 2), (3, 4)), None)
+    """
+    if type(counts) not in (list, tuple):
+        return None
+    found: list[Any] = []
+    for part in counts:  # type: ignore[attr-defined]
+        found.append(part if type(part) is int else in_tuples(part))
+    return None if None in found else tuple(found)
+
+
+def _from_host(name: str, comm: Communicator, counts: Counts) -> HostCounts:
+    """Return counts of the host, of which the last ones are kept on the device."""
     try:
         there = torch.as_tensor(counts, device="cpu")
     except (ValueError, TypeError, RuntimeError) as problem:
         raise TypeError(f"{name}: counts (value={counts!r}, allowed=a tensor, or lists of numbers)") from problem
     if there.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: counts (value={counts!r}, allowed=whole numbers)")
-    table = _in_tuples(there.tolist())
-    known: dict[Hashable, _OnDevice] = comm.kept.setdefault(_OnDevice, {})
+    table = in_tuples(there.tolist())
+    known: dict[Hashable, HostCounts] = comm.kept.setdefault(HostCounts, {})
     found = known.pop(table, None)
     captured = is_captured(comm)
     if found is None:
@@ -179,16 +219,10 @@ def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnD
             text = f"value={tuple(there.shape)}, the least {int(there.min()) if there.numel() else 0}"
             raise ValueError(f"{name}: counts ({text}, allowed=2 or 3 dimensions, none negative)")
         copy = lasting(comm.device, lambda: there.to(comm.device, copy=True))
-        found = _OnDevice(copy, there.flatten(1).sum(1).tolist())
+        found = HostCounts(table, copy, there.flatten(1).sum(1).tolist())
     found.in_a_graph |= captured
-    if found.counts.is_cuda and not found.in_a_graph:  # newer counts may take its place while a kernel reads it
-        found.counts.record_stream(torch.cuda.current_stream(comm.device))
     known[table] = found  # the latest comes last
-    return table, found
-
-
-def _in_tuples(counts: Any) -> Any:
-    return tuple(map(_in_tuples, counts)) if isinstance(counts, list) else counts
+    return found
 
 
 def check_most_rows(name: str, most_rows: int, columns: int) -> None:

@@ -9,6 +9,8 @@ Two schedules: ``cells`` for few bytes, ``pushed`` for more (``rms_norm_kernels.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +19,10 @@ from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.device.language import real
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
-from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.handle import (
     FLOATS,
     KernelHandle,
     check_choice,
-    check_dtype,
     check_tensor,
     kept,
     power_of_two,
@@ -30,11 +30,13 @@ from sidelane.ops.handle import (
     register_limit,
     telling_refusals,
 )
+from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_reduce_rms_norm"
+OPERATOR = FusedOperator(NAME, ("tokens", "hidden"), has_sum=True)
 CELLS, PUSHED = "cells", "pushed"
 SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
@@ -64,20 +66,11 @@ class AllReduceRmsNorm(KernelHandle):
         hidden: number of elements of a row.
         dtype: dtype of all tensors: float32, float16 or bfloat16.
         schedule: ``cells``, ``pushed`` or ``auto``.
-
-    Raises:
-        ValueError, TypeError: a size or dtype is not allowed.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
         self, comm: Communicator, tokens: int, hidden: int, dtype: torch.dtype, *, schedule: str = AUTO
     ) -> None:
-        with telling_refusals(comm, NAME):
-            check_choice(NAME, "schedule", schedule, SCHEDULES)
-            check_dtype(NAME, dtype)
-            _check_sizes(tokens, hidden, dtype)
         self.comm, self.tokens, self.hidden, self.dtype = comm, tokens, hidden, dtype
         if schedule == AUTO:
             sent_bytes = tokens * hidden * dtype.itemsize * (comm.world_size - 1)
@@ -131,41 +124,19 @@ class AllReduceRmsNorm(KernelHandle):
         self._came = comm.empty(2, comm.world_size, self.tokens, self._width, dtype=self.dtype)
         self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        *,
-        eps: float = 1e-6,
-        out: torch.Tensor | None = None,
-        residual_out: torch.Tensor | None = None,
-        quantized: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the operator. Arguments, results and errors are those of :func:`all_reduce_rms_norm`."""
-        with telling_refusals(self.comm, NAME):
-            _check(self.comm, x, residual, weight, out, residual_out, quantized, scale)
-            if (x.shape[1], x.dtype) != (self.hidden, self.dtype) or x.shape[0] > self.tokens:
-                given = f"{tuple(x.shape)}, {x.dtype}"
-                allowed = f"up to {self.tokens} tokens of {self.hidden}, {self.dtype}"
-                raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-            eps = _number(eps)
-        return self.run(x, residual, weight, eps, out, residual_out, quantized, scale)
-
     def run(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
-        eps: float,
         out: torch.Tensor | None,
         residual_out: torch.Tensor | None,
-        quantized: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        quantized: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        eps: float,
         again: RepeatedLaunch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts and eps."""
+        """Run the operator with checked arguments. ``again``: launch of calls with these layouts and eps."""
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
         scales = scale is not None and scale.dim() == 2
@@ -184,8 +155,7 @@ class AllReduceRmsNorm(KernelHandle):
         else:
             programs, options = self._programs, self._options
         stamps, stamped = stamps_of(self.comm, programs)
-        self._kernel.launch_again(
-            *(again if stamps is None else None, tensors, _PLACES),
+        self._kernel.launch(
             (programs,),
             self._counters,
             self.comm.rank,
@@ -200,6 +170,7 @@ class AllReduceRmsNorm(KernelHandle):
             quantized,
             None if scales else scale,
             scale if scales else None,
+            again=None if again is None or stamps is not None else (again, tensors),
             alike=f"{x.shape[0]} tokens{stamped}",
             HAS_RESIDUAL=residual is not None,
             **options,
@@ -224,7 +195,7 @@ def all_reduce_rms_norm(
     """Run ``comm.all_reduce(x); total = x + residual; y = rms_norm(total, weight, eps)`` in one kernel. A call.
 
     Sums are float32, in the order of the ranks, and are not rounded before they are normalised. The first call of a
-    shape makes its resources (:class:`AllReduceRmsNorm`), with all ranks; later ones may be captured into a graph.
+    shape makes its resources, with all ranks; later ones may be captured into a graph.
 
     Args:
         comm: communicator of the ranks.
@@ -252,44 +223,61 @@ def all_reduce_rms_norm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     tensors = x, residual, weight, out, residual_out, quantized, scale
+
+    def check() -> OperatorCall:
+        check_choice(NAME, "schedule", schedule, SCHEDULES)
+        _check(comm, *tensors)
+        tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
+        key = (NAME, tokens, hidden, x.dtype, schedule)
+
+        def fused(pieces: int) -> Launch:
+            handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
+            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES) if is_float else None)
+
+        make: dict[str, Callable[[int], Launch]] = {
+            FUSED: fused,
+            UNFUSED: lambda pieces: functools.partial(_unfused, comm),
+        }
+        return OperatorCall(key, (tokens, hidden), x.element_size(), make)
+
     is_float = type(eps) is float  # others are numbers for the kernel only
     if not is_float:
         with telling_refusals(comm, NAME):
             eps = _number(eps)
-    question = question_of(comm, (NAME, method, schedule, eps if is_float else None), *tensors)
-    if question is not None:
+    words: tuple[object, ...] | None = (schedule, eps) if is_float else None
+    try:
         for tensor in tensors:
             if tensor is not None and tensor.data_ptr() & 3:
-                question = None  # checks refuse it
-    found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
-    if found.name == UNFUSED:
-        narrow = {"quantized": quantized, "scale": scale}
-        with torch.no_grad():  # as the kernels
-            y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
-            given = (y, out), (total, residual_out)
-            y, total = (made if place is None else place.copy_(made) for made, place in given)
-        return y, total
-    kernel: AllReduceRmsNorm = handle
-    return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale, again if is_float else None)
+                words = None  # checks refuse it
+    except (AttributeError, TypeError, RuntimeError):
+        words = None
+    launch = OPERATOR.launch(comm, words, tensors, check, method)
+    found: tuple[torch.Tensor, torch.Tensor] = launch(*tensors, eps)
+    return found
+
+
+def _unfused(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    quantized: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():  # as the kernels
+        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, quantized=quantized, scale=scale)
+        given = (y, out), (total, residual_out)
+        y, total = (made if place is None else place.copy_(made) for made, place in given)
+    return y, total
 
 
 def slices_of_a_program(comm: Communicator, slices: int) -> int:
     """Return the number of slices of a row that a program has, in cells, of so many: a power of two."""
     # Programs of CPU ranks run one after the other: none may wait for another one.
     return power_of_two(slices) if comm.device.type == "cpu" else 1
-
-
-def _checked(comm: Communicator, schedule: str, x: torch.Tensor, *others: torch.Tensor | None) -> OperatorCall:
-    """Refuse wrong arguments. Raises ValueError or TypeError."""
-    check_choice(NAME, "schedule", schedule, SCHEDULES)
-    _check(comm, x, *others)
-    tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
-    key = (NAME, tokens, hidden, x.dtype, schedule)
-
-    def handle(_: int) -> AllReduceRmsNorm:
-        return kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-
-    return OperatorCall(key, (tokens, hidden), x.element_size(), {FUSED: handle})
 
 
 def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:

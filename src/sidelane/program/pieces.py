@@ -1,4 +1,4 @@
-"""Programs of GEMMs in parts (``ops.split_gemm``, ``ops.gather_gemm``): the parts that travel, and their order.
+"""Programs of GEMMs in parts (``ops.pipelined_gemm``): the parts that travel, and their order.
 
 computed, then sent   every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
 sent, then computed   parts go in the same order; each one is an arrival, behind which it is read

@@ -14,6 +14,7 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import Key, PreparedCall
 from sidelane.collectives.call_path import CallPath
+from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
@@ -51,29 +52,50 @@ MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class RepeatedLaunch:
-    """A launch that may come again, with other tensors of the same layouts.
+    """A launch that may be repeated on other tensors of the same layouts.
 
     Attributes:
-        runs: functions that make it again on tensors, for a stream and alignments each (``Repeats.launch``). The last
+        places: positions of these tensors among the kernel's arguments after the context.
+        runs: functions that repeat it on tensors, for a stream and alignments each (``Repeats.launch``). The last
             one that was needed comes first.
-        is_known: the last call is remembered, but it was not its time (in a capture, behind another stream's work).
+        is_known: the last call is cached, but could not be repeated then (in a capture, behind another stream's work).
     """
 
-    __slots__ = ("_left", "is_known", "runs")
+    __slots__ = ("_left", "is_known", "places", "runs")
 
-    def __init__(self) -> None:
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = places
         self.runs: tuple[Callable[..., bool | None], ...] = ()
         self.is_known = False
         self._left = MOST_REMEMBERED + 1
 
+    def run(self, calls: Calls, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Repeat the launch on tensors. False: nothing was done. Raises PeerError and PeerTimeoutError."""
+        made: bool | None = False
+        try:
+            for run in self.runs:
+                made = run(*tensors)
+                if made is not False:
+                    break
+            self.is_known = made is None
+            return made is True
+        except (PeerError, KeyboardInterrupt) as error:
+            calls.fail(error)
+            raise
+
     def is_worth_it(self) -> bool:
-        """Return True if a launch is to be remembered: it is new, was made before, and was not remembered too often."""
+        """Return True if a launch is to be cached: it is new, was made before, and was not cached too often."""
         self._left -= not self.is_known
         return not self.is_known and 0 <= self._left < MOST_REMEMBERED
 
     def add(self, run: Callable[..., bool | None]) -> None:
-        """Remember one more function in place of the oldest."""
+        """Cache one more function in place of the oldest."""
         self.runs = (run, *self.runs[: MOST_RUNS - 1])
+
+
+Again = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
+"""A launch that may be repeated, and the tensors of a call of it, in the order of its places; None where a tensor is
+missing in each of its calls."""
 
 
 @untraced
@@ -114,7 +136,14 @@ class OwnKernel:
 
     @entry
     def launch(
-        self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, alike: str = "", **options: Any
+        self,
+        grid: Sequence[int],
+        /,
+        *arguments: Any,
+        async_op: bool = False,
+        alike: str = "",
+        again: Again | None = None,
+        **options: Any,
     ) -> Work | None:
         """Launch the kernel on all ranks together: a call of the communicator, in the order of all calls.
 
@@ -125,6 +154,8 @@ class OwnKernel:
             arguments: arguments after the context, of any type that Triton takes. Values may differ between ranks.
             async_op: return a :class:`Work` instead of ordering the caller behind it.
             alike: text that must be the same on every rank; like grid and options it is compared if it is new.
+            again: cached launch with these layouts and numbers, for a caller that has found it and could not
+                :meth:`repeat` it. None: it is found by the arguments.
             options: constants of the kernel and options of Triton's launcher (``num_warps``), the same on every rank.
 
         Raises:
@@ -134,78 +165,55 @@ class OwnKernel:
             Exception: Triton cannot compile it; nothing has been launched.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        if async_op:
-            return self._launch(grid, arguments, options, alike, async_op)[0]
-        self._launch_by_layout(grid, arguments, options, alike)
+        calls = self._calls
+        if again is None and not async_op:
+            again = self._found(grid, arguments, options, alike)
+            if again is not None and again[0].run(calls, again[1]):
+                return None
+        call = calls.number()
+        place = calls.backend.place()
+        with calls.telling_refusals(call, str(self)):
+            if self._block is None:
+                raise RuntimeError(f"a launch of {self}, which was closed")
+            if not (self._has_ended or place[1]):
+                self._see_that_it_ends()
+            key = _key_of((self, alike, *grid), arguments, options, place[1])
+            prepared = None if key is None else self._preparer.cache.prepared(key)
+            if prepared is None:
+                prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
+        signature = prepared.signature
+        # Compared where it is new: a rank whose kernel cannot be compiled launches nothing.
+        calls.announce(call, signature, compares=signature not in self._compiled)
+        self._compiled.add(signature)
+        used = async_op or place[1]
+        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
+        work = calls.run(prepared, call, async_op, tensors, (), place)
+        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
+            self._preparer.cache.entry(key).prepared = prepared
+        if used:
+            return work
+        if not self._has_launched:
+            self._has_launched = True
+            if self.context.is_cuda:
+                self._first = torch.cuda.Event()
+                self._first.record()
+        if again is not None and self._has_ended and again[0].is_worth_it():
+            self._cache(again, arguments, prepared, place)
         return None
-
-    @entry
-    def launch_again(
-        self,
-        again: RepeatedLaunch | None,
-        tensors: Sequence[torch.Tensor | None],
-        places: Sequence[int],
-        grid: Sequence[int],
-        /,
-        *arguments: Any,
-        alike: str = "",
-        **options: Any,
-    ) -> None:
-        """Launch the kernel as :meth:`launch` does, and remember it for :meth:`repeat`.
-
-        Args:
-            again: launch that depends on nothing but the layouts of ``tensors``, for a caller that finds it again by
-                these; None: :meth:`launch` finds it by its arguments.
-            tensors: those among the arguments that may be others the next time; None where it will be None again.
-            places: the places of these among ``arguments``.
-            grid: see :meth:`launch`, as for all that follow.
-            *arguments: arguments after the context.
-            alike: text that must be the same on every rank.
-            **options: constants and options of Triton's launcher.
-        """
-        if again is None:
-            self._launch_by_layout(grid, arguments, options, alike)
-        else:
-            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
 
     @repeated_entry
     def repeat(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Make a remembered launch on other tensors of the same layouts. False: nothing was done.
+        """Make a cached launch on other tensors of the same layouts. False: nothing was done.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return self._run_again(again, tensors)
+        return again.run(self._calls, tensors)
 
-    def _run_again(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
-        made: bool | None = False
-        try:
-            for run in again.runs:
-                made = run(*tensors)
-                if made is not False:
-                    break
-            again.is_known = made is None
-            return made is True
-        except (PeerError, KeyboardInterrupt) as error:
-            self._calls.fail(error)
-            raise
-
-    def _launch_by_layout(
+    def _found(
         self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
-    ) -> None:
-        layout = self._layout_of(grid, arguments, options, alike)
-        if layout is None:
-            self._launch(grid, arguments, options, alike, False)
-            return
-        again, places = layout
-        tensors = [arguments[at] for at in places]
-        if not self._run_again(again, tensors):
-            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
-
-    def _layout_of(
-        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
-    ) -> tuple[RepeatedLaunch, list[int]] | None:
-        """Return the launch of equal arguments but for the addresses of tensors, and the places of these.
+    ) -> Again | None:
+        """Return the cached launch that differs only in tensor addresses, with the tensors.
 
         None without compiled code, and for arguments of which anything else may matter.
         """
@@ -227,67 +235,26 @@ class OwnKernel:
             if again is None:
                 if len(self._launches) >= MOST_LAUNCHES:
                     self._launches.clear()
-                again = self._launches[key] = RepeatedLaunch()
-        except TypeError:  # refused later, or not remembered
+                again = self._launches[key] = RepeatedLaunch(places)
+        except TypeError:  # refused later, or not cached
             return None
-        return again, places
+        return again, [arguments[at] for at in places]
 
-    def _launch_and_remember(
-        self,
-        again: RepeatedLaunch,
-        tensors: Sequence[torch.Tensor | None],
-        places: Sequence[int],
-        grid: Sequence[int],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        alike: str,
-    ) -> None:
-        _, prepared, place = self._launch(grid, arguments, options, alike, False)
-        if place[1] or not self._has_ended or not again.is_worth_it():
-            return
+    def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, place: Place) -> None:
+        """Give a launch to compiled code, which repeats it."""
+        launch, tensors = again
         repeats = self._path.code()
-        pairs = zip(tensors, places, strict=True)
+        pairs = zip(tensors, launch.places, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
-            numbers = [1 + at for at in places]  # behind the context
+            numbers = [1 + at for at in launch.places]  # behind the context
             run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
             if run is not None:
-                again.add(run)
+                launch.add(run)
 
-    def _launch(
-        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str, async_op: bool
-    ) -> tuple[Work | None, PreparedCall, Place]:
-        """Make a launch; return its work, what ran, and where."""
-        calls = self._calls
-        call = calls.number()
-        place = calls.backend.place()
-        with calls.telling_refusals(call, str(self)):
-            if self._block is None:
-                raise RuntimeError(f"a launch of {self}, which was closed")
-            if not (self._has_ended or place[1]):
-                self._see_that_it_ends()
-            key = _key_of((self, alike, *grid), arguments, options, place[1])
-            prepared = None if key is None else self._preparer.cache.prepared(key)
-            if prepared is None:
-                prepared = self._prepare(_checked(grid), arguments, options, place[1], alike)
-        signature = prepared.signature
-        # Compared where it is new: a rank whose kernel cannot be compiled launches nothing.
-        calls.announce(call, signature, compares=signature not in self._compiled)
-        self._compiled.add(signature)
-        used = async_op or place[1]
-        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
-        work = calls.run(prepared, call, async_op, tensors, (), place)
-        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
-            self._preparer.cache.entry(key).prepared = prepared
-        if not (self._has_launched or async_op or place[1]):
-            self._has_launched = True
-            if self.context.is_cuda:
-                self._first = torch.cuda.Event()
-                self._first.record()
-        return work, prepared, place
-
-    def _prepare(
+    def _bind(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
     ) -> PreparedCall:
+        """Bind the kernel to arguments, and compile it if it is new."""
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
         call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)

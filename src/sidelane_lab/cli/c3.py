@@ -11,7 +11,6 @@ import click
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, ComputeKind, parse_gemm, parse_workload
 from sidelane.cli.help import HOW, MEASURE, WHAT, what
 from sidelane.cli.options import (
     KINDS,
@@ -46,10 +45,11 @@ from sidelane_lab.harness.options import (
     values_of,
     word,
 )
+from sidelane_lab.pairs.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, ComputeKind, parse_gemm, parse_workload
 from sidelane_lab.shaping.shape import SHAPES
 
 if TYPE_CHECKING:
-    from sidelane.c3.isolated_times import Isolated
+    from sidelane_lab.pairs.isolated_times import Isolated
 
 STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)

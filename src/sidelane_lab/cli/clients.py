@@ -51,7 +51,7 @@ class ClientOptions(StudyOptions):
     compiled: bool = option(
         "--compiled",
         False,
-        "Decode by torch.compile in a graph, too, with and without the fusing pass; takes minutes.",
+        "Decode by torch.compile in a graph, too; takes minutes.",
         is_flag=True,
     )
     warmup: int = count("--warmup", 4, "Steps before the measured.")

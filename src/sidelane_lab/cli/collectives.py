@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sidelane.c3.workload import TABLE_I
 from sidelane.cli.help import HOW, MEASURE, OUTPUT, WHAT
 from sidelane.cli.options import ALL, KINDS, shapes
 from sidelane.program.collective import ELEMENT_BYTES, Kind
@@ -30,6 +29,7 @@ from sidelane_lab.harness.options import (
     study_command,
     word,
 )
+from sidelane_lab.pairs.workload import TABLE_I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
@@ -31,6 +30,7 @@ from sidelane_lab.harness.options import (
     values_of,
     word,
 )
+from sidelane_lab.pairs.workload import GEMM_DTYPES, parse_gemm
 
 OUTPUT_FILE: dict[str, Any] = {
     "group": OUTPUT,

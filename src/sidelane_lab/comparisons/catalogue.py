@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from sidelane.c3.workload import TABLE_I, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.comparisons import panels
@@ -19,6 +18,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import REMOTE_FIRST, predict_fused
 from sidelane_lab.model.study import SIZES, TABLE_II
+from sidelane_lab.pairs.workload import TABLE_I, parse_gemm
 from sidelane_lab.papers import conccl, dma, fused, overlap
 from sidelane_lab.papers.claim_measurements import CLASSES
 from sidelane_lab.papers.claims import published

@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sidelane.c3.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.ranges import Band
 from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II
+from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane_lab.papers.conccl import BOUNDS, MB, SHADES, slowdown_mark, units_axes
 from sidelane_lab.papers.dma import (
     POWER_STYLES,

@@ -13,7 +13,6 @@ import torch
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, everything
-from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.cli.launch import choose_target
@@ -32,6 +31,7 @@ from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
+from sidelane.session.beside import hidden_shares
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.nodes import explain_on, times_as_fast
@@ -340,8 +340,7 @@ def _beside(options: ExplainOptions, where: str) -> Beside:
     """Find what runs next to the call; of a computation of known time also what hides there, by the device."""
     if options.beside_us is None:
         return options.beside
-    shares = hidden_shares(where)
-    return Computation(options.beside_us, None, shares["conccl"], shares["c3_sp"])
+    return Computation(options.beside_us, None, *hidden_shares(where))
 
 
 def _collective(options: ExplainOptions, world_size: int) -> Collective:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import functools
 import math
 
-from sidelane.c3.isolated_times import GemmTimes
-from sidelane.c3.strategy import Means
-from sidelane.c3.workload import Bound, ComputeKind, Gemm
+from sidelane.c3.strategies import Means
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
+from sidelane_lab.pairs.isolated_times import GemmTimes
+from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm
 
 CACHED = 2.0
 """Sizes of the last-level cache at which half of the sharing is lost: between the GEMMs that the ConCCL paper calls

@@ -11,11 +11,7 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.c3.heuristic import KernelDemand
-from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import Bound, Workload, parse_gemm
+from sidelane.c3.strategies import Mover, named
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
@@ -24,7 +20,10 @@ from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
 from sidelane_lab.model.strategies import partitions, predict, predictable, units_tried
 from sidelane_lab.pairs import partition
 from sidelane_lab.pairs.heuristics import Sweep, Way
+from sidelane_lab.pairs.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane_lab.pairs.launch_order import KernelDemand
 from sidelane_lab.pairs.partition import TIE, SlowedKernel
+from sidelane_lab.pairs.workload import Bound, Workload, parse_gemm
 
 PROFILED_GEMMS = {Bound.MEMORY: "mb1", Bound.COMPUTE: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
@@ -131,6 +130,7 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
         for names in itertools.permutations(kernels)
     }
     second = dataclasses.replace(workload, collective=other)
+    engines_us = dma_us(machine, workload.collective, workload.nbytes)
     return Sweep(
         workload,
         gemm_us(machine, workload.gemm),
@@ -140,6 +140,8 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
         orders,
         splits_us=split_times(machine, workload, second),
         second=second,
+        alone_us=min(gangs[0].alone_us, engines_us),
+        engines_us=engines_us,
     )
 
 

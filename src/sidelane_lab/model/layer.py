@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.c3.workload import Gemm
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
+from sidelane_lab.pairs.workload import Gemm
 
 ELEMENT = 2
 """Bytes of parameters, activations and gradients (bfloat16)."""

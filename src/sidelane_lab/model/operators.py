@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.spec import Machine, Topology
@@ -31,6 +30,7 @@ from sidelane_lab.model.fused import FusedKernel, FusedRun, KernelWork, run_fuse
 from sidelane_lab.model.gemm import bags_us, gemm_us
 from sidelane_lab.model.kernels import FLAGGED
 from sidelane_lab.model.workgroups import fused_figures, gather_gbps, resident, stream_gbps, units_gbps
+from sidelane_lab.pairs.workload import Gemm
 
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)

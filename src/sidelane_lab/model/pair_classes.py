@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sidelane.c3.workload import Bound, C3Class, Gemm, Workload, classify, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import bound_of, gemm_us
 from sidelane_lab.model.kernels import dma_us
+from sidelane_lab.pairs.workload import Bound, C3Class, Gemm, Workload, classify, parse_gemm
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 

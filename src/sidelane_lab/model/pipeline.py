@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.c3.workload import Gemm
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, occupancy
@@ -24,6 +23,7 @@ from sidelane_lab.model.gemm import traffic_bytes
 from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.units import run_units
 from sidelane_lab.pairs.spans import shared_share
+from sidelane_lab.pairs.workload import Gemm
 
 STAGES = 2
 """Tiles of each input that a block keeps in shared memory: one in use, one on its way."""

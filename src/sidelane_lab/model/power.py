@@ -25,9 +25,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover, Strategy
-from sidelane.c3.workload import Workload
+from sidelane.c3.strategies import Mover, Strategy, named
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
@@ -44,6 +42,7 @@ from sidelane_lab.model.collectives import (
 from sidelane_lab.model.gemm import compute_us, gemm_kernel, traffic_bytes
 from sidelane_lab.model.kernels import dma_us, library_gang, wire_gbps, wire_peak_gbps
 from sidelane_lab.model.strategies import objection, predict, predictable
+from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.sim import Interval, simulate
 
 MOVERS = (Mover.LIBRARY, Mover.DMA)

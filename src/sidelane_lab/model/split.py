@@ -16,7 +16,6 @@ import functools
 import itertools
 
 from sidelane.c3 import strategies
-from sidelane.c3.workload import Gemm, Workload
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
 from sidelane.program.ir import Flag
@@ -36,6 +35,7 @@ from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.operators import HALF, DispatchGemm, GatherGemm, GemmReduce, OperatorModel, TiledGemm
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.workgroups import resident, stream_gbps
+from sidelane_lab.pairs.workload import Gemm, Workload
 from sidelane_lab.sim import simulate
 
 Table = tuple[tuple[int, ...], ...]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Means, Mover, Order, Strategy, ideal_speedup, percent_of_ideal
-from sidelane.c3.workload import Bound, C3Class, Workload, classify
+from sidelane.c3.strategies import Means, Mover, Order, Strategy, named, strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
+from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal
+from sidelane_lab.pairs.workload import Bound, C3Class, Workload, classify
 from sidelane_lab.sim import Interval
 
 ROUNDING = 1e-9

@@ -8,13 +8,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import ideal_speedup
-from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
+from sidelane_lab.pairs.ideal import ideal_speedup
+from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
 
 # Table II of the ConCCL paper, with the class that the paper measured.
 TABLE_II: dict[str, C3Class] = {

@@ -9,22 +9,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from sidelane.c3.expected_times import PairRequest, decide
-from sidelane.c3.heuristic import KernelDemand, launch_order
-from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import Workload
+from sidelane.c3.strategies import Mover, Order, Strategy, named
+from sidelane_lab.pairs.expected_times import decide
+from sidelane_lab.pairs.isolated_times import Isolated
+from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
+from sidelane_lab.pairs.movers import implementations_of
+from sidelane_lab.pairs.outcome import rule_of
 from sidelane_lab.pairs.partition import units_for, units_to_spare
+from sidelane_lab.pairs.workload import Workload
 
 RIGHT_WITHIN = 0.005
 """A choice that loses less is right: medians of a few rounds repeat no better."""
 
 LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS = "launch_order", "launch_order_3", "partition", "partition_3"
-SPARED, CHOICE = "spared", "auto"
-HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS, SPARED, CHOICE)
+SPARED, CURVES, CHOICE = "spared", "curves", "auto"
+HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS, SPARED, CURVES, CHOICE)
 """The first of two kernels and of more, units for one collective and for two, units that a GEMM spares, and the
-strategy."""
+strategy: by measured curves, and by the rule of ``overlap`` under ``auto``."""
 
 Way = tuple[str, int]
 """Name of a strategy, and units taken from the GEMM."""
@@ -44,6 +45,8 @@ class Sweep:
         splits_us: times of the GEMM and two collectives, each of which has units of its own, by these units.
         second: workload with the second of them.
         why_not: no such times.
+        alone_us: time of the collective alone in microseconds, in the fastest way; None: unknown.
+        engines_us: time of the collective alone on copy engines; None: unknown.
     """
 
     workload: Workload
@@ -55,6 +58,8 @@ class Sweep:
     why_not: str = ""
     splits_us: Mapping[tuple[int, ...], float] = dataclasses.field(default_factory=dict)
     second: Workload | None = None
+    alone_us: float | None = None
+    engines_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,13 +94,12 @@ class HeuristicVerdict:
         return None if lost is None else lost <= RIGHT_WITHIN
 
 
-def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iterator[HeuristicVerdict]:
+def judge(sweep: Sweep, known: Isolated) -> Iterator[HeuristicVerdict]:
     """Every heuristic on one pair.
 
     Args:
         sweep: of the pair.
         known: what was profiled of the machine, by which the heuristics go.
-        constants: shares, where no pair was (``choice.hidden``).
     """
     gemm = sweep.workload.gemm
     profiled = {(one.gemm.m, one.gemm.n, one.gemm.k, one.gemm.dtype) for one in known.gemms}
@@ -106,7 +110,8 @@ def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iter
         _partition(sweep, known),
         _partitions(sweep, known),
         _spared(sweep, known),
-        _choice(sweep, known, constants),
+        _curves(sweep, known),
+        _choice(sweep),
     ):
         yield dataclasses.replace(verdict, seen=seen)
 
@@ -165,7 +170,7 @@ def _partitions(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
 def _library(known: Isolated) -> str | None:
     """Return the implementation of the vendor's library that was profiled."""
     measured = {curve.implementation for curve in known.collectives}
-    return next((name for name in Mover.LIBRARY.implementations if name in measured), None)
+    return next((name for name in implementations_of(Mover.LIBRARY) if name in measured), None)
 
 
 def _is_swept(strategy: Strategy) -> bool:
@@ -186,19 +191,35 @@ def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
     return _verdict(SPARED, chosen, times, found.reason)
 
 
-def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> HeuristicVerdict:
-    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
-    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
-    asked = PairRequest(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
+def _as_asked(sweep: Sweep) -> dict[Way, float]:
+    """Return the times of the strategies that make the call as it was asked for."""
+    return {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
+
+
+def _choice(sweep: Sweep) -> HeuristicVerdict:
+    """Judge the rule of ``overlap`` under ``auto``."""
+    times = _as_asked(sweep)
+    given = {"alone_us": sweep.alone_us, "engines_us": sweep.engines_us}
     try:
-        found = decide(asked, able, known, constants, {})
+        found = rule_of(sweep.workload, sweep.gemm_us, **given, ways=times)
     except ValueError as problem:
         return HeuristicVerdict(CHOICE, False, reason=str(problem))
+    return _verdict(CHOICE, (found.candidate.strategy.name, found.candidate.units), times, found.reason)
+
+
+def _curves(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
+    """Judge the least expected time, by measured curves."""
+    times = _as_asked(sweep)
+    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
+    try:
+        found = decide(sweep.workload, sweep.gemm_us, able, known)
+    except ValueError as problem:
+        return HeuristicVerdict(CURVES, False, reason=str(problem))
     name = found.candidate.strategy.name
     chosen = (name, found.candidate.units)
     if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
         chosen = next(way for way in times if way[0] == name)
-    return _verdict(CHOICE, chosen, times, found.reason)
+    return _verdict(CURVES, chosen, times, found.reason)
 
 
 def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> HeuristicVerdict:

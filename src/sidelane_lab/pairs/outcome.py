@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from sidelane.c3.expected_times import PairRequest, StrategyCandidate, choose, decide
-from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.strategy import LIBRARY, LaunchMode, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
-from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane.c3.rule import ENGINES, choose_strategy
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy
 from sidelane.choice.selection import Selection
 from sidelane_lab.harness.measure import Problem
+from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
+from sidelane_lab.pairs.movers import LIBRARY, implementation_of, implementations_of
+from sidelane_lab.pairs.workload import C3Class, ComputeKind, Workload, classify
 
 GEMM = "gemm"
 """Name of the GEMM alone among the times."""
@@ -100,9 +101,7 @@ def judge(
     times: Mapping[str, Sequence[float]],
     failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
-    hidden: Mapping[str, float],
     tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
-    known: Isolated | None = None,
 ) -> PairOutcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
@@ -114,9 +113,7 @@ def judge(
             and of strategies (``pair_label``). What failed is not there.
         failures: by the same names, and by the names of strategies that cannot run here.
         unavailable: implementations that should be here and are not, with the reason.
-        hidden: shares to choose by (see ``choose``).
         tried: units that a strategy took from the GEMM, one number after another; none where it is not named.
-        known: isolated times that the choice goes by, too.
     """
     best = _fastest(_as_asked(configurations), times)
     isolated = tuple(
@@ -131,11 +128,10 @@ def judge(
     )
     gemm_us = statistics.median(times[GEMM])
     best_us = None if best is None else statistics.median(times[best.label])
-    judged = [
+    results = tuple(
         _judge_strategy(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
         for strategy in strategies
-    ]
-    candidates = [one for _, one in judged if one is not None and one.mode.strategy.mover.as_asked]
+    )
     return PairOutcome(
         workload=workload,
         gemm_us=gemm_us,
@@ -143,27 +139,62 @@ def judge(
         best_comm_us=best_us,
         c3_class=None if best_us is None else classify(gemm_us, best_us),
         isolated=isolated,
-        results=tuple(result for result, _ in judged),
-        choice=_choice(workload, gemm_us, candidates, hidden, known) if candidates else None,
+        results=results,
+        choice=_choice(workload, gemm_us, best_us, results, strategies),
     )
 
 
 def _choice(
     workload: Workload,
     gemm_us: float,
-    candidates: Sequence[StrategyCandidate],
-    hidden: Mapping[str, float],
-    known: Isolated | None,
+    best_us: float | None,
+    results: Sequence[StrategyResult],
+    strategies: Sequence[Strategy],
+) -> Selection[LaunchMode] | None:
+    """Return the choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did."""
+    able = {one.name for one in strategies if one.mover.as_asked}
+    ran = {one.strategy: one for one in results if one.strategy in able and one.time_us is not None}
+    if not ran:
+        return None
+    return rule_of(
+        workload,
+        gemm_us,
+        alone_us=best_us,
+        engines_us=ran[ENGINES].comm_us if ENGINES in ran else None,
+        ways={(name, units) for name, one in ran.items() for units in (0, *dict(one.by_units))},
+    )
+
+
+def rule_of(
+    workload: Workload,
+    gemm_us: float,
+    *,
+    alone_us: float | None,
+    engines_us: float | None,
+    ways: Collection[tuple[str, int]],
 ) -> Selection[LaunchMode]:
-    """By the machine's own isolated times where there are any: then over those that take units, too."""
-    if known is None:
-        shared = (dataclasses.replace(one, hidden=hidden.get(one.mode.strategy.name, 0.0)) for one in candidates)
-        return choose(list(shared), workload.collective)
-    # Of the library's engines it matters whether they have a chunk to copy inside the GPU.
-    by_engines = [one.in_place for one in candidates if one.mode.strategy.mover is Mover.LIBRARY_DMA]
-    asked = PairRequest(gemm_us, workload.gemm, (workload,), in_place=all(by_engines))
-    alone: dict[str, float] = {one.mode.strategy.mover: one.comm_us for one in candidates}
-    return decide(asked, [one.mode.strategy for one in candidates], known, hidden, alone)
+    """Return the choice of ``overlap`` under ``auto`` for a pair.
+
+    Args:
+        workload: the pair.
+        gemm_us: time of its GEMM alone in microseconds.
+        alone_us: time of its collective alone, in the fastest way; None: unknown.
+        engines_us: time of its collective alone on copy engines; None: unknown.
+        ways: names of strategies that ran, with the units that they took.
+
+    Raises:
+        ValueError: none ran.
+    """
+    gemm = workload.gemm
+    product = (gemm.m, gemm.n, gemm.k, gemm.dtype) if gemm.operation is ComputeKind.PRODUCT else None
+    return choose_strategy(
+        gemm_us,
+        product,
+        [(workload.collective, workload.nbytes)],
+        alone_us=alone_us,
+        engines_us=engines_us,
+        is_possible=lambda mode: (mode.strategy.name, mode.units) in ways,
+    )
 
 
 def _judge_strategy(
@@ -173,46 +204,44 @@ def _judge_strategy(
     failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
-) -> tuple[StrategyResult, StrategyCandidate | None]:
-    """The result of a strategy, and its candidacy if it could run."""
+) -> StrategyResult:
+    """The result of a strategy."""
     if strategy.name in failures:
-        return StrategyResult(strategy.name, failure=failures[strategy.name]), None
+        return StrategyResult(strategy.name, failure=failures[strategy.name])
     here = dict.fromkeys(c.implementation for c in configurations)
-    name = strategy.implementation(here)
+    name = implementation_of(strategy, here)
     if name is None:
-        wanted = strategy.mover.implementations
+        wanted = implementations_of(strategy.mover)
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
-        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}")), None
+        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}"))
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
     if not timed:
         found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
         failure = next(filter(None, found), Problem("no configuration could run"))
-        return StrategyResult(strategy.name, failure=failure), None
+        return StrategyResult(strategy.name, failure=failure)
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
     gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
-    comm_us = statistics.median(times[chosen.label])
-    result = StrategyResult(
+    return StrategyResult(
         strategy=strategy.name,
         label=chosen.label,
         units=units,
         by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
-        comm_us=comm_us,
+        comm_us=statistics.median(times[chosen.label]),
         time_us=statistics.median(pair),
         speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
         ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
         percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
         percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
     )
-    return result, StrategyCandidate(LaunchMode(strategy), comm_us, chosen.in_place, statistics.median(gemm))
 
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
     """But for those of movers that make another call."""
-    others = {name for mover in Mover if not mover.as_asked for name in mover.implementations}
+    others = {name for mover in Mover if not mover.as_asked for name in implementations_of(mover)}
     return [one for one in configurations if one.implementation not in others]
 
 

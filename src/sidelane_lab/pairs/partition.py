@@ -1,8 +1,7 @@
 """The partition heuristic of the ConCCL paper (V-C and VI-G): units for a collective, and units that a GEMM spares.
 
 Pure functions of numbers with reasons: ``allocate`` and ``spare`` of look-up tables, ``units_for`` and
-``units_to_spare`` of what a machine has measured. ``model/heuristic.py`` has the tables of a described machine. The
-library chooses by expected times instead (``c3.expected_times``).
+``units_to_spare`` of what a machine has measured. ``model/heuristic.py`` has the tables of a described machine.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from sidelane.c3.heuristic import EFFICIENCY
-from sidelane.c3.isolated_times import Isolated, apart
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Means
-from sidelane.c3.workload import COMPARABLE, Bound, C3Class, Gemm, Workload, classify
+from sidelane.c3.strategies import Means, named
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.pairs.isolated_times import EFFICIENCY, Isolated, apart
+from sidelane_lab.pairs.workload import COMPARABLE, Bound, C3Class, Gemm, Workload, classify
 
 TIE = 1.001
 """Ratio of times below which two allocations count as equal."""

@@ -38,15 +38,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.nn import functional
 
-from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.lanes import Lanes, Partitions, shares
+from sidelane.c3.lanes import DevicePartitions, Lanes, shares
+from sidelane.c3.strategies import Mover, Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import BAG_READS, ComputeKind, Gemm, Workload
-from sidelane.choice.hidden import hidden_shares
 from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
 from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
+from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
@@ -215,7 +214,7 @@ def check_launch(
     return None if wrong is None else Problem(wrong, wrong=True)
 
 
-def refusal(strategy: Strategy, partitions: Partitions | None, no_partitions: str, instruments: Any) -> str:
+def refusal(strategy: Strategy, partitions: DevicePartitions | None, no_partitions: str, instruments: Any) -> str:
     """Say why a strategy cannot take its units here; empty if it takes none or can. Collective."""
     if strategy.partition is None:
         return ""
@@ -231,14 +230,12 @@ def run_workload(
     *,
     device: torch.device,
     lanes: Lanes | None = None,
-    partitions: Partitions | None = None,
+    partitions: DevicePartitions | None = None,
     no_partitions: str = "there are no green contexts here",
     memory_bound: bool = False,
     strategies: Sequence[Strategy] | None = None,
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
-    device_name: str = "",
-    known: Isolated | None = None,
     on_trace: Callable[[str, Trace], None] | None = None,
     on_launch: Callable[[str, Callable[[], None], float], None] | None = None,
 ) -> PairOutcome:
@@ -256,8 +253,6 @@ def run_workload(
         strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
-        device_name: for the shares that the choice is made by, where nothing was measured of the machine.
-        known: what was.
         on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
             is called in the same order.
         on_launch: gets, for every strategy in its best configuration, what launches the pair, and its time in
@@ -309,8 +304,7 @@ def run_workload(
             elif twin in failed_together:
                 failed_together[label] = failed_together[twin]
         failures = {**failed_alone, **failed_together, **refused}
-        hidden = hidden_shares(device_name)
-        outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, tried)
         by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
         if on_launch is not None:
             for result in outcome.results:
@@ -347,7 +341,7 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: DevicePartitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
@@ -445,7 +439,7 @@ def _plan_of(
     planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
         counted, units = strategy.mover is Mover.LIBRARY_CTAS, tried.get(strategy.name, (0,))
-        mine = [run for run in right if run.implementation == strategy.implementation(here)]
+        mine = [run for run in right if run.implementation == implementation_of(strategy, here)]
         if any(tried.get(strategy.name, ())) and not counted:
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
         planned |= {

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sidelane.c3.workload import Gemm, Workload
 from sidelane_lab.pairs.run import CollectiveRun, GemmRun, check_launch
+from sidelane_lab.pairs.workload import Gemm, Workload
 
 GEMM, SMALL = "gemm", "small gemm"
 """Names of the two computations; the collective has that of its kind."""

@@ -21,11 +21,11 @@ import rich.console
 import rich.padding
 import rich.text
 
-from sidelane.c3.workload import Bound
 from sidelane.cli.output import write_json
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, geomean
+from sidelane_lab.pairs.workload import Bound
 from sidelane_lab.papers.claims import numbers, published, value_text
 from sidelane_lab.papers.conccl import CB, MB
 from sidelane_lab.papers.dma import HALVED, NAMES, claimed_range, relative_text

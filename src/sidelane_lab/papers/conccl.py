@@ -11,9 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sidelane.c3.heuristic import KernelDemand, launch_order
-from sidelane.c3.strategy import ideal_speedup
-from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREY, ORANGE, PURPLE, SKY, VERMILLION
@@ -25,6 +22,9 @@ from sidelane_lab.model.heuristic import AllocationCost, judge
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
+from sidelane_lab.pairs.ideal import ideal_speedup
+from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
+from sidelane_lab.pairs.workload import TABLE_I, C3Class, parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
 from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
 
@@ -182,12 +182,12 @@ def checks() -> list[Check[C3Context]]:
 
 GIVEN = {
     "C3-HW-08": "a switch: --version says which version of the paper is followed",
-    "C3-TAX-01": "c3.workload.COMPARABLE is this number",
+    "C3-TAX-01": "pairs.workload.COMPARABLE is this number",
     "C3-CU-06": "model.strategies.partitions begins with it",
     "C3-CU-09": "c3.lanes.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
-    "C3-HEU-03": "c3.heuristic.EFFICIENCY is this number",
+    "C3-HEU-03": "pairs.isolated_times.EFFICIENCY is this number",
     "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
-    **{f"C3-T1-{tag}": "c3.workload.TABLE_I holds it" for tag in TABLE_I},
+    **{f"C3-T1-{tag}": "pairs.workload.TABLE_I holds it" for tag in TABLE_I},
 }
 """Claims that the model repeats: nothing could come out otherwise, so nothing is judged."""
 

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sidelane.c3.workload import parse_gemm
 from sidelane.program.builders import build
 from sidelane.program.collective import Kind, broadcast
 from sidelane.sizes import format_bytes
@@ -19,6 +18,7 @@ from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, bare, dma_run, ge
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
+from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
 from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.papers.measurements import AS_GOOD, PRELAUNCHED

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sidelane.c3.strategy import ideal_speedup
-from sidelane.c3.workload import TABLE_I, Gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane.user_files import text_of
@@ -24,6 +22,8 @@ from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
 from sidelane_lab.harness.study import studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means
+from sidelane_lab.pairs.ideal import ideal_speedup
+from sidelane_lab.pairs.workload import TABLE_I, Gemm
 from sidelane_lab.studies.fused.shapes import HALF
 
 Row = Mapping[str, Any]

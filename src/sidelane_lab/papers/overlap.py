@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.c3.workload import parse_gemm
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
@@ -32,6 +31,7 @@ from sidelane_lab.model.pipeline import (
     run_pipeline,
     sequential_us,
 )
+from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper
 from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
 from sidelane_lab.papers.numbers import write_numbers

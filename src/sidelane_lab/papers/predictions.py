@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.c3.strategies import named, strategies
-from sidelane.c3.workload import C3Class, Workload
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import progress_console, say_written, tables_console
 from sidelane.program.collective import Kind
@@ -21,6 +20,7 @@ from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
 from sidelane_lab.model.engine_add import engine_add_tables
 from sidelane_lab.model.strategies import Prediction, library_strategies, objection, predict
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
+from sidelane_lab.pairs.workload import C3Class, Workload
 from sidelane_lab.papers import conccl, dma
 from sidelane_lab.papers.figures import draw_all, draw_timeline
 from sidelane_lab.papers.numbers import write_report

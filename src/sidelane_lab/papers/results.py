@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sidelane.c3.workload import ComputeKind, Gemm, gemm_of
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
@@ -23,6 +22,7 @@ from sidelane_lab.machines.ranges import predict_each, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline, sequential_us
+from sidelane_lab.pairs.workload import ComputeKind, Gemm, gemm_of
 from sidelane_lab.papers.claims import (
     AT_LEAST,
     ClaimRole,

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Strategy
-from sidelane.c3.workload import Gemm, Workload, gemm_of
+from sidelane.c3.strategies import Mover, Strategy, strategies
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine
@@ -23,6 +21,7 @@ from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline
 from sidelane_lab.model.power import dma_power, hybrid_power, library_power
 from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels
 from sidelane_lab.model.training import compute_us, step_times
+from sidelane_lab.pairs.workload import Gemm, Workload, gemm_of
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.chain.study import ChainRow

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane.cli.launch import Rank
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
@@ -23,6 +22,7 @@ from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import FlatRow, Results, Study
+from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
 
 COLD_BYTES = 256 << 20
 """Matrices of a sample together: five times the last-level cache of the largest GPU here."""

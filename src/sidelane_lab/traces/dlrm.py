@@ -20,7 +20,6 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.ranges import remembered
@@ -30,6 +29,7 @@ from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import Embedding
 from sidelane_lab.model.symmetry import predict_symmetric
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.traces.graph import NodeKind, TraceNode
 
 COMPUTES, NETWORK = "computes", "network"

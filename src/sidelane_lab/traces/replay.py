@@ -16,8 +16,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Means, Mover, Order, Strategy
+from sidelane.c3.strategies import Means, Mover, Order, Strategy, named
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import DeviceRun, Gang, Tiled, run_device

@@ -20,9 +20,6 @@ from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.ops.scale_out.ranks import CAPACITY
 from sidelane.session import Communicator
 
-SOCKETS, GROUP, AUTO = "sockets", "group", "auto"
-TRANSPORTS = (AUTO, SOCKETS, GROUP)
-
 _Part = TypeVar("_Part")
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -35,7 +32,6 @@ def scale_out(
     *,
     device: torch.device | str | int | None = None,
     config: Config | None = None,
-    transport: str = AUTO,
     capacity: int = CAPACITY,
 ) -> Iterator[ScaleOut]:
     """Make the ranks of a group ready for fused operators among its nodes, in a ``with`` block. Collective.
@@ -44,17 +40,13 @@ def scale_out(
         group: group of any backend; None for the default group.
         device: see :class:`sidelane.Communicator`.
         config: see :class:`sidelane.Communicator`; ``virtual_nodes`` counts.
-        transport: ``sockets``; ``group``, which is NCCL between GPUs and Gloo between CPU ranks; or ``auto``: ``group``
-            on GPUs.
         capacity: number of slices that may wait to be sent, a power of two.
 
     Raises:
-        ValueError: a setting is not allowed.
+        ValueError: the capacity is not allowed.
         UnavailableError: a node lacks what a communicator needs; on all ranks alike.
         PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"scale_out: transport (value={transport!r}, allowed={', '.join(TRANSPORTS)})")
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialised"
     config = config or settings.current()
@@ -85,21 +77,21 @@ def scale_out(
             return made
 
         near = of_all("near", lambda: stack.enter_context(Communicator(near_group, device=device, config=config)))
-        carrier = None
-        if transport == GROUP or (transport == AUTO and near.device.type == "cuda"):
 
-            def make_carrier() -> GroupTransport:
-                with nccl_not_ending_the_process():
-                    up, down = (
-                        make_other(
-                            dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None
-                        )
-                        for way in ("up", "down")
-                    )
-                made = GroupTransport(up, down, rank, near.device)
-                stack.callback(made.close)  # also where what follows fails
-                return made
+        def make_carrier() -> GroupTransport:
+            with nccl_not_ending_the_process():
+                up, down = (
+                    make_other(dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None)
+                    for way in ("up", "down")
+                )
+            made = GroupTransport(up, down, rank, near.device)
+            stack.callback(made.close)  # also where what follows fails
+            return made
 
-            carrier = of_all("carrier", make_carrier)
-            carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != node], config.timeout_s)
-        yield stack.enter_context(ScaleOut(near, store, rank, nodes.of, transport=carrier, capacity=capacity))
+        carrier = of_all("carrier", make_carrier)
+        carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != node], config.timeout_s)
+        everyone = NodeGroup(
+            *(dist.PrefixStore("all/", store), rank, ranks, f"{name}/all"), (liveness, range(len(ranks)))
+        )
+        stack.callback(everyone.close)
+        yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier, capacity=capacity))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -22,14 +20,14 @@ from sidelane.errors import (
     SidelaneError,
     UnavailableError,
 )
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.persistent import lasting
-from sidelane.memory.store_values import not_understood, parsed
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import ring
-from sidelane.ops.scale_out.connections import FarConnections
+from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import DONE, FarCall, Proxy
 from sidelane.ops.scale_out.ring import CONTEXT_WORDS, HostRing, host_words
-from sidelane.ops.scale_out.transport import SliceTransport, SocketTransport
+from sidelane.ops.scale_out.transport import SliceTransport
 from sidelane.program.wraparound import WORD_MASK
 from sidelane.session import Communicator
 
@@ -49,10 +47,9 @@ class ScaleOut:
 
     Args:
         near: communicator of the ranks of this node, in the order of their numbers in the group.
-        store: store of the group alone.
-        rank: number of this rank in the group.
+        group: all ranks; it needs a store only.
         nodes: number of the node of each rank.
-        transport: moves slices between nodes; None for sockets.
+        transport: moves slices between nodes.
         capacity: number of descriptors that the ring has room for, a power of two.
 
     Attributes:
@@ -71,13 +68,13 @@ class ScaleOut:
     def __init__(
         self,
         near: Communicator,
-        store: dist.Store,
-        rank: int,
+        group: dist.ProcessGroup,
         nodes: Sequence[int],
         *,
-        transport: SliceTransport | None = None,
+        transport: SliceTransport,
         capacity: int = CAPACITY,
     ) -> None:
+        rank = group.rank()
         self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
         self.device, self.config = near.device, near.config
         own = [other for other, node in enumerate(nodes) if node == nodes[rank]]
@@ -88,12 +85,13 @@ class ScaleOut:
         self.kept: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
-        self._own, self._store, self._exchanges, self._handles = tuple(own), store, 0, 0
-        self._is_closed = False
+        self._own, self._handles, self._is_closed = tuple(own), 0, False
+        self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
         self.ring = HostRing(capacity, self.device)
-        self._links = FarConnections(dist.PrefixStore("links/", store), rank, self.fars, self.config.timeout_s)
+        links = dist.PrefixStore("links/", self._exchange.store)
+        self._links = FarConnections(links, rank, self.fars, self.config.timeout_s)
+        self.transport = transport
         try:
-            self.transport = transport or SocketTransport(self._links, self.device)
             self._proxy = Proxy(
                 *(rank, self.fars, self._links, self.transport, self.ring, self.device),
                 timeout_s=self.config.timeout_s,
@@ -103,6 +101,7 @@ class ScaleOut:
         except BaseException:
             self._links.close()
             raise
+        self._exchange.look = self.require_open
 
     def require_open(self) -> None:
         """Raise if there can be no more calls.
@@ -121,42 +120,59 @@ class ScaleOut:
         """Return the words of all ranks, in their order: JSON, with tuples for lists. Collective.
 
         Args:
-            what: what they are, for errors; the same on all ranks.
-            word: word of this rank.
+            what: subject, for errors; the same on all ranks.
+            word: word of this rank, of one form on all ranks.
 
         Raises:
             MismatchError: ranks are in different calls.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
         self.require_open()
-        self._exchanges += 1
-        keys = [f"said/{self._exchanges}/{other}" for other in range(self.world_size)]
-        until = time.monotonic() + self.config.timeout_s
-        self._store.set(keys[self.rank], json.dumps((what, word)))
-        missing = keys
-        while missing:
-            try:
-                self._store.wait(missing, timedelta(seconds=_STEP_S))
-                break
-            except RuntimeError as error:
+        try:
+            return self._exchange(what, lambda: word)
+        except PeerError as error:
+            raise _anew(self._proxy.fail(error)) from error
+        except MismatchError as error:
+            self._proxy.fail(PeerError(str(error), (self.rank,)))
+            raise
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+    ) -> None:
+        """Exchange parts with all ranks, for operators that are not fused; see ``Communicator.all_to_all``. Collective.
+
+        The host waits for its end.
+
+        Raises:
+            MismatchError: ranks are in different calls, or differ in their sizes.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
+        """
+        said = self.exchange("all-to-all among nodes", tuple(input_split_sizes))
+        unlike = [other for other, sizes in enumerate(said) if sizes[self.rank] != output_split_sizes[other]]
+        if unlike:
+            shown = f"value={said[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
+            mismatch = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank} ({shown})"
+            self._proxy.fail(PeerError(mismatch, unlike))
+            raise MismatchError(mismatch)
+        with self.naming(), contextlib.suppress(Gone):
+            transfer = self.transport.exchange(output, given, output_split_sizes, input_split_sizes)
+            until = time.monotonic() + self.config.timeout_s
+            while not transfer.is_done():
                 self.require_open()
-                missing = [key for key in keys if not self._store.check([key])]
-                if missing and time.monotonic() > until:
-                    absent = [keys.index(key) for key in missing]
-                    late = PeerTimeoutError(f"{what}: ranks {absent} did not come: {error}", absent)
-                    raise _anew(self._proxy.fail(late)) from error
-        found = []
-        for other, text in enumerate(self._store.multi_get(keys)):
-            try:
-                title, said = parsed(text)
-            except (ValueError, TypeError) as error:
-                raise not_understood("scale-out", other, text) from error
-            if title != what:
-                mismatch = f"ranks made different calls: rank {self.rank}: {what}; rank {other}: {title}"
-                self._proxy.fail(PeerError(mismatch, (other,)))
-                raise MismatchError(mismatch)
-            found.append(said)
-        return found
+                if time.monotonic() > until:
+                    raise Gone(self.rank)
+                time.sleep(20e-6)
+            transfer.finish()
+            return
+        # Connections tell which rank has died. A rank that is stuck does not come again.
+        self.exchange("an all-to-all among nodes, which failed", 0)
+        failed = PeerError(f"scale-out: rank {self.rank}: an all-to-all among nodes failed", (self.rank,))
+        raise _anew(self._proxy.fail(failed))
 
     def agree(self, what: str, word: Any) -> None:
         """Raise unless all ranks say the same. Collective.
@@ -189,6 +205,8 @@ class ScaleOut:
         try:
             yield
         except (PeerError, CommunicatorClosedError) as error:
+            if self._proxy.failure is not None:
+                raise _anew(self._proxy.failure) from error
             raise self._explain(error) from error
         except Exception as error:
             self._proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
@@ -240,6 +258,7 @@ class ScaleOut:
             return
         self._is_closed = True
         self.kept.clear()
+        self._exchange.look = None  # which refers to this object
         self._proxy.close()
 
     def __enter__(self) -> ScaleOut:

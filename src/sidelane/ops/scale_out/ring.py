@@ -17,12 +17,14 @@ GPU the ring is pinned host memory, where no atomic operation of the GPU would b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.persistent import lasting
+from sidelane.memory.release import Kept
 from sidelane.program.wraparound import WORD_MASK
 
 TAIL, STOP = range(2)
@@ -121,7 +123,20 @@ class HostRing:
         self._words[STOP] = 1
 
 
+class _PinnedWords(Kept):
+    """Owner of pinned words, for ``numpy``, whose array keeps it: kernels may poll or write them after the last
+    reference, so they are released behind the idle device (``memory/release.py``).
+    """
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, words: torch.Tensor, device: torch.device) -> None:
+        super().__init__(words.untyped_storage(), device)
+        self.__array_interface__: dict[str, Any] = words.numpy().__array_interface__
+
+
 def host_words(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return words of host memory, zeros, which kernels of the device reach by the same address."""
     pinned = device.type == "cuda"
-    return lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=dtype, device="cpu", pin_memory=pinned))
+    words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=dtype, device="cpu", pin_memory=pinned))
+    return torch.from_numpy(np.asarray(_PinnedWords(words, device))) if pinned else words

@@ -1,7 +1,7 @@
 """Transports, which move the slices of a kernel between the ranks of different nodes.
 
-Bytes follow their header on the same connection (:class:`SocketTransport`), or travel between the processes by
-``torch.distributed`` (:class:`GroupTransport`: NCCL between GPUs).
+There is one, which sends slices between the processes by ``torch.distributed``: NCCL between GPUs, Gloo between CPU
+ranks.
 
 A transport whose kernels reach the network card themselves (IBGDA, the device API of NCCL's GPU-initiated networking)
 would have its place here too: its ``send`` would be a function of ``device`` in place of ``send_release``, with the
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import PeerTimeoutError
-from sidelane.ops.scale_out.connections import FarConnections, Gone
+from sidelane.ops.scale_out.connections import Gone
 
 WINDOW = 16
 """Largest number of transfers that a proxy has under way in each direction. Staging memory is made for so many."""
@@ -70,22 +70,17 @@ class SliceTransport(Protocol):
         """Begin to receive the next values from a rank, [rows, columns]."""
         ...
 
+    def exchange(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: Sequence[int], given_sizes: Sequence[int]
+    ) -> Transfer:
+        """Begin an all-to-all of all ranks of the group while no slices are under way: for operators that are not
+        fused. Tensors are contiguous; sizes, one for each rank, are those of their parts in the first dimension.
+        """
+        ...
+
     def close(self) -> None:
         """Release what it has made. Idempotent."""
         ...
-
-
-class _Ended:
-    """A transfer that has ended when it is returned."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        pass
-
-
-_ENDED = _Ended()
 
 
 class _Slot(NamedTuple):
@@ -133,56 +128,6 @@ class _Staging:
             copied = torch.cuda.Event()
             copied.record()  # which makes it
         return _Slot(torch.zeros(values.numel(), dtype=values.dtype, device=values.device), copied)
-
-
-class SocketTransport:
-    """Sends slices behind their headers, one after the other. Values of GPUs are copied by way of the host.
-
-    Args:
-        links: connections with the ranks of other nodes.
-        device: device of the values.
-    """
-
-    def __init__(self, links: FarConnections, device: torch.device) -> None:
-        self._links, self._device = links, device
-        self.uses_compute_units = device.type == "cuda"  # a kernel copies rows that lie apart
-        self.gives_up: Callable[[], bool] = lambda: False  # the links wait
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._staging = _Staging()
-
-    def attach(self) -> None:
-        """See :class:`SliceTransport`: the thread copies on a stream of its own."""
-        if self._streams:
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(self._streams.pop())
-
-    def make_ready(self, values: torch.Tensor) -> None:
-        """See :class:`SliceTransport`."""
-        self._staging.make_ready(values)
-
-    def send(self, target: int, values: torch.Tensor) -> Transfer:
-        """See :class:`SliceTransport`."""
-        self._links.write(target, _bytes_of(values.cpu()))
-        return _ENDED
-
-    def receive(self, source: int, values: torch.Tensor) -> Transfer:
-        """See :class:`SliceTransport`."""
-        is_direct = values.device.type == "cpu" and values.is_contiguous()
-        came = values if is_direct else torch.empty(values.shape, dtype=values.dtype, device="cpu")
-        self._links.read(source, _bytes_of(came))
-        slot = self._staging.take(values) if values.is_cuda and not values.is_contiguous() else None
-        if slot is not None:
-            came = slot.memory[: values.numel()].view(values.shape).copy_(came)
-        if not is_direct:
-            values.copy_(came)
-            if values.is_cuda:
-                torch.cuda.current_stream(self._device).synchronize()
-        if slot is not None:
-            self._staging.give_back(slot)
-        return _ENDED
-
-    def close(self) -> None:
-        """See :class:`SliceTransport`. The links are the proxy's."""
 
 
 class GroupTransport:
@@ -250,6 +195,15 @@ class GroupTransport:
         slot = self._staging.take(values)
         work = group.recv([slot.memory[: values.numel()]], source, 0)
         return _StagedTransfer(work, source, self._can_be_asked, self._staging, slot, values)
+
+    def exchange(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: Sequence[int], given_sizes: Sequence[int]
+    ) -> Transfer:
+        """See :class:`SliceTransport`."""
+        scale = output.itemsize if output.dim() == 1 else 1  # Gloo does not take every dtype, so these are bytes
+        to, by = ([size * scale for size in sizes] for sizes in (output_sizes, given_sizes))
+        work = self._groups[0].alltoall_base(output.view(torch.uint8), given.view(torch.uint8), to, by)
+        return _GroupTransfer(work, self._rank, self._can_be_asked)
 
     @property
     def _can_be_asked(self) -> bool:
@@ -334,8 +288,3 @@ class _StagedTransfer(_GroupTransfer):
     def _copy(self) -> None:
         super().finish()
         self._values.copy_(self._slot.memory[: self._values.numel()].view(self._values.shape))
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    found: Any = values.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(found)

@@ -41,9 +41,6 @@ PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
 piece's reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the
 second's, and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
 
-ENGINE_ADD = "engine_add"
-"""Name of the variant for engines that add. It is not registered: no communicator chooses it."""
-
 
 def reduce(
     collective: Collective,
@@ -74,57 +71,6 @@ def reduce(
     if collective.world_size == 1:
         return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
     return _Reducing(collective, variant, pieces, pushes=transport is Transport.PUSH).program()
-
-
-def reduce_on_engines(collective: Collective, variant: str = "b2b") -> Program:
-    """Build a reduce_scatter or all_reduce for copy engines that add, which no GPU has (ConCCL paper, VII-A2).
-
-    One engine of each rank reads its shard of everyone's input and writes the sum. In an all_reduce that engine, or one
-    for each peer, then copies it to the peers. Nothing is staged, and no compute unit is used. Under ``pcpy``::
-
-        dma:0    entries | reduce | all_reduce: result to the first peer | exits
-        dma:1                wait ^ result to the second peer, exit
-
-    Args:
-        collective: made by ``reduce_scatter`` or ``all_reduce``.
-        variant: ``pcpy`` (results of an all_reduce go by an engine for each peer) or ``b2b`` (by one engine).
-
-    Raises:
-        ValueError: the collective or the variant is another one.
-    """
-    if collective.kind not in REDUCING or collective.reduction is None:
-        raise ValueError(f"reduce_on_engines: collective (value={collective.kind}, allowed={', '.join(REDUCING)})")
-    if variant not in ("pcpy", "b2b"):
-        raise ValueError(f"reduce_on_engines: variant (value={variant!r}, allowed='pcpy', 'b2b')")
-    world_size = collective.world_size
-    if world_size == 1:
-        return Program(collective, ENGINE_ADD, tuple(_copy_alone(collective)), (0,), 0, engines_add=True)
-    built = _Reducing(collective, "b2b", (1,), pushes=collective.kind is Kind.ALL_REDUCE)
-    flags, queues = FlagPlan(world_size, phases=1), []
-    for rank in range(world_size):
-        peers = list(rotation(rank, world_size))
-        movers = [peer for peer in peers if built.shards[peer]]
-        adding: list[Command] = [flags.signal_entry(partner=rank, mover=peer) for peer in movers]
-        for piece in built.pieces[rank]:
-            adding += [flags.wait_entry(partner=peer, mover=rank) for peer in peers]
-            srcs = tuple(built.input_span(src, rank, piece) for src in range(world_size))
-            result = built.output_span(rank, rank, piece)
-            adding.append(Reduce(result, srcs, collective.reduction))
-            ends: list[list[Command]] = [[flags.signal_exit(partner=peer, mover=rank)] for peer in peers]
-            if built.pushes:
-                for commands, peer in zip(ends, peers, strict=True):
-                    commands.insert(0, Copy(built.output_span(rank, peer, piece), result))
-            if built.pushes and variant == "pcpy":
-                for number, commands in enumerate(ends[1:], 1):
-                    added = flags.local(rank, number)
-                    adding.append(Signal(added, EPOCH))
-                    queues.append(Queue(rank, Engine(EngineKind.DMA, number), (Wait(added, EPOCH), *commands)))
-                ends = ends[:1]
-            adding += itertools.chain.from_iterable(ends)
-        adding += [flags.wait_exit(partner=rank, mover=peer) for peer in movers]
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(adding)))
-    count = flags.handshakes + (world_size if built.pushes else 0)
-    return Program(collective, ENGINE_ADD, tuple(queues), (0,) * world_size, count, engines_add=True)
 
 
 def worthwhile_pieces(collective: Collective) -> tuple[int, ...]:

@@ -15,10 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from sidelane.c3.heuristic import KernelDemand
-from sidelane.c3.measured_curves import isolated_times
-from sidelane.c3.workload import Gemm, Workload, parse_workload
-from sidelane.choice.hidden import hidden_shares
+from sidelane.c3.rule import ENGINES
 from sidelane.cli import provenance
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
@@ -32,7 +29,10 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.heuristic import KINDS, isolated_of_machine, sweep_of
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
 from sidelane_lab.pairs.heuristics import HeuristicVerdict, Sweep, Way, judge
+from sidelane_lab.pairs.launch_order import KernelDemand
+from sidelane_lab.pairs.measured_curves import isolated_times
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
+from sidelane_lab.pairs.workload import Gemm, Workload, parse_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of
 from sidelane_lab.studies.c3.rows import C3Row
@@ -45,7 +45,8 @@ class HeuristicRow(FlatRow):
     Attributes:
         heuristic: name of the heuristic. ``launch_order``: order of two kernels by workgroups; ``launch_order_3``: of
             three kernels; ``partition``: units for the collective, by look-up tables; ``partition_3``: units for two
-            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``auto``: the strategy.
+            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``curves``: the
+            strategy by measured curves; ``auto``: the strategy by the rule of ``overlap``.
         gemm: GEMM as in :class:`C3Row`.
         bytes: bytes of the collective as in :class:`C3Row`.
         seen: True if the GEMM was profiled.
@@ -205,12 +206,9 @@ def _measured(options: HeuristicsOptions) -> Results | None:
             return None
         found = measured
     rows = [row for row in found.rows if isinstance(row, C3Row)]
-    shares = hidden_shares("" if found.on_cpu else found.device)
     workgroups = LIBRARY_WORKGROUPS["cpu" if found.on_cpu else "gpu"]
     judged = [
-        row_of(sweep.workload, verdict)
-        for sweep in sweeps_of(rows, workgroups)
-        for verdict in judge(sweep, known, shares)
+        row_of(sweep.workload, verdict) for sweep in sweeps_of(rows, workgroups) for verdict in judge(sweep, known)
     ]
     return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options))
 
@@ -221,11 +219,9 @@ def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
         workloads = [table_ii_workload(name, kind) for name in TABLE_II for kind in KINDS]
     else:
         workloads = [parse_workload(text, kind, options.dtype) for text in options.workloads for kind in KINDS]
-    known, shares = isolated_of_machine(machine), hidden_shares(machine.name)
+    known = isolated_of_machine(machine)
     judged = [
-        row_of(workload, verdict)
-        for workload in workloads
-        for verdict in judge(sweep_of(machine, workload), known, shares)
+        row_of(workload, verdict) for workload in workloads for verdict in judge(sweep_of(machine, workload), known)
     ]
     return Results(
         study="heuristics",
@@ -265,7 +261,20 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         kernels = KernelDemand(GEMM, _tiles(workload.gemm)), KernelDemand(first.collective, workgroups)
         orders = next((_orders_of(row) for row in alike if row.orders), {})
         others = (kernels[0], KernelDemand(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
-        sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, others, orders, "" if orders else NO_THIRD))
+        engines = next((row for row in timed if row.strategy == ENGINES), None)
+        sweeps.append(
+            Sweep(
+                workload,
+                timed[0].gemm_us,
+                times,
+                kernels,
+                others,
+                orders,
+                "" if orders else NO_THIRD,
+                alone_us=first.best_comm_us,
+                engines_us=None if engines is None else engines.comm_us,
+            )
+        )
     return sweeps
 
 
@@ -312,8 +321,9 @@ STUDY = Study(
     legend=(
         "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three kernels; "
         "partition: units for the collective, by look-up tables; partition_3: units for two collectives; spared: "
-        "units that a GEMM beside copy engines does without; auto: the strategy, over all. Right: "
-        "within half a percent of the best of the sweep. Reasons are in the file."
+        "units that a GEMM beside copy engines does without; curves: the strategy by measured curves; auto: the "
+        "strategy by the rule of overlap. Right: within half a percent of the best of the sweep. Reasons are in the "
+        "file."
     ),
     row=HeuristicRow,
     tables=heuristic_tables,

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.strategy import LIBRARY
-from sidelane.c3.workload import Gemm, Workload
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
@@ -28,8 +26,10 @@ from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
 from sidelane_lab.pairs.spans import Span, Trace
+from sidelane_lab.pairs.workload import Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 from sidelane_lab.studies.c3.study import case_of, scaled_workload

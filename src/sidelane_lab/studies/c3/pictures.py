@@ -11,7 +11,6 @@ from typing import Protocol
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.c3.workload import Workload
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
@@ -26,6 +25,7 @@ from sidelane_lab.harness.drawing import (
 from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.papers.figures import draw_timeline
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.prediction import compare, draw_groups, speedups

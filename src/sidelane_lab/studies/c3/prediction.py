@@ -10,9 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.c3.strategies import named
-from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import C3Class, Workload, gemm_of
+from sidelane.c3.strategies import Mover, named
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
@@ -23,6 +21,7 @@ from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.strategies import objection, predict
+from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of
 from sidelane_lab.papers.claims import in_between, nearest
 from sidelane_lab.papers.row_predictions import predict_together
 from sidelane_lab.studies.c3.rows import C3Row

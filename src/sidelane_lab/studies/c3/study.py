@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
-from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LIBRARY, percent_of_ideal
-from sidelane.c3.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target
 from sidelane.collectives.plan import AUTO
@@ -35,10 +31,15 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import bound_of
+from sidelane_lab.pairs.ideal import percent_of_ideal
+from sidelane_lab.pairs.isolated_times import Isolated
+from sidelane_lab.pairs.measured_curves import isolated_times
+from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
 from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 from sidelane_lab.studies.power.meter import Recorder
@@ -157,8 +158,6 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
             seed=options.seed + 1_000_000 * number,
-            device_name=device_name,
-            known=options.known,
             on_trace=None
             if options.timeline is None
             else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),

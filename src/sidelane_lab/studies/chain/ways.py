@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from sidelane.c3.workload import Gemm
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane.session import Communicator
 from sidelane.session.prelaunch import Prelaunched
@@ -19,6 +18,7 @@ from sidelane_lab.baselines.candidate import (
 )
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.pairs.workload import Gemm
 
 CALLS = 8
 """Chains in a sample."""

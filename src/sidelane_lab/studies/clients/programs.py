@@ -11,7 +11,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from sidelane.integrations.ledger import SIDELANE, ReportRow
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
 from sidelane_lab.studies.process_group.ways import StudyGroups
-
-if TYPE_CHECKING:
-    from sidelane.ops.fusion import Fusion
 
 DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
 GROUP, ENABLE, NONE = "group", "enable", "none"
@@ -208,15 +205,9 @@ class BuiltClient:
     def __init__(self, case: ClientCase, way: str, rank: Rank, library: dist.ProcessGroup) -> None:
         self._case, self._way, self._rank, self._group = case, way, rank, library
         self._undo = contextlib.ExitStack()
-        self._fusion: Fusion | None = None
-        if way == GROUP or (way == ENABLE and case.program == TENSOR):
-            groups = StudyGroups(rank)
-            self._group = groups.make(SIDELANE)
+        if way == GROUP:
+            self._group = StudyGroups(rank).make(SIDELANE)
             self._undo.callback(dist.destroy_process_group, self._group)
-            if way == ENABLE:
-                from sidelane.ops.fusion import Fusion  # needs Triton
-
-                self._fusion = Fusion(groups.communicator_of(self._group), self._group)
         self.host_s: dict[str, list[float]] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         # In training each rank has data of its own.
@@ -234,24 +225,19 @@ class BuiltClient:
             return
         models: dict[str, Any] = {GRAPH: self.model}
         if compiled:
-            options: Any = None if self._fusion is None else {"post_grad_custom_pre_pass": self._fusion}
-            models[COMPILED] = torch.compile(self.model, options=options)
+            models[COMPILED] = torch.compile(self.model)
         for launch, model in models.items():
             decode = self._decode(model, launch)
             for _ in range(CAPTURE_WARMUP):
                 decode()
             self.steps[launch] = self._timed(captured(decode, 1).replay, launch)
-        if self._fusion is not None:
-            self.steps = {COMPILED: self.steps[COMPILED]}  # the others are those of the group
 
     def made_by(self) -> str:
-        """Return who made which calls, and why; where the compiler's pass is on, also what it put in."""
-        enabled = self._way == ENABLE and self._fusion is None
+        """Return who made which calls, and why."""
+        enabled = self._way == ENABLE
         rows = ledger.report().rows if self._way in (GROUP, ENABLE) else ()
         mine = [row for row in rows if row.group == self._group.group_name]
-        found = calls_by_maker([row for row in mine if not enabled or row.operation.startswith(f"{FSDP} ")])
-        replaced = {} if self._fusion is None else Counter(self._fusion.replaced)
-        return "; ".join(filter(None, (found, *(f"{count} {name} in the code" for name, count in replaced.items()))))
+        return calls_by_maker([row for row in mine if not enabled or row.operation.startswith(f"{FSDP} ")])
 
     def close(self) -> None:
         """Let go of everything. Collective; nothing may be under way."""

@@ -84,8 +84,7 @@ class ClientRow(FlatRow):
         launch: ``eager``; ``graph``: in a CUDA graph; ``compiled``: by torch.compile, in a CUDA graph.
         way: ``nccl``, on CPUs ``gloo``; ``group``: on ``dist.new_group(backend="sidelane")``; ``enable``:
             ``sidelane.fsdp.enable`` on the library's group (of ``ddp``: a hook that files until 28 November 2026
-            have), and compiled, the pass ``sidelane.ops.fusion.Fusion`` on Sidelane's; ``none``: no communication
-            (``no_sync``; FSDP2's collectives move nothing).
+            have); ``none``: no communication (``no_sync``; FSDP2's collectives move nothing).
         nccl: version that is loaded, which may be another than torch's own (``software``); empty on CPUs.
         transformers: version of that package.
         step_ms: time of a step, median over the rounds of the slowest rank.
@@ -222,7 +221,7 @@ class _Study:
 
     def rows(self, case: ClientCase) -> list[ClientRow]:
         """Measure all ways of a case. Collective."""
-        more = {DDP: (NONE,), FSDP: (ENABLE, NONE), TENSOR: (ENABLE,) if self._options.compiled else ()}[case.program]
+        more = {DDP: (NONE,), FSDP: (ENABLE, NONE), TENSOR: ()}[case.program]
         ways, ranks = [self._library, GROUP, *more], self._rank.world_size
         trial = ClientTrial(case, self._rank, self.meter, self._group, self._options)
         if case.program == TENSOR and case.model.kv_heads % ranks:

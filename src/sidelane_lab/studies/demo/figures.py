@@ -17,7 +17,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.c3.workload import Workload, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
@@ -37,6 +36,7 @@ from sidelane_lab.harness.study import Picture
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import c3_study
+from sidelane_lab.pairs.workload import Workload, parse_gemm, parse_workload
 from sidelane_lab.papers.figures import draw_timeline
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"

@@ -8,7 +8,6 @@ the exchange.
     nccl, gloo   permute, ``all_to_all_single`` and permute, forward and backward
     group        the same on a process group of Sidelane's
     operators    ``sidelane.ops.reshard``: the exchange with a layout
-    ring         ``sidelane.ops.ring_attention``: keys and values travel behind the attention, in zigzag order if causal
     none         no communication: views of the right shapes
 
 A step is forward and backward with gradients of all weights; their reduction over ranks is FSDP's, and left to its
@@ -163,20 +162,6 @@ class Blocks:
 
         return attend
 
-    def ring(self, comm: Communicator, order: str) -> Attend:
-        """Return ring attention."""
-        size, n = self.size, self.world_size
-        own = ops.sequence_positions(size.tokens, n, comm.rank, order=order).to(comm.device)
-        rotate = Rotation(own, size.size)
-        counts = [size.heads // n, size.kv_heads // n, size.kv_heads // n]
-
-        def attend(projected: Tensor) -> Tensor:
-            parts = projected.unflatten(2, (n, -1)).split(counts, 3)
-            q, k, v = (part.flatten(2, 3) for part in parts)
-            return ops.ring_attention(comm, rotate(q), rotate(k), v, is_causal=size.is_causal, order=order)
-
-        return attend
-
 
 class Rotation:
     """Rotary embedding of positions, for tensors [B, positions, heads, size] (Su et al., "RoFormer", 2021).
@@ -241,13 +226,13 @@ class AttentionWorkload:
         blocks = Blocks(size, n, device, dtype)
         own = sidelane_group(device)
 
-        def by(group: dist.ProcessGroup) -> tuple[Attend, str, Callable[[Tensor], object]]:
+        def by(group: dist.ProcessGroup) -> tuple[Attend, Callable[[Tensor], object]]:
             def exchanged(layout: str) -> Exchanged:
                 apply: Callable[..., Tensor] = LibraryExchange.apply
                 return lambda tensor: apply(tensor, layout, group)
 
             summed = functools.partial(dist.all_reduce, group=group)
-            return blocks.ulysses(exchanged(THERE), exchanged(BACK)), "plain", summed
+            return blocks.ulysses(exchanged(THERE), exchanged(BACK)), summed
 
         def reshard(scatter_dim: int, gather_dim: int) -> Exchanged:
             return lambda tensor: ops.reshard(comm, tensor, scatter_dim=scatter_dim, gather_dim=gather_dim)
@@ -256,19 +241,16 @@ class AttentionWorkload:
             """Return a view of the shape behind an exchange: so many times the positions, or its inverse."""
             return lambda tensor: tensor.reshape(1, size.tokens // count, -1, size.size)
 
-        order = "zigzag" if size.is_causal else "plain"
-        ways: dict[str, tuple[Attend, str, Callable[[Tensor], object]]] = {
+        ways: dict[str, tuple[Attend, Callable[[Tensor], object]]] = {
             "nccl": by(group),
             "group": by(own),
-            "operators": (blocks.ulysses(reshard(2, 1), reshard(1, 2)), "plain", comm.all_reduce),
-            "ring": (blocks.ring(comm, order), order, comm.all_reduce),
-            "none": (blocks.ulysses(view(1), view(n)), "plain", lambda _: None),
+            "operators": (blocks.ulysses(reshard(2, 1), reshard(1, 2)), comm.all_reduce),
+            "none": (blocks.ulysses(view(1), view(n)), lambda _: None),
         }
-        steps = {}
-        for way, (attend, placed, summed) in ways.items():
-            positions = ops.sequence_positions(size.tokens, n, comm.rank, order=placed).to(device)
-            tokens, grad = (tensor[:, positions].contiguous() for tensor in (blocks.tokens, blocks.grad))
-            steps[way] = functools.partial(blocks.step, attend, tokens, grad, summed)
+        tokens, grad = (tensor.chunk(n, 1)[comm.rank].contiguous() for tensor in (blocks.tokens, blocks.grad))
+        steps = {
+            way: functools.partial(blocks.step, attend, tokens, grad, summed) for way, (attend, summed) in ways.items()
+        }
         exchanged = size.collectives(n, dtype.itemsize)
         return Prepared(
             steps=steps,
@@ -282,7 +264,7 @@ class AttentionWorkload:
         )
 
     def predicted_us(self, size: AttentionSize, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`. What a ring exposes are kernels of attention, of which the model has none.
+        """See :class:`EndToEndWorkload`.
 
         Before an exchange or behind it the library's and the group's tensors are permuted. ``reshard`` permutes nothing
         and copies its input to symmetric memory.

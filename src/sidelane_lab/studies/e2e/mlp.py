@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane.c3.nano_batches import Started, begin_collective, nano_batches
-from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.split import ours_us
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.clients.programs import MODELS, NONE, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import Prepared
 

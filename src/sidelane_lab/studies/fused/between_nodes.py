@@ -7,7 +7,7 @@ A program of its own, as each rank stands for a node: the study ``fused`` is for
 
 Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call. A way that the ring
 has no room for is a row with a note. Files of ``sidelane fused --machine ... --json``, one or more shapes each, stand
-next to what was measured.
+next to what was measured. Each row names its transport: files up to 29 November 2026 have a second one, TCP.
 """
 
 from __future__ import annotations
@@ -65,15 +65,13 @@ def main(path: Path | None = None, predicted: Sequence[Path] = ()) -> None:
 
     rows: list[dict[str, object]] = []
     config = Config(virtual_nodes=tuple(range(dist.get_world_size())))
-    for transport in ("sockets",) if on_cpu else ("group", "sockets"):
-        shapes = ON_CPUS if on_cpu else ON_GPUS
-        capacity = _capacity(shapes, dist.get_world_size())
-        with scale_out(config=config, transport=transport, capacity=capacity) as ranks:
-            for shape in shapes:
-                for row in _rows(ranks, transport, shape):
-                    rows.append(row)
-                    if ranks.rank == 0:
-                        print(json.dumps(row), flush=True)
+    shapes = ON_CPUS if on_cpu else ON_GPUS
+    with scale_out(config=config, capacity=_capacity(shapes, dist.get_world_size())) as ranks:
+        for shape in shapes:
+            for row in _rows(ranks, shape):
+                rows.append(row)
+                if ranks.rank == 0:
+                    print(json.dumps(row), flush=True)
     if path is not None and dist.get_rank() == 0:
         record(path, rows, predicted)
     dist.destroy_process_group()
@@ -119,8 +117,6 @@ def compare(rows: Sequence[Mapping[str, Any]], predicted: Sequence[Path]) -> lis
         key, note = next((found for way, found in PREDICTED.items() if row["way"].endswith(way)), ("", ""))
         us, measured = model.get(key), row["us"]
         error = None if us is None or measured is None else 100 * (us / measured - 1)
-        if key == "time_us" and row["transport"] != "group":
-            note = "predicted: slices carried by NCCL"
         note = row.get("note", "") or (note if us is not None else "")
         found.append({**row, "predicted_us": us, "error_percent": error, "note": note})
     return found
@@ -141,9 +137,9 @@ def _capacity(shapes: Sequence[tuple[int, int, int]], ranks: int) -> int:
     return min(MOST_CAPACITY, max(CAPACITY, 1 << most.bit_length()))  # more than that, as the end takes a place, too
 
 
-def _rows(ranks: Any, transport: str, shape: tuple[int, int, int]) -> list[dict[str, object]]:
+def _rows(ranks: Any, shape: tuple[int, int, int]) -> list[dict[str, object]]:
     batch, tables, pooling = shape
-    fixed = {"transport": transport, "ranks": ranks.world_size, "batch": batch, "tables": tables, "pooling": pooling}
+    fixed = {"transport": "group", "ranks": ranks.world_size, "batch": batch, "tables": tables, "pooling": pooling}
     room = ranks.ring.capacity - 1
     cuts = [cut for cut in SLICE_BAGS if cut is None or _most_slices(shape, cut, ranks.world_size) <= room]
     ways, expected = _ways(ranks, *shape, cuts)

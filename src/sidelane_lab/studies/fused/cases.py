@@ -202,23 +202,23 @@ def gemm_reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int)
         found: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, group)
         return found
 
-    calls = (ops.gemm_reduce_scatter, ops.split_gemm_reduce_scatter, of_torch, "fused_matmul_reduce_scatter")
+    calls = (ops.gemm_reduce_scatter, of_torch, "fused_matmul_reduce_scatter")
     moves = through_group, through_ours
     return _reduced_gemm(comm, (rows, depth, columns), calls, moves, lambda total: total.chunk(n)[comm.rank])
 
 
 def gemm_all_reduce(comm: Communicator, rows: int, depth: int, columns: int) -> OperatorCase:
     """Make a case of a GEMM and an all-reduce; ``depth`` is a rank's."""
-    calls = (ops.gemm_all_reduce, ops.split_gemm_all_reduce, None, "")
+    calls = (ops.gemm_all_reduce, None, "")
     moves = summed, functools.partial(_all_reduce, comm)
     return _reduced_gemm(comm, (rows, depth, columns), calls, moves, lambda total: total)
 
 
-def _reduced_gemm(comm: Communicator, shape: tuple[int, int, int], calls: tuple[Any, Any, Any, str],
+def _reduced_gemm(comm: Communicator, shape: tuple[int, int, int], calls: tuple[Any, Any, str],
                   moves: tuple[Step, Step], own_part: Step) -> OperatorCase:  # fmt: skip
-    """Make a case of an operator, its split form and PyTorch's, with the sum's part that is this rank's."""
+    """Make a case of an operator and PyTorch's, with the sum's part that is this rank's."""
     rows, depth, columns = shape
-    call, split, of_torch, named = calls
+    call, of_torch, named = calls
     x, weight = ordinary(comm, rows, depth), ordinary(comm, columns, depth).normal_()
     unfused = {(OWN, OWN_METHOD): functools.partial(call, comm, x, weight, method=UNFUSED)}
     if of_torch is not None and comm.device.type == "cuda":
@@ -231,7 +231,7 @@ def _reduced_gemm(comm: Communicator, shape: tuple[int, int, int], calls: tuple[
         unfused=unfused,
         refill=lambda seed: fill(comm, x, seed),
         expected=lambda: own_part(summed(x.double() @ weight.double().T)),
-        fused=_in_parts(split, comm, x, weight),
+        fused=_in_parts(call, comm, x, weight),
         auto={AS_CALLED: AutoCall(functools.partial(call, comm, x, weight), shape)},
     )
 
@@ -279,7 +279,7 @@ def all_gather_gemm(comm: Communicator, rows: int, depth: int, columns: int) -> 
         unfused=unfused,
         refill=refill,
         expected=expected,
-        fused=_in_parts(ops.split_all_gather_gemm, comm, x, weight),
+        fused=_in_parts(ops.all_gather_gemm, comm, x, weight),
         auto={AS_CALLED: AutoCall(functools.partial(ops.all_gather_gemm, comm, x, weight), (rows, depth, columns))},
     )
 
@@ -359,7 +359,7 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
         return ops.gemm_all_to_all(comm, x, given, by, most_rows=rows, **options)[:came]
 
     def split(pieces: int) -> torch.Tensor:
-        return ops.split_gemm_all_to_all(comm, x, weight[0], way.plain, most_rows=rows, pieces=pieces)
+        return call(way.plain, method=SPLIT, pieces=pieces)
 
     def expected() -> torch.Tensor:
         here = torch.empty(came, columns, dtype=torch.float64, device=comm.device)
@@ -402,7 +402,7 @@ def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, 
         return ops.all_to_all_gemm(comm, x, given, by, most_rows=rows, **options)[:came]
 
     def split(pieces: int) -> torch.Tensor:
-        return ops.split_all_to_all_gemm(comm, x, weight[0], way.plain, most_rows=rows, pieces=pieces)[:came]
+        return call(way.plain, method=SPLIT, pieces=pieces)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(came, depth, dtype=torch.float64, device=comm.device)
@@ -471,7 +471,7 @@ def _all_reduce(comm: Communicator, source: torch.Tensor) -> torch.Tensor:
 
 
 def _in_parts(call: Callable[..., torch.Tensor], *operands: Any) -> dict[str, Run]:
-    return {in_parts(pieces): functools.partial(call, *operands, pieces=pieces) for pieces in PIECES}
+    return {in_parts(pieces): functools.partial(call, *operands, method=SPLIT, pieces=pieces) for pieces in PIECES}
 
 
 MAKE: dict[str, Callable[..., OperatorCase]] = {

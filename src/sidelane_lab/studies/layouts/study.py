@@ -19,8 +19,6 @@ import torch
 from sidelane import config as settings
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import ideal_speedup, speedup
-from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane.cli.launch import Rank
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.session import Communicator
@@ -31,8 +29,10 @@ from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayCompari
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.pairs.ideal import ideal_speedup, speedup
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers
+from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane_lab.studies.layouts.rows import BACK, LAYOUTS, THERE, LayoutRow, layout_tables
 from sidelane_lab.studies.layouts.ways import DTYPE, LayoutCase, LayoutExchange, LayoutExchanges
 

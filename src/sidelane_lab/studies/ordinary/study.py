@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.workload import Workload
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -24,6 +23,7 @@ from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 from sidelane_lab.studies.ordinary.parts import Parts

@@ -13,7 +13,6 @@ from typing import Any
 
 import matplotlib as mpl
 
-from sidelane.c3.workload import Workload, parse_gemm
 from sidelane.cli.table import Line, Table, number
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import REDUCING, Kind
@@ -34,6 +33,7 @@ from sidelane_lab.model.power import (
     pair_power,
     powered,
 )
+from sidelane_lab.pairs.workload import Workload, parse_gemm
 from sidelane_lab.papers.figures import BANDS
 from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.row_predictions import PREDICTED_VARIANTS

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
-from sidelane.c3.strategy import LIBRARY, Means
-from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
+from sidelane.c3.strategies import Means
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
 from sidelane.cli.launch import Rank, choose_target
@@ -23,6 +21,9 @@ from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import IsolatedOptions
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
+from sidelane_lab.pairs.movers import LIBRARY
+from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
 from sidelane_lab.studies.tune.isolated_measure import Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
 

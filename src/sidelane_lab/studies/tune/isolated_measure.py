@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
-from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Means, Partition, Strategy
-from sidelane.c3.workload import Gemm
+from sidelane.c3.strategies import Means, Partition, Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
 from sidelane.machine import local
@@ -27,7 +24,10 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
+from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
+from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, refusal, run_alone
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
 
@@ -426,7 +426,7 @@ def _of_movers(by_mover: Mapping[str, ReadyCall]) -> Iterator[tuple[Strategy, Re
     for strategy in strategies():
         if not strategy.concurrent:
             yield from ((strategy, run) for run in by_mover.values())
-        elif (name := strategy.implementation(by_mover)) is not None:
+        elif (name := implementation_of(strategy, by_mover)) is not None:
             yield strategy, by_mover[name]
 
 

@@ -1,4 +1,4 @@
-"""Rows of ``sidelane tune --study c3``, of which ``c3.measured`` makes curves, as tables and as pictures."""
+"""Rows of ``sidelane tune --study c3``, of which ``pairs.measured_curves`` makes curves, as tables and as pictures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
-from sidelane.c3.workload import Workload
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
@@ -29,7 +26,10 @@ from sidelane_lab.harness.drawing import (
 )
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.pairs.isolated_times import Isolated
+from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane_lab.pairs.partition import class_of, expected_time_us, limit_of, units_for, units_to_spare
+from sidelane_lab.pairs.workload import Workload
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 Key = tuple[object, ...]

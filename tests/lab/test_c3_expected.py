@@ -1,31 +1,23 @@
-"""The choice over all strategies, by files of isolated times that are made up so that each strategy wins once."""
+"""The choice by measured curves, by files of isolated times that are made up so that each strategy wins once."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
-from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Movers, PairRequest, decide
-from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.measured_curves import isolated_times, parse_isolated
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import LaunchMode
-from sidelane.c3.workload import Bound, Gemm, Workload, gemm_of
-from sidelane.choice.hidden import hidden_shares
+from sidelane.c3.strategies import LaunchMode, named
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.expected_times import decide
+from sidelane_lab.pairs.isolated_times import Isolated
+from sidelane_lab.pairs.measured_curves import isolated_times, parse_isolated
+from sidelane_lab.pairs.workload import Bound, Gemm, Workload
 
 GEMM = Gemm(8192, 8192, 8192)
 MOVE = Workload(GEMM, Kind.ALL_GATHER, SIZE)
-ASKED = PairRequest(1000.0, GEMM, (MOVE,))
-H200 = hidden_shares("NVIDIA H200")
 
 
 def expected_of(choice: Selection[LaunchMode]) -> dict[str, float]:
@@ -65,7 +57,7 @@ OF_LIBRARY = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3
 @pytest.mark.parametrize("winner", OF_LIBRARY)
 def test_each_strategy_wins_by_a_file_of_its_own(winner: str) -> None:
     able = [named(name) for name in OF_LIBRARY]
-    choice = decide(ASKED, able, made_up(winner), H200, {})
+    choice = decide(MOVE, 1000.0, able, made_up(winner))
     assert choice.candidate.strategy.name == winner, choice.table
     assert choice.reason.startswith(winner) and choice.reason.endswith("shares measured here")
     assert (choice.candidate.units > 0) == (named(winner).partition is not None)
@@ -73,48 +65,11 @@ def test_each_strategy_wins_by_a_file_of_its_own(winner: str) -> None:
     assert choice.table[0][1] == min(expected.values()) <= expected["serial"] == 1800.0
 
 
-def test_calls_of_a_communicator_are_those_of_our_kernels() -> None:
-    """What ``sm_sp`` was measured with is what ``c3_sp`` is where Sidelane is the library."""
-    rows = [gemm(1000.0), collective(700.0, "sm"), collective(800.0, "dma"), pair("serial", 1700.0, "sm", alone=700.0),
-            pair("sm_sp", 1050.0, "sm"), pair("serial", 1800.0, "dma", alone=800.0), pair("conccl", 1500.0, "dma"),
-            pair("c3_sp", 10.0, "nccl")]  # fmt: skip
-    known = parse_isolated(file_of(*rows), "made up")
-    able = [named(name) for name in ("serial", "c3_sp", "conccl", "c3_base")]
-    choice = decide(ASKED, able, known, H200, {}, OF_CALLS)
-    assert (str(choice.candidate), round(expected_of(choice)["c3_sp"])) == ("c3_sp", 1050)
-    assert round(expected_of(choice)["conccl"]) == 1500
-    assert expected_of(choice)["c3_base"] == 1700.0, "the constant of the machine: nothing is hidden"
-
-
-@pytest.mark.parametrize("movers", [OF_STUDIES, OF_CALLS])
-def test_without_a_file_the_constants_decide(movers: Movers) -> None:
-    able = [one for one in strategies() if one.mover in movers]
-    choice = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 850.0})
-    assert (str(choice.candidate), round(choice.table[0][1])) == ("conccl", round(1000 + 0.08 * 850))
-    assert choice.reason.endswith("shares that are constants")
-    assert not any(mode.strategy.partition for mode, _ in choice.table), "nobody knows what units cost"
-    slow = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 9000.0})
-    assert str(slow.candidate) == "c3_sp", "engines that are slower than one after the other are not taken"
-
-
 def test_never_slower_than_serial_by_its_own_estimate() -> None:
     for winner in OF_LIBRARY:
         for gemm_us in (10.0, 1000.0, 50_000.0):
-            asked = dataclasses.replace(ASKED, gemm_us=gemm_us)
-            expected = expected_of(decide(asked, [named(n) for n in OF_LIBRARY], made_up(winner), H200, {}))
+            expected = expected_of(decide(MOVE, gemm_us, [named(n) for n in OF_LIBRARY], made_up(winner)))
             assert min(expected.values()) <= expected["serial"]
-
-
-def test_several_collectives_follow_each_other() -> None:
-    twice = dataclasses.replace(ASKED, moves=(MOVE, dataclasses.replace(MOVE, nbytes=SIZE // 2)))
-    expected = expected_of(decide(twice, [named(n) for n in OF_LIBRARY], made_up("c3_sp"), H200, {}))
-    assert expected["serial"] == 1000 + 800 + 400
-
-
-def test_a_gemm_that_is_unknown_gives_no_units_away() -> None:
-    asked = dataclasses.replace(ASKED, gemm=None)
-    names = expected_of(decide(asked, [named(n) for n in OF_LIBRARY], made_up("c3_rp"), H200, {}))
-    assert set(names) == {"serial", "c3_base", "c3_sp", "priority", "conccl"}
 
 
 def test_units_are_taken_from_gemms_of_a_profiled_bound_only() -> None:
@@ -128,34 +83,10 @@ def test_units_are_taken_from_gemms_of_a_profiled_bound_only() -> None:
     for asked, us in ((Gemm(8192, 16384, 8192), 2000.0), (Gemm(64, 57344, 8192), 300.0)):
         bound = known.bound(asked, us)[0]
         names[bound] = {
-            name.split()[0] for name in expected_of(decide(PairRequest(us, asked, (MOVE,)), able, known, H200, {}))
+            name.split()[0] for name in expected_of(decide(dataclasses.replace(MOVE, gemm=asked), us, able, known))
         }
     assert names[Bound.COMPUTE] - names[Bound.MEMORY] == {"c3_rp", "c3_sp_rp", "c3_target"}
     assert "conccl_rp" not in names[Bound.MEMORY] and "conccl" in names[Bound.MEMORY]
-
-
-def test_auto_beside_measured_pairs_of_every_class() -> None:
-    """By the file of two H200s, ``auto`` loses little to the best of each pair that was measured there."""
-    folder = Path(__file__).parents[2] / "results" / "h200x2"
-    known = isolated_times(folder / "isolated.json", "cuda", 2)
-    lost = []
-    for _, alike in itertools.groupby(
-        (row for row in json.loads((folder / "c3-classes.json").read_text())["rows"] if row["strategy"] != "auto"),
-        key=lambda row: (row["m"], row["n"], row["k"], row["collective"], row["bytes"]),
-    ):
-        rows = {row["strategy"]: row for row in alike}
-        one = gemm_of(types.SimpleNamespace(**rows["serial"]))
-        asked = PairRequest(rows["serial"]["gemm_us"], one, (_move(one, rows["serial"]),))
-        alone = {named(name).mover: row["comm_us"] for name, row in rows.items()}
-        chosen = decide(asked, [named(name) for name in rows], known, H200, alone).candidate
-        swept = [part.split() for part in rows[chosen.strategy.name]["sweep"].split(", ") if part]
-        times = {int(units): float(us) for units, us in swept} or {0: rows[chosen.strategy.name]["time_us"]}
-        lost.append(times[chosen.units] / min(row["time_us"] for row in rows.values()) - 1)
-    assert len(lost) == 42 and max(lost) < 0.02, sorted(lost)[-3:]
-
-
-def _move(one: Gemm, row: dict[str, Any]) -> Workload:
-    return Workload(one, Kind(row["collective"]), row["bytes"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"study": "c3", "rows": []}', '{"study": "isolated", "rows": [{}]}'])
@@ -171,11 +102,11 @@ def test_pairs_that_say_nothing_are_left_out() -> None:
     short = (pair("serial", 1030.0, "dma", alone=30.0), pair("conccl", 970.0, "dma"))
     able = [named(name) for name in ("serial", "conccl")]
     known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *short), "made up")
-    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
-    assert found.reason.endswith("shares that are constants") and round(found.table[0][1]) == 1064
+    with pytest.raises(ValueError, match="decide: pairs"):
+        decide(MOVE, 1000.0, able, known)
     more = (pair("serial", 1300.0, "dma", alone=300.0), pair("conccl", 950.0, "dma"))
     known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *more), "made up")
-    found = decide(ASKED, able, known, H200, {}, OF_CALLS)
+    found = decide(MOVE, 1000.0, able, known)
     assert next(iter(expected_of(found).items())) == ("conccl", 1000.0), "nothing takes less than the longer"
 
 
@@ -190,18 +121,19 @@ def test_what_differs_from_pair_to_pair_counts_for_its_least() -> None:
         return parse_isolated(file_of(*rows), "made up")
 
     able = [named(name) for name in ("serial", "c3_sp", "conccl")]
-    steady, drawn = (decide(ASKED, able, known(second), H200, {}) for second in (1070.0, 1790.0))
+    steady, drawn = (decide(MOVE, 1000.0, able, known(second)) for second in (1070.0, 1790.0))
     assert str(steady.candidate) == "c3_sp"
     assert str(drawn.candidate) == "conccl" and round(expected_of(drawn)["c3_sp"]) == 1790
 
 
 def test_what_adds_is_judged_by_what_adds() -> None:
     """Of a collective that no pair has, the pairs that say most are those of one that reduces, too."""
-    rows = [gemm(1000.0), collective(800.0, "dma"), collective(800.0, "dma", kind="reduce_scatter")]
+    kinds = ("all_gather", "reduce_scatter", "all_to_all")
+    rows = [gemm(1000.0), *(collective(800.0, "dma", kind=kind) for kind in kinds)]
     for kind, together in (("all_gather", 1100.0), ("all_reduce", 1600.0)):
         rows += [pair("serial", 1800.0, "dma", alone=800.0, kind=kind), pair("conccl", together, "dma", kind=kind)]
     known = parse_isolated(file_of(*rows), "made up")
     able = [named(name) for name in ("serial", "conccl")]
     for kind, expected in ((Kind.REDUCE_SCATTER, 1600), (Kind.ALL_TO_ALL, 1100)):
-        choice = decide(PairRequest(1000.0, GEMM, (Workload(GEMM, kind, SIZE),)), able, known, H200, {"dma": 800.0})
+        choice = decide(Workload(GEMM, kind, SIZE), 1000.0, able, known)
         assert round(expected_of(choice)["conccl"]) == expected

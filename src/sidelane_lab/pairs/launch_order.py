@@ -1,12 +1,9 @@
-"""Heuristics for a runtime that knows little (ConCCL paper, V-C): the order of launches. Pure, with reasons."""
+"""Order of launches for a runtime that knows little (ConCCL paper, V-C). Pure, with reasons."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-
-EFFICIENCY = 0.7
-"""Share of peak compute, memory and network bandwidth that is reached (ConCCL paper, V-C)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

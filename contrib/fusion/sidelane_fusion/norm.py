@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sidelane.ops.fusion_graph import call, require
+from sidelane_fusion.graph import call, require
 
 _aten = torch.ops.aten
 _TO_DTYPE = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)

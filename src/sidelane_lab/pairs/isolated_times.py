@@ -1,7 +1,7 @@
 """Measured times of GEMMs and collectives alone, and of a few pairs.
 
-The module is pure. ``sidelane tune --study c3`` measures; from the pairs ``c3.expected_times`` gets the hidden shares
-of strategies.
+The module is pure. ``sidelane tune --study c3`` measures; from the pairs ``pairs.expected_times`` gets the hidden
+shares of strategies.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sidelane.c3 import heuristic
-from sidelane.c3.workload import Bound, Gemm, Workload
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.workload import Bound, Gemm, Workload
+
+EFFICIENCY = 0.7
+"""Share of peak compute, memory and network bandwidth that is reached (ConCCL paper, V-C)."""
 
 SENSITIVE = 0.5
 """Share of the proportional loss below which a GEMM is memory-bound: the one definition, of measured times and of
@@ -144,7 +146,7 @@ class Isolated:
         if self.predicted is not None:
             return self.predicted(gemm), "as predicted of the described machine"
         best = max(curve.gemm.flops / curve.times_us[0] for curve in self.gemms) if self.gemms else 0.0
-        if us is not None and gemm.flops / us < heuristic.EFFICIENCY * best:
+        if us is not None and gemm.flops / us < EFFICIENCY * best:
             return Bound.MEMORY, f"{gemm.flops / us / 1e6:.0f} TFLOP/s, the fastest GEMM {best / 1e6:.0f}"
         bound = gemm.bound(self.flops_per_byte)
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"

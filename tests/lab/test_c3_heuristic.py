@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.c3.heuristic import KernelDemand, launch_order
-from sidelane.c3.isolated_times import GemmTimes, Isolated
-from sidelane.c3.workload import Bound, Gemm, parse_gemm
+from sidelane_lab.pairs.isolated_times import GemmTimes, Isolated
+from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
+from sidelane_lab.pairs.workload import Bound, Gemm, parse_gemm
 
 CB1, MB1 = parse_gemm("cb1"), parse_gemm("mb1")
 COMPUTE = GemmTimes(CB1, "split", 132, {0: 1400.0, 8: 1520.0, 64: 2700.0})  # 64 of 132 in proportion: x 1.94

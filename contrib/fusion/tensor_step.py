@@ -2,7 +2,7 @@
 
 Run by hand on GPUs of one node, with transformers installed; on CPU ranks it only shows that it works:
 
-    torchrun --nproc-per-node 2 tests/device/tensor_step.py
+    PYTHONPATH=contrib/fusion torchrun --nproc-per-node 2 contrib/fusion/tensor_step.py
 
 The makers are NCCL, a Sidelane group, and that group with the compiler pass ``Fusion``, which compiled programs alone
 can have. All take turns in one process. It prints the median, fastest and slowest round of the slowest rank, and how
@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sidelane
 from sidelane.integrations.registration import register
-from sidelane.ops.fusion import Fusion
+from sidelane_fusion import Fusion
 
 GPUS = torch.cuda.is_available()
 SHAPES = {"decode": (8, 1, 20), "prefill": (1, 2048, 4)}  # batch, length, passes of a round

@@ -5,7 +5,7 @@ they were: ``mm`` -> ``all_reduce``, ``mm`` -> ``reduce_scatter_tensor``, ``mm``
 rows for each rank, ``all_gather_into_tensor`` -> ``mm``, and ``all_reduce`` -> residual -> RMS norm, each with its
 ``wait_tensor``. Of a GEMM, an all-reduce and a norm, the last two
 become one. Tensors of more dimensions are matrices of rows, also where another dimension than the first is scattered or
-gathered (``fusion_graph``). What is not the same in every respect stays as it is.
+gathered (``graph``). What is not the same in every respect stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from torch.fx import Graph, GraphModule, Node
 from sidelane.log import UnfailingLogger
 from sidelane.memory.exchange import ranks_of
 from sidelane.ops import gemv, library, rms_norm
-from sidelane.ops.fusion_graph import (
+from sidelane.ops.handle import FLOATS
+from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.session import Communicator
+from sidelane_fusion.graph import (
     VIEWS,
     Moved,
     UnfitError,
@@ -38,12 +41,12 @@ from sidelane.ops.fusion_graph import (
     shaped,
     used_once,
 )
-from sidelane.ops.fusion_norm import kind_of, norm_behind
-from sidelane.ops.handle import FLOATS
-from sidelane.ops.operands import MOST_ELEMENTS
-from sidelane.session import Communicator
+from sidelane_fusion.norm import kind_of, norm_behind
 
-logger = UnfailingLogger(logging.getLogger(__name__))
+LOGGER = "sidelane.fusion"
+"""Name of the logger of replacements (INFO) and refusals (DEBUG)."""
+
+logger = UnfailingLogger(logging.getLogger(LOGGER))
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
@@ -82,7 +85,8 @@ class Fusion(CustomGraphPass):
 
         Another process that finds the graph has a pass with the same number, which is that of its own communicator.
         """
-        code = get_hash_for_files(tuple(sorted(map(str, Path(__file__).parent.glob("*.py")))))
+        folders = Path(__file__).parent, Path(library.__file__).parent
+        code = get_hash_for_files(tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py"))))
         return code, self._number, self._group, tuple(self._comm.lane.session.ranks), self._comm.device.type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane.c3.workload import GemmColumns, gemm_of
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
 from sidelane.user_files import bytes_of, json_of, text_of
+from sidelane_lab.pairs.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane_lab.pairs.workload import GemmColumns, gemm_of
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 SERIAL = "serial"

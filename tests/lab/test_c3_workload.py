@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.c3.workload import (
+from sidelane.program.collective import Kind
+from sidelane_lab.pairs.workload import (
     CPU_GEMM_FLOPS,
     TABLE_I,
     Bound,
@@ -17,7 +18,6 @@ from sidelane.c3.workload import (
     parse_gemm,
     parse_workload,
 )
-from sidelane.program.collective import Kind
 
 H200_FLOPS_PER_BYTE = 206.0
 

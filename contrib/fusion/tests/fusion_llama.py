@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fused_modules import passing
 from fused_ops import check_close, communicator
+from fusion_cases import passing
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from sidelane.ops.fusion import Fusion
+from sidelane_fusion import Fusion
 
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 32, 64, 4, 48, 2
 

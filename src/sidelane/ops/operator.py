@@ -1,0 +1,295 @@
+"""Declarations of fused operators, and the one cache through which all of them are called.
+
+An operator has up to three methods: ``fused`` (one kernel), ``split`` (parts that copy engines move) and ``unfused``
+(a product and a collective). A call is made in two steps::
+
+    launch = OPERATOR.launch(comm, words, tensors, check)    one dictionary look-up, if these layouts were seen before
+    return launch(*tensors)                                  no argument is checked again
+
+A new call is checked first. If its shape is new and its method ``auto``, the ranks choose a method together for eager
+calls and for graphs, by sizes on which they agree, and make the resources of both. Columns of ``x`` may differ between
+ranks, so no rank can tell by them that a shape is new: their mean in that call counts for all later ones. Calls inside
+of a capture are checked each time, and not remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sidelane.choice.fused import (
+    FUSED,
+    ORDERED,
+    SPLIT,
+    UNFUSED,
+    FusedTable,
+    Method,
+    choose_method,
+    choose_order,
+    tables_of,
+)
+from sidelane.choice.fused_heuristic import ROUTED
+from sidelane.choice.key import key_here
+from sidelane.choice.selection import Selection
+from sidelane.errors import UnavailableError, in_no_order
+from sidelane.ops.handle import check_choice, is_captured, telling_refusals
+from sidelane.session import Communicator
+from sidelane.session.answers import measured_by_rank_0, recall, remember
+
+AUTO = "auto"
+MOST_PIECES = 64
+
+Launch = Callable[..., Any]
+"""Function that runs a method on tensors of checked layouts."""
+
+Sizes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """Properties of a checked call by which its method is chosen and made ready.
+
+    Attributes:
+        key: key that distinguishes the shapes of calls on all ranks.
+        sizes: sizes of this rank, by which times are looked up.
+        element_bytes: size of an element in bytes, by which times are looked up; alike on all ranks. None: any.
+        make: function of each method that makes its resources, with all ranks if they are new, and returns its launch;
+            it gets the number of pieces of a split one.
+        without: names of methods that these arguments rule out.
+        experts: number of experts of a rank.
+    """
+
+    key: Hashable
+    sizes: Sizes
+    element_bytes: int | None
+    make: Mapping[str, Callable[[int], Launch]] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    experts: int = 1
+
+
+def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
+    """Return the mean of each size over the ranks, at least 1."""
+    return tuple(max(1, round(sum(column) / len(column))) for column in columns)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedOperator:
+    """Declaration of a fused operator. It enters ``OPERATORS`` when it is made.
+
+    Attributes:
+        name: name of the function.
+        sizes: names of the sizes by which its times are measured and looked up.
+        methods: methods of eager calls.
+        captured: methods inside of a graph, which has none that needs the host.
+        pieces: default number of pieces of ``split``; 0 without this method.
+        has_sum: ranks' results are added up, so that bits depend on the method.
+        split_adds_in_order: ``split`` adds the ranks' results up in the order of the ranks.
+        agreed: function that returns one list of sizes for all ranks, given each size of all ranks.
+        too_large: function of the sizes that returns the reason for which ``auto`` excludes ``fused``; empty: none.
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    methods: tuple[str, ...] = (FUSED, UNFUSED)
+    captured: tuple[str, ...] = (FUSED, UNFUSED)
+    pieces: int = 0
+    has_sum: bool = False
+    split_adds_in_order: bool = True
+    agreed: Callable[[Sequence[Sequence[int]]], Sizes] = mean_of
+    too_large: Callable[[Sizes], str] = lambda sizes: ""
+
+    def __post_init__(self) -> None:
+        OPERATORS[self.name] = self
+
+    def launch(
+        self,
+        comm: Communicator,
+        words: tuple[object, ...] | None,
+        tensors: tuple[object, ...],
+        check: Callable[[], OperatorCall],
+        method: str,
+        pieces: int | None = None,
+    ) -> Launch:
+        """Return the function that runs a call. Collective if it makes new resources.
+
+        Args:
+            comm: communicator of the ranks.
+            words: all arguments that are no tensors, except for method and pieces; None for a call that is checked each
+                time.
+            tensors: tensors of the call, None for missing ones. Properties other than their layouts are ``words``.
+            check: function that refuses wrong arguments.
+            method: name of one of the methods, or ``auto``; the same on all ranks.
+            pieces: number of pieces of ``split`` that the caller asks for.
+        """
+        question: tuple[Hashable, ...] | None = None
+        if words is not None and not is_captured(comm):
+            question = self.name, method, pieces, *words
+            try:
+                for t in tensors:  # plainly, since every call comes here
+                    question += (t,) if t is None else (t.dtype, t.device, t.shape, t.stride())  # type: ignore[attr-defined]
+            except (AttributeError, TypeError, RuntimeError):
+                question = None
+        known: Launch | None = recall(comm, question)
+        if known is not None:
+            return known
+        with telling_refusals(comm, self.name):
+            self.check_method(comm, method, pieces)
+            call = check()
+        chosen = self.choose(comm, method, pieces, call)
+        with torch.inference_mode(False):  # later calls in any mode may write to it
+            made = call.make[chosen.name](chosen.pieces or self.pieces)
+        remember(comm, question, made)
+        return made
+
+    def check_method(self, comm: Communicator, method: str, pieces: int | None = None) -> None:
+        """Refuse a method that is unknown or that a graph cannot have, and pieces of a method without any."""
+        check_choice(self.name, "method", method, (AUTO, *self.methods))
+        if method not in (AUTO, *self.captured) and is_captured(comm):
+            allowed = ", ".join((AUTO, *self.captured))
+            raise ValueError(f"{self.name}: method inside of a capture (value={method}, allowed={allowed})")
+        if method == SPLIT and not self.split_adds_in_order and comm.config.deterministic:
+            raise in_no_order(self.name, "split adds the ranks' parts with torch.sum (allowed=unfused, auto)")
+        if pieces is not None and method != SPLIT:
+            raise ValueError(f"{self.name}: pieces with method {method} (value={pieces}, allowed=None)")
+        if pieces is not None and not 1 <= pieces <= MOST_PIECES:
+            raise ValueError(f"{self.name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+
+    def choose(self, comm: Communicator, method: str, pieces: int | None, call: OperatorCall) -> Method:
+        """Return the method of a checked call. Collective if its shape is new and ``method`` is ``auto``: then the
+        ranks choose for eager calls and for graphs, and make the resources of both.
+        """
+        if method != AUTO:
+            return Method(method, pieces or 0)
+        if comm.config.deterministic and self.has_sum:  # one way for all shapes
+            return Method(UNFUSED)
+        captured = is_captured(comm)
+        key = FusedOperator, self.name, call.key
+        known: tuple[Method, Method] | None = comm.kept.get(key)
+        if known is None:
+            if captured:
+                return Method(self.captured[0])  # making it raises the error
+            sizes = self._agreed_sizes(comm, call.sizes)
+            eager, in_graph = (self._selected(comm, sizes, call, captured=is_in).candidate for is_in in (False, True))
+            self._require_legal(comm, call, eager, captured=False)
+            known = comm.kept[key] = eager, in_graph
+            if comm.device.type != "cpu" and in_graph.name in call.make:
+                call.make[in_graph.name](in_graph.pieces or self.pieces)
+        self._require_legal(comm, call, known[captured], captured=captured)
+        return known[captured]
+
+    def _require_legal(self, comm: Communicator, call: OperatorCall, chosen: Method, *, captured: bool) -> None:
+        """Refuse a call that only a kernel can run, which ``auto`` does not take without a measurement here."""
+        legal = self._legal(call, captured=captured)
+        if chosen.name not in legal:
+            with telling_refusals(comm, self.name):
+                where = "inside of a capture" if captured else "of a call with such arguments"
+                text = f"{where}, on GPUs that have never run its kernel (value={AUTO}, allowed={', '.join(legal)})"
+                raise UnavailableError(f"{self.name}: method {text}")
+
+    def _legal(self, call: OperatorCall, *, captured: bool) -> list[str]:
+        return [method for method in (self.captured if captured else self.methods) if method not in call.without]
+
+    def _selected(self, comm: Communicator, sizes: Sizes, call: OperatorCall, *, captured: bool) -> Selection[Method]:
+        reason = self.too_large(sizes)
+        if reason:
+            return Selection(Method(UNFUSED), reason)
+        return choose_method(
+            _tables(comm),
+            self.name,
+            comm.world_size,
+            sizes,
+            ways=self._legal(call, captured=captured),
+            element_bytes=call.element_bytes,
+            captured=captured,
+            device_type=comm.device.type,
+            experts=call.experts,
+            guesses=comm.abilities.kernels_have_run,
+        )
+
+    def _agreed_sizes(self, comm: Communicator, sizes: Sizes) -> Sizes:
+        """Return one list of sizes for all ranks, whose own may differ. Collective."""
+        _tables(comm)
+        own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
+        of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
+        comm.all_gather(of_all, own)
+        comm.synchronize()
+        return self.agreed(list(zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)))
+
+    def order(self, comm: Communicator, sizes: Sizes, element_bytes: int) -> str:
+        """Return the order of work for a shape whose caller leaves it open. Collective, and the same on all ranks.
+
+        Inside of a capture, in which ranks cannot agree, this rank's sizes alone decide: an operator in ``ORDERED`` is
+        proved with orders that differ between ranks, too.
+        """
+        if is_captured(comm):
+            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or ()
+            return choose_order(tables, self.name, comm.world_size, sizes, element_bytes=element_bytes).candidate
+        agreed = self._agreed_sizes(comm, sizes)
+        return choose_order(_tables(comm), self.name, comm.world_size, agreed, element_bytes=element_bytes).candidate
+
+    def explain(self, comm: Communicator, call: OperatorCall, *, captured: bool) -> str:
+        """Return the choice for a shape in words, with the order if the operator has one. See :func:`explain`."""
+        found = self._selected(comm, call.sizes, call, captured=captured)
+        if self.name not in ORDERED or found.candidate.name != FUSED:
+            return f"{self.name}: {found}"
+        order = choose_order(_tables(comm), self.name, comm.world_size, call.sizes, element_bytes=call.element_bytes)
+        return f"{self.name}: {found}; order {order}"
+
+
+OPERATORS: dict[str, FusedOperator] = {}
+"""Operators that have a ``method``, by name."""
+
+
+def explain(
+    comm: Communicator,
+    op: str,
+    *sizes: int,
+    captured: bool = False,
+    dtype: torch.dtype | None = None,
+    without: Sequence[str] = (),
+    experts: int = 1,
+) -> str:
+    """Explain the choice of ``method="auto"`` for a shape, and of ``order="auto"`` if the operator has it. Collective
+    the first time, as the times are rank 0's.
+
+    Args:
+        comm: communicator of the ranks.
+        op: name of an operator that has a ``method``.
+        sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
+        captured: the call is in a graph.
+        dtype: dtype of the weight, tables or rows; None for any that was measured.
+        without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
+        experts: number of experts of a rank, whose rows ``gemm_all_to_all`` and ``all_to_all_gemm`` separate.
+    """
+    with telling_refusals(comm, "explain"):
+        check_choice("explain", "op", op, tuple(OPERATORS))
+        wanted = len(OPERATORS[op].sizes)
+        if experts != 1 and (experts < 1 or op not in ROUTED):
+            allowed = f"1, or more of {', '.join(ROUTED)}"
+            raise ValueError(f"explain: experts of {op} (value={experts}, allowed={allowed})")
+        if len(sizes) != wanted or min(sizes) < 1:
+            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
+    element_bytes = None if dtype is None else dtype.itemsize
+    call = OperatorCall((), sizes, element_bytes, without=tuple(without), experts=experts)
+    return OPERATORS[op].explain(comm, call, captured=captured)
+
+
+_TABLES = "fused operators"
+
+
+def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
+    """Return rank 0's tables on all ranks; the first time collective."""
+
+    def read() -> str:
+        tables = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size))
+        return json.dumps([(table.to_text(), table.where) for table in tables])
+
+    return measured_by_rank_0(comm, _TABLES, read, _parse)
+
+
+def _parse(text: str) -> tuple[FusedTable, ...]:
+    return tuple(FusedTable.parse(*found) for found in json.loads(text))
