@@ -14,8 +14,8 @@ from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.exported import ExportedMemory
@@ -182,7 +182,7 @@ class Backend(Protocol):
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
 
         Raises:

@@ -32,9 +32,8 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
-from sidelane.program.kernel import MOST_RANKS
+from sidelane.program.kernel import MOST_RANKS, KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class CudaBackend:
         except SidelaneError:  # single copies do what a pitched one would have done
             return None
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property

@@ -20,8 +20,7 @@ from sidelane.program.builders import Alternation, Transport, alternation, build
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.footprint import program_bytes
 from sidelane.program.ir import Move, Program
-from sidelane.program.kernel import ALIGNMENT, kernel_program
-from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
+from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
 from sidelane.program.once import Once
 from sidelane.program.shape import Beside, CallShape
 from sidelane.program.transform import freeze, hold, lower, prelaunch
@@ -31,7 +30,7 @@ from sidelane.sizes import format_bytes
 
 AUTO = "auto"
 
-Plan = Program | AnyKernelProgram | Alternation
+Plan = Program | KernelProgram | Alternation
 """Executable form of a call: a program, a kernel, or two programs that alternate."""
 
 MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
@@ -276,7 +275,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
             )
         if isinstance(agreement, ListAgreement):
             there = [part for part in agreement.parts if any(map(any, part.collective.counts))]
-            return kernel_list_program(
+            return kernel_program(
                 agreement.collective,
                 candidate.variant,
                 symmetric_input=all(part.input_place is not None for part in there),

@@ -37,7 +37,6 @@ from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.once import Once
 from sidelane.program.wraparound import as_int32
 
@@ -201,7 +200,7 @@ class Preparer:
     def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
         """Load a program at addresses. ``again``: calls may use these addresses only once."""
         executor = self._backend.executor
-        if isinstance(program, KernelProgram | KernelListProgram):
+        if isinstance(program, KernelProgram):
             return self._backend.load_kernel(program, addresses, frozen)
         if isinstance(program, Alternation):
 
@@ -213,7 +212,7 @@ class Preparer:
 
     def _needs(self, program: Plan, frozen: bool) -> tuple[Staging, int]:
         """Return the staging that a program uses, and how many bytes of it."""
-        if isinstance(program, KernelProgram | KernelListProgram):
+        if isinstance(program, KernelProgram):
             return self._kernel_staging, program.staging_bytes
         if isinstance(program, Alternation):
             has_peers = program.turns[0].world_size > 1
@@ -293,10 +292,10 @@ class Preparer:
     def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
         staging, _ = self._needs(plan, frozen)
-        program: Program | AnyKernelProgram
+        program: Program | KernelProgram
         flags, shift = self._flags.addresses, 0
         arenas: tuple[int, ...] = ()
-        if isinstance(plan, KernelProgram | KernelListProgram):
+        if isinstance(plan, KernelProgram):
             assert self._arena is not None, "backends that have kernels have an arena for them"
             program, flags, arenas = plan, (), self._arena.addresses
         elif isinstance(plan, Alternation):
@@ -310,7 +309,6 @@ class Preparer:
             assert isinstance(program.collective, Batch)
             pieces = self._pieces(program.collective, request)
         else:
-            assert not isinstance(program, KernelListProgram), "only calls with lists have these"
             remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 reached = self.reach(request.region(buffer), buffer in remote)

@@ -186,8 +186,7 @@ class Dispatcher:
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                fail = communicator.lane.calls.fail if isinstance(communicator, Communicator) else communicator.fail
-                fail(self._told())
+                _leave(communicator, self._told())
             communicator.close()
 
     def run_alike(
@@ -303,7 +302,7 @@ class Dispatcher:
         choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
-        call.pieces, call.reason = choice.pieces, choice.reason
+        call.reason = choice.reason
         return ""
 
     def _slower_staged(self, call: GroupCall, device: str) -> str:
@@ -364,8 +363,6 @@ class Dispatcher:
             self._make_other(call, device).wait()
             return
         assert call.job is not None
-        if not isinstance(communicator, Communicator):
-            communicator.pieces = call.pieces
         try:
             call.job(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
@@ -466,7 +463,7 @@ class Dispatcher:
         for communicator in list(self._communicators.values()):
             communicator.lane.set_timeout(timeout.total_seconds())
             if not isinstance(communicator, Communicator):
-                communicator.lookout.timeout_s = timeout.total_seconds()
+                communicator.status.timeout_s = timeout.total_seconds()
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""
@@ -524,11 +521,8 @@ class Dispatcher:
         self._leave(PeerError(f"rank {self._rank} ended without waiting for its asynchronous calls", (self._rank,)))
 
     def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
-        communicator = self._communicators.get("cpu")
-        if isinstance(communicator, Communicator):
-            communicator.lane.calls.fail(error)
-        elif communicator is not None:
-            communicator.leave(error)
+        if (communicator := self._communicators.get("cpu")) is not None:
+            _leave(communicator, error)
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a call that is queued on a stream, which uses these tensors."""
@@ -538,6 +532,14 @@ class Dispatcher:
         backend: Any = communicator.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
+
+
+def _leave(communicator: Communicator | NodesCommunicator, error: PeerError | KeyboardInterrupt) -> None:
+    """End a communicator because of this rank, and tell its peers."""
+    if isinstance(communicator, Communicator):
+        communicator.lane.calls.fail(error)
+    else:
+        communicator.leave(error)
 
 
 def _keyed(call: GroupCall, key: Key) -> GroupCall:

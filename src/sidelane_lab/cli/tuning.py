@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
-from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
+from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what
 from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
 from sidelane.cli.output import Written
 from sidelane.config import BESIDE, NOTHING
@@ -193,7 +192,6 @@ class ExplainOptions(CommandOptions):
             "on ordinary tensors, which are staged",
         ),
         ("sidelane explain all_gather 64K --machine mi300x8 --packets", "as packets of AMD's copy engines"),
-        ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
         (
             "sidelane explain all_reduce 64M --machine h100x8x2",
             "on two nodes of eight, with the predicted time of each step",
@@ -259,24 +257,8 @@ class ExplainOptions(CommandOptions):
             raise ValueError(f"explain: {self.kind} has no in-place form")
 
 
-def _explain(nodes: tuple[int, ...] | None, **parameters: Any) -> None:
-    if nodes is not None:
-        explain_nodes(Kind(parameters["collective"]), nodes, **parameters)
-        return
+def _explain(**parameters: Any) -> None:
     loaded("explain.call").main(ExplainOptions(**values_of(ExplainOptions, parameters)))
 
 
-explain = command(
-    "explain",
-    _explain,
-    (ExplainOptions,),
-    heading=PREDICT,
-    besides=(
-        where(
-            "--nodes",
-            metavar="N,N,...",
-            callback=sizes_of_nodes,
-            help="Several machines instead, with so many ranks each: which part runs where, in which pieces, and why.",
-        ),
-    ),
-)
+explain = command("explain", _explain, (ExplainOptions,), heading=PREDICT)

@@ -29,7 +29,6 @@ from sidelane.program.builders import Alternation
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import hidden_shares
 from sidelane.sizes import format_bytes
@@ -145,7 +144,8 @@ def explain(options: ExplainOptions) -> Explanation:
     """
     by, where, device_type, world_size, abilities = _where(options)
     if world_size > MAX_NODE_RANKS:
-        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
+        allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
+        raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
@@ -158,10 +158,10 @@ def explain(options: ExplainOptions) -> Explanation:
     choice = chooses(agreement)
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
-    program: Program | AnyKernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
+    program: Program | KernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     packets: tuple[PacketQueue, ...] = ()
-    if isinstance(program, KernelProgram | KernelListProgram):
+    if isinstance(program, KernelProgram):
         submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
     elif has_driver:
         submitted, summary = call_lines(program, RANK, agreement.frozen)
@@ -396,6 +396,6 @@ def _library_us(machine: Machine, agreement: AnyAgreement) -> float | None:
     return library_us(machine, call.kind, call.nbytes)
 
 
-def _one_of(plan: Plan) -> Program | AnyKernelProgram:
+def _one_of(plan: Plan) -> Program | KernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan

@@ -30,8 +30,8 @@ from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.log import UnfailingLogger
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.wraparound import reached
 
 logger = UnfailingLogger(logging.getLogger(__name__))
@@ -92,9 +92,7 @@ class DeviceWatch:
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
         self._board = words.array[BOARD:]
-        self._last_kernel: tuple[int, tuple[AnyKernelProgram | KernelCall, bool]] | None = (
-            None  # and if it was captured
-        )
+        self._last_kernel: tuple[int, tuple[KernelProgram | KernelCall, bool]] | None = None  # and if it was captured
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
         self._stop = threading.Event()
@@ -116,7 +114,7 @@ class DeviceWatch:
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
-    def launched(self, epoch: int, program: AnyKernelProgram | KernelCall, *, captured: bool) -> None:
+    def launched(self, epoch: int, program: KernelProgram | KernelCall, *, captured: bool) -> None:
         """Note that a kernel was launched or captured."""
         self._last_kernel = (epoch, (program, captured))
 
@@ -124,7 +122,7 @@ class DeviceWatch:
         """Return the side effects of :meth:`issued`, for compiled code."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
-    def launch_notes(self, program: AnyKernelProgram | KernelCall) -> tuple[Note, ...]:
+    def launch_notes(self, program: KernelProgram | KernelCall) -> tuple[Note, ...]:
         """Return the side effects of :meth:`launched` for a kernel that is not captured, for compiled code."""
         return ((Effect.SET_PAIR, self, "_last_kernel", (program, False)),)
 
