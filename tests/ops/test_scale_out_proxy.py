@@ -68,7 +68,6 @@ class LateTransfer:
 
 class LateTransport:
     def __init__(self, rank: int, late: Late) -> None:
-        self.gives_up: Callable[[], bool] = lambda: False
         self._rank, self._late = rank, late
         self._numbers = {kind: [itertools.count() for _ in range(8)] for kind in ("sent", "received")}
 

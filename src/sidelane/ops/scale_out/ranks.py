@@ -192,8 +192,7 @@ class ScaleOut:
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
-        text = f"{name}: rank {self.rank} refused it: {type(error).__name__}: {error}"
-        self.proxy.fail(PeerError(text, (self.rank,)))
+        self._give_up(f"{name}: rank {self.rank} refused it", error)
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -206,10 +205,10 @@ class ScaleOut:
                 raise anew(self.proxy.failure) from error
             raise anew(self._explain(error)) from error
         except Exception as error:
-            self.proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
+            self._give_up(f"rank {self.rank} failed", error)
             raise
-        except KeyboardInterrupt:
-            self.proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
+        except KeyboardInterrupt as error:
+            self._give_up(f"rank {self.rank} was interrupted", error)
             raise
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -261,21 +260,21 @@ class ScaleOut:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, PeerError):
-            self.proxy.fail(PeerError(f"rank {self.rank} left: {type(error).__name__}: {error}", (self.rank,)))
+            self._give_up(f"rank {self.rank} left", error)
         self.close()
 
     def _explain(self, error: SidelaneError) -> PeerError:
         """Return the error that all ranks raise for one of the node's communicator."""
-        until = time.monotonic() + _GRACE_S
-        while self.fars and self.proxy.failure is None and time.monotonic() < until:
-            if isinstance(error, PeerError) and not isinstance(error, PeerTimeoutError):
+        kind, until = type(error) if isinstance(error, PeerTimeoutError) else PeerError, time.monotonic() + _GRACE_S
+        if type(error) is PeerError:
+            while self.fars and self.proxy.failure is None and time.monotonic() < until:
                 time.sleep(0.01)  # another node may know the rank at fault
-            else:
-                break
-        named = PeerError(str(error), [self._own[other] for other in getattr(error, "ranks", ())])
-        if isinstance(error, PeerTimeoutError):
-            named = PeerTimeoutError(str(error), named.ranks)
-        return self.proxy.fail(named)
+        return self.proxy.fail(kind(str(error), [self._own[other] for other in getattr(error, "ranks", ())]))
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Tell all ranks, wherever they wait for this one, that it makes no more calls, and why."""
+        text = f"{what}: {type(error).__name__}: {error}"
+        self._exchange.refuse(self.proxy.fail(PeerError(text, (self.rank,))))
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
