@@ -161,7 +161,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a part of a GPU": (lambda: Partition(means="grid"), r"Partition: means \(value='grid'"),
     "an order": (lambda: Strategy(name="x", order="first", mover="dma", recipe=""), r"Strategy: order \(value='first'"),
     "nodes": (lambda: Config(virtual_nodes=[0, "a"]), r"Config: virtual_nodes \(value=\[0, 'a'\]"),
-    "a map": (lambda: Config(map_memory=1), r"Config: map_memory \(value=1"),
 }  # fmt: skip
 
 
