@@ -25,7 +25,6 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
-from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelProgram
@@ -38,11 +37,11 @@ class CpuBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
     abilities = Abilities()
+    exported = None
     hosts_meet = True
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(exchange)
-        self.ordinary = SharedTensors()
         self.executor = CpuExecutor(exchange.rank, control, timeout_s)
         # Programs with one trigger share it: one is armed at a time, and epochs grow.
         self.trigger_word = ctypes.c_uint32()
@@ -108,9 +107,6 @@ class CpuBackend:
             self._control.abort(f"rank {rank} could not make its call: {error}", (rank,))
             raise
         return CpuWork(self._last, self)
-
-    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Do nothing: there are no captures on CPU ranks."""
 
     def host_path(self) -> None:
         """Return None: threads move the bytes, which takes longer than any check of the host."""

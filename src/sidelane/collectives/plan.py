@@ -13,7 +13,6 @@ import torch
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
-from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
@@ -49,7 +48,7 @@ class Agreement:
         collective: the collective.
         dtype: element type.
         variant: the caller's argument, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it (for mapped memory: see ``Region``);
+        input_place, output_place: number of the symmetric block and offset in it;
             None for ordinary memory that peers do not reach, and for the arguments that only the root has.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
@@ -365,4 +364,4 @@ def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transpor
 def _place(place: tuple[int, int] | None) -> str:
     if place is None:
         return "ordinary"
-    return f"symmetric {place[0]}+{place[1]}" if place[0] != MAPPED else "mapped" + ", not aligned" * place[1]
+    return f"symmetric {place[0]}+{place[1]}"

@@ -28,14 +28,12 @@ from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
-from sidelane.collectives.reach_rules import copies_suit
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
-from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
@@ -168,10 +166,6 @@ class Preparer:
                 first = (request, shape.addresses, agreement, prepared.signature, choice)
                 self.cache.entry(shape.key).shape = ShapeProgram(program, addresses, places, *first)
         return prepared
-
-    def copies_mapped(self, agreement: AnyAgreement) -> bool:
-        """Return True if copy engines that read mapped tensors are faster for a call than staging."""
-        return copies_suit(agreement, self._planner.choice)
 
     def make_room(self, program: Program) -> None:
         """Allocate the staging of a program. Collective if there is too little."""
@@ -308,7 +302,7 @@ class Preparer:
             program, shift = plan.turns[0], SLOTS_BYTES * frozen
             flags = tuple(base + 4 * (REGIONS * FLAGS + frozen * TURN_FLAGS) for base in flags)
         else:
-            assert plan.flag_count <= CONFIRMATIONS <= FLAGS
+            assert plan.flag_count <= FLAGS
             program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
         buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
         if isinstance(request, ListRequest):

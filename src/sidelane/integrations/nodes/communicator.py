@@ -79,7 +79,7 @@ class NodesCommunicator:
         beside: Beside | None = None,
     ) -> None:
         self.rank, self.world_size, self.nodes, self.beside = rank, len(ranks), nodes, beside
-        node, place = nodes.seat(rank)
+        node, place = nodes.coordinates(rank)
         self._node, self._on_streams = node, device.type in ON_STREAMS
         self._rail: Any = None
         self._begun: list[OtherWork] = []  # calls along the rail of the call that is under way or has failed
@@ -118,7 +118,7 @@ class NodesCommunicator:
         self.owner = forks.Owner("communicator of several nodes")
 
     def _make_rail(self, store: dist.Store, name: str, config: Config) -> dist.ProcessGroup:
-        node, place = self.nodes.seat(self.rank)
+        node, place = self.nodes.coordinates(self.rank)
         store, many = dist.PrefixStore(f"rail{place}/", store), len(self.nodes.members)
         later = timedelta(seconds=config.timeout_s + SLACK_S * self._on_streams)
         with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
@@ -361,6 +361,10 @@ class _TensorSteps:
                 row = held[:nbytes].view(self._dtype)
             self._rows[name] = row
         return row
+
+    def rows(self, whole: Tensor, parts: int, begin: int, end: int, /) -> Sequence[Tensor]:
+        """See ``collectives.Steps``."""
+        return whole.view(parts, -1)[:, begin:end].unbind()
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], /) -> None:
         """See ``collectives.Steps``."""

@@ -1,7 +1,7 @@
-"""Connections between the ranks of different nodes: headers and bytes of slices on one, notes of the hosts on another.
+"""Connections between the ranks of different nodes, which carry what their hosts tell each other: lines of JSON.
 
-Each side of a pair sends the headers of its slices in the order of its ring, and the end of each call behind them.
-Notes tell of calls that begin, of failures, and of ranks that close.
+Notes tell of slices that leave, of calls that begin and that are over, of failures, and of ranks that close. Those from
+one rank to another keep their order.
 """
 
 from __future__ import annotations
@@ -15,38 +15,22 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import torch.distributed as dist
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from sidelane import forks
 from sidelane.errors import PeerTimeoutError
-from sidelane.memory.store_values import not_understood, parsed
+from sidelane.memory.store_values import not_understood
 
 STEP_S = 0.05
 """Seconds after which a blocked thread looks whether it should go on."""
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sqq")
+_HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sq")
 _MOST_NOTE_BYTES = 1 << 16
 _LISTENS_S = 1.0
 _MOST_CALLERS = 256
 """Largest number of connections that are kept open before they have said who they are; the oldest ends first."""
-
-
-class Header(NamedTuple):
-    """Header of a slice, or of the end of a call, for which it has no rows. For the fields see ``Descriptor``."""
-
-    handle: int
-    epoch: int
-    flag: int
-    place: int
-    rows: int
-    columns: int
-
-
-_HEADER = struct.Struct(f"<{len(Header._fields)}q")
 
 
 class Gone(Exception):
@@ -58,130 +42,82 @@ class Gone(Exception):
 
 
 class FarConnections:
-    """Connections with the ranks of other nodes. Collective; they meet by a store.
+    """Connections with the ranks of other nodes. Collective.
 
     Args:
-        store: store of these ranks alone.
         rank: number of this rank in the group.
         fars: ranks on other nodes.
-        timeout_s: time-out for the last of them, in seconds.
+        meet: sends what it is given to all ranks, and returns what each of them has sent.
+        timeout_s: time-out for the last connection, in seconds.
 
     Attributes:
-        data: connection for headers by rank.
-        control: connection for notes by rank.
-        gives_up: function that returns True once nothing should wait any more.
+        sockets: connections by rank.
 
     Raises:
         PeerTimeoutError: a rank did not come.
         PeerError: it sent something else.
     """
 
-    def __init__(self, store: dist.Store, rank: int, fars: Sequence[int], timeout_s: float) -> None:
-        self.data: dict[int, socket.socket] = {}
-        self.control: dict[int, socket.socket] = {}
-        self.gives_up: Callable[[], bool] = lambda: False
+    def __init__(
+        self, rank: int, fars: Sequence[int], meet: Callable[[tuple[str, int, str]], Sequence[Any]], timeout_s: float
+    ) -> None:
+        self.sockets: dict[int, socket.socket] = {}
         self._texts = dict.fromkeys(fars, b"")
         self._writing = forks.lock()
         if not fars:
             return
-        until = time.monotonic() + timeout_s
         with socket.create_server(("", 0), backlog=2 * len(fars) + _MOST_CALLERS) as server:
             token = secrets.token_hex(_TOKEN_BYTES)
-            store.set(f"at/{rank}", json.dumps((_own_address(), server.getsockname()[1], token)))
+            listening = meet((_own_address(), server.getsockname()[1], token))
+            until = time.monotonic() + timeout_s
             try:
                 for far in (far for far in fars if far < rank):
-                    self._connect(store, rank, far, until)
+                    self._connect(rank, far, listening[far], until)
                 self._accept(server, token, [far for far in fars if far > rank], until)
             except BaseException:
                 self.close()
                 raise
 
-    def _connect(self, store: dist.Store, rank: int, far: int, until: float) -> None:
-        key = f"at/{far}"
-        while not store.check([key]):
-            _require_time(until, [far])
-            time.sleep(STEP_S / 10)
-        said = store.get(key)
+    def _connect(self, rank: int, far: int, listening: Any, until: float) -> None:
         try:
-            address, port, token = map(str, parsed(said))
-            place = address, int(port)
-            token_bytes = token.encode("ascii")
-        except (ValueError, TypeError) as error:
-            raise not_understood("scale-out", far, said) from error
-        for number, kind in enumerate((self.data, self.control)):
-            try:
-                made = socket.create_connection(place, max(STEP_S, until - time.monotonic()))
-                made.sendall(_HELLO.pack(token_bytes, rank, number))
-            except OSError as error:
-                text = f"scale-out: no connection with rank {far} at {address}: {error}"
-                raise PeerTimeoutError(text, [far]) from error
-            kind[far] = _prepared(made)
+            address, port, token = str(listening[0]), int(listening[1]), str(listening[2]).encode("ascii")
+        except (ValueError, TypeError, IndexError) as error:
+            raise not_understood("scale-out", far, str(listening).encode()) from error
+        try:
+            made = socket.create_connection((address, port), max(STEP_S, until - time.monotonic()))
+            made.sendall(_HELLO.pack(token, rank))
+        except OSError as error:
+            text = f"scale-out: no connection with rank {far} at {address}: {error}"
+            raise PeerTimeoutError(text, [far]) from error
+        self.sockets[far] = _prepared(made)
 
     def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
         with contextlib.closing(_Callers(server)) as callers:
-            while missing := [far for far in fars if far not in self.data or far not in self.control]:
-                _require_time(until, missing)
+            while missing := [far for far in fars if far not in self.sockets]:
+                if time.monotonic() > until:
+                    text = f"scale-out: ranks {missing} of other nodes did not connect in time"
+                    raise PeerTimeoutError(text, missing)
                 for made, hello in callers.heard():
-                    found, far, number = _HELLO.unpack(hello)
-                    if (
-                        not secrets.compare_digest(found, token.encode("ascii"))
-                        or far not in fars
-                        or number not in (0, 1)
-                    ):
+                    found, far = _HELLO.unpack(hello)
+                    if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars:
                         made.close()  # a stranger
                     else:
-                        (self.data, self.control)[number][far] = _prepared(made)
+                        self.sockets[far] = _prepared(made)
 
-    def send_header(self, target: int, header: Header) -> None:
-        """Send a header on its way. Raises :class:`Gone`."""
-        self.write(target, memoryview(_HEADER.pack(*header)))
-
-    def receive_header(self, source: int) -> Header:
-        """Return the next header, of which the first byte is there. Raises :class:`Gone`."""
-        words = bytearray(_HEADER.size)
-        self.read(source, memoryview(words))
-        return Header(*_HEADER.unpack(words))
-
-    def write(self, target: int, given: memoryview) -> None:
-        """Write bytes behind a header. Raises :class:`Gone`, also if nothing should wait any more."""
-        self._all(target, given, self.data[target].send, select.POLLOUT)
-
-    def read(self, source: int, into: memoryview) -> None:
-        """Read the bytes behind a header. Raises as :meth:`write`."""
-        self._all(source, into, self.data[source].recv_into, select.POLLIN)
-
-    def _all(self, rank: int, view: memoryview, step: Callable[[memoryview], int], event: int) -> None:
-        try:
-            while view:
-                try:
-                    moved = step(view)
-                except BlockingIOError:
-                    if self.gives_up():
-                        raise Gone(rank) from None
-                    poll = select.poll()
-                    poll.register(self.data[rank], event)
-                    poll.poll(STEP_S * 1000)
-                    continue
-                if not moved:
-                    raise Gone(rank)
-                view = view[moved:]
-        except (OSError, ValueError) as error:  # the second one: it was closed here
-            raise Gone(rank) from error
-
-    def note(self, targets: Sequence[int], note: dict[str, Any]) -> None:
-        """Tell ranks something short; those that are gone, or do not listen, do not matter here."""
+    def send(self, targets: Sequence[int], note: Mapping[str, Any]) -> None:
+        """Send a note; ranks that are gone, or do not listen, do not matter here."""
         words = json.dumps(note).encode() + b"\n"
         with self._writing:
             for target in targets:
                 with contextlib.suppress(OSError, ValueError):  # the second one: it was closed here
-                    _send_whole(self.control[target], words)
+                    _send_whole(self.sockets[target], words)
 
     def notes(self, source: int) -> list[dict[str, Any]]:
-        """Return what a rank has told since. Raises :class:`Gone` behind its last note."""
-        control, text = self.control[source], self._texts[source]
+        """Return what a rank has sent since. Raises :class:`Gone` behind its last note."""
+        found, text = self.sockets[source], self._texts[source]
         try:
-            while found := control.recv(_MOST_NOTE_BYTES, socket.MSG_DONTWAIT):
-                text += found
+            while more := found.recv(_MOST_NOTE_BYTES):
+                text += more
             is_gone = True
         except BlockingIOError:
             is_gone = False
@@ -197,7 +133,7 @@ class FarConnections:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        for made in (*self.data.values(), *self.control.values()):
+        for made in self.sockets.values():
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()
@@ -279,11 +215,6 @@ def _send_whole(made: socket.socket, words: bytes) -> None:
             if not poll.poll(_LISTENS_S * 1000):
                 made.shutdown(socket.SHUT_RDWR)
                 return
-
-
-def _require_time(until: float, missing: Sequence[int]) -> None:
-    if time.monotonic() > until:
-        raise PeerTimeoutError(f"scale-out: ranks {list(missing)} of other nodes did not connect in time", missing)
 
 
 def _own_address() -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
+from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Means, Partition, Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
@@ -38,6 +38,14 @@ K = TypeVar("K", bound=Hashable)
 
 TAKE_UNITS = ("nccl", SM)
 """Implementations whose kernels can be given units."""
+
+CARVE_OUT, GRID, THREADS = "carve_out", "grid", "threads"
+MEANS = (*map(str, Means), CARVE_OUT, GRID, THREADS)
+"""Names of ways to take units from a GEMM: strategies' ways; a request to torch; fewer blocks of a kernel of ours; on a
+CPU, fewer threads."""
+
+CHANGE = "_set_sm_carveout_experimental"
+"""Name of torch's request to cuBLASLt."""
 
 HIDE_LAUNCH_US = 300.0
 
@@ -95,7 +103,7 @@ class Bench:
         if self._on_cpu:
             self._threads = max(1, local.cores() // rank.world_size)
             torch.set_num_threads(self._threads)
-        self._lanes = Lanes.on(rank.device)
+        self._streams = PairStreams.on(rank.device)
         self._partitions, self._no_partitions = DevicePartitions.on(rank.device)
         self._units = self._threads if self._on_cpu else self._partitions.units if self._partitions else 0
         self._dtype = "float32" if self._on_cpu else options.dtype
@@ -125,11 +133,11 @@ class Bench:
         yield self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
 
     def _gemm(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
-        means, run = Means(batch.means), self._filled(batch)
+        means, run = batch.means, self._filled(batch)
         launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
         why_not = self._meter.attempt(functools.partial(self._objection, means))
-        if why_not is not None and means is not (Means.THREADS if self._on_cpu else Means.SPLIT):
+        if why_not is not None and means != (THREADS if self._on_cpu else Means.SPLIT):
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
             return
 
@@ -156,14 +164,17 @@ class Bench:
         run.fill(next(self._seeds))
         return run
 
-    def _objection(self, means: Means) -> str:
+    def _objection(self, means: str) -> str:
         """Say why no units can be taken from a GEMM so; empty if they can."""
-        if (means is Means.THREADS) != self._on_cpu:
+        if (means == THREADS) != self._on_cpu:
             return f"not on {'CPUs' if self._on_cpu else 'GPUs'}"
         if not self._on_cpu and self._partitions is None:
             return self._no_partitions
-        if self._partitions is not None and means is not Means.GRID:
-            return self._partitions.objection(Partition(means=means))
+        if means == CARVE_OUT:
+            able = hasattr(torch._C, CHANGE) and torch.version.hip is None
+            return "" if able else f"torch {torch.__version__} has no carve-out of SMs here"
+        if self._partitions is not None and means != GRID:
+            return self._partitions.objection(Partition(means=Means(means)))
         return "" if self._taken() else f"a rank has {self._units} here"
 
     def _taken(self) -> tuple[int, ...]:
@@ -172,11 +183,11 @@ class Bench:
             return tuple(1 << k for k in range(self._units.bit_length()) if 1 << k < self._units)
         return shares(Partition(), self._units, memory_bound=False) if self._partitions else ()
 
-    def _launch(self, run: GemmRun, means: Means, units: int) -> Callable[[], object]:
+    def _launch(self, run: GemmRun, means: str, units: int) -> Callable[[], object]:
         """Return what runs the GEMM without ``units``."""
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
-        if means is Means.GRID:
+        if means == GRID:
             from sidelane_lab.shaping.launch import ShapedGemm
 
             kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
@@ -184,9 +195,11 @@ class Bench:
         if not units:
             return run.run
         assert self._partitions is not None
-        assert self._lanes is not None
-        lanes = self._partitions.lanes(Partition(means=means), units, self._lanes, confine=True)
-        return functools.partial(_on_lane, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
+        assert self._streams is not None
+        if means == CARVE_OUT:
+            return functools.partial(_on_stream, None, run.run, functools.partial(torch_carve_out, units))
+        streams = self._partitions.streams(Partition(means=Means(means)), units, self._streams, confine=True)
+        return functools.partial(_on_stream, streams.gemm if means == Means.SPLIT else None, run.run, streams.limited)
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -229,12 +242,12 @@ class Bench:
         reason = self._no_partitions
         if self._partitions is not None:
             reason = self._meter.attempt(functools.partial(self._partitions.objection, partition)) or ""
-        if reason or self._partitions is None or self._lanes is None:
+        if reason or self._partitions is None or self._streams is None:
             yield self._row(batch, run, means=Means.SPLIT, units=SMALLEST_SHARE, note=reason)
             return
         for units in self._taken():
-            lanes = self._partitions.lanes(partition, units, self._lanes, confine=True)
-            launch = functools.partial(_on_lane, lanes.collective, run.run, contextlib.nullcontext)
+            streams = self._partitions.streams(partition, units, self._streams, confine=True)
+            launch = functools.partial(_on_stream, streams.collective, run.run, contextlib.nullcontext)
             wrong = check_launch(self._meter, run.label, launch, run, (), next(self._seeds))
             if wrong is None:
                 launches[units] = launch
@@ -264,7 +277,7 @@ class Bench:
         }
         places: dict[str, tuple[Strategy, ReadyCall, int]] = {}
         with Workers() as workers:
-            pairs = Pairs(gemm, self._lanes, workers, self._partitions)
+            pairs = Pairs(gemm, self._streams, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
                 refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
                 if refused:
@@ -306,7 +319,7 @@ class Bench:
                 # The other side lasts at least twice as long, so that all of this one has company.
                 other_us = alone["traffic" if name == "gemm" else "gemm"]
                 times = min(50, max(2, math.ceil(2 * alone[name] / other_us)))
-                run = functools.partial(next_to, one, other, times, name == "gemm", self._lanes, worker)
+                run = functools.partial(next_to, one, other, times, name == "gemm", self._streams, worker)
                 jobs[name] = functools.partial(_keep, spans[name], run)
             self.times(jobs)
         for name, kept in spans.items():
@@ -367,7 +380,7 @@ def next_to(
     other: Callable[[], object],
     times: int,
     gemm_is_timed: bool,
-    lanes: Lanes | None,
+    streams: PairStreams | None,
     worker: ThreadPoolExecutor,
 ) -> Callable[[], float]:
     """Run one operation next to ``times`` of another, on the current device.
@@ -378,7 +391,7 @@ def next_to(
         times: enough for the one to have company until its end.
         gemm_is_timed: the one is the GEMM, which on a CPU runs on ``worker``; ranks must not wait for peers on two
             threads.
-        lanes: streams; None on a CPU.
+        streams: streams; None on a CPU.
         worker: a thread.
 
     Returns:
@@ -389,17 +402,17 @@ def next_to(
         for _ in range(times):
             other()
 
-    if lanes is None:
+    if streams is None:
         first = worker.submit(_timed, timed if gemm_is_timed else others)
         second = _timed(others if gemm_is_timed else timed)
         took = first.result() if gemm_is_timed else second
         first.result()
         return lambda: took
     caller = torch.cuda.current_stream()
-    mine, theirs = (lanes.gemm, lanes.collective) if gemm_is_timed else (lanes.collective, lanes.gemm)
+    mine, theirs = (streams.gemm, streams.collective) if gemm_is_timed else (streams.collective, streams.gemm)
     before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for lane in (mine, theirs):
-        lane.wait_stream(caller)
+    for stream in (mine, theirs):
+        stream.wait_stream(caller)
     with torch.cuda.stream(theirs):
         other()
         begun = torch.cuda.Event()
@@ -410,8 +423,8 @@ def next_to(
         before.record(mine)
         timed()
         behind.record(mine)
-    for lane in (mine, theirs):
-        caller.wait_stream(lane)
+    for stream in (mine, theirs):
+        caller.wait_stream(stream)
     return lambda: 1e3 * float(before.elapsed_time(behind))
 
 
@@ -436,21 +449,33 @@ def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:
     torch.set_num_threads(threads)
 
 
-def _on_lane(
-    lane: torch.cuda.Stream | None,
+@contextlib.contextmanager
+def torch_carve_out(units: int) -> Iterator[None]:
+    """Let torch's cuBLASLt calls leave out a number of SMs, in a ``with`` block, where torch has such a setting."""
+    change: Callable[[int | None], None] = getattr(torch._C, CHANGE)
+    before = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
+    change(units)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def _on_stream(
+    stream: torch.cuda.Stream | None,
     operation: Callable[[], object],
     limited: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> None:
     """Run on another stream (None: on the current one), between what the current one has and will have."""
-    if lane is None:
+    if stream is None:
         with limited():
             operation()
         return
     caller = torch.cuda.current_stream()
-    lane.wait_stream(caller)
-    with torch.cuda.stream(lane), limited():
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream), limited():
         operation()
-    caller.wait_stream(lane)
+    caller.wait_stream(stream)
 
 
 def _keep(kept: list[Callable[[], float]], run: Callable[[], Callable[[], float]]) -> None:

@@ -1,13 +1,13 @@
-"""Ordinary GPU memory that peers can map: ``cudaMalloc`` allocations and spans of expandable segments.
+"""GPU memory that others have allocated and peers map: ``cudaMalloc`` allocations, and memory mapped in pieces.
 
-Torch's allocator uses both. The driver numbers allocations and never reuses a number, so that a number tells whether an
-address still belongs to the same allocation. Memory that is freed while peers have it mapped stays until they unmap it.
+Torch's allocator uses both (expandable segments are pieces), and so does ``ncclMemAlloc``. The driver numbers
+allocations and never reuses a number. Memory that is freed while peers have it mapped stays until they unmap it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import dataclasses
 import functools
 import itertools
 import os
@@ -15,18 +15,34 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.available import lacking
 from sidelane.memory.descriptors import DescriptorServer, SharedDescriptor, fetch
-from sidelane.memory.ordinary import Allocation, Standing
 
 PREFIX = "@"
 """Prefix of the handles of spans; handles of other memory do not begin with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of this process that others can map.
+
+    Attributes:
+        name: unique name as long as any process has the allocation mapped.
+        handle: printable handle by which another process maps it.
+        start: address of its first byte in this process.
+        nbytes: size in bytes.
+        kept: object that must live as long as peers may map it.
+    """
+
+    name: str
+    handle: str
+    start: int
+    nbytes: int
+    kept: object = dataclasses.field(default=None, repr=False, compare=False)
 
 
 class PhysicalMemory(NamedTuple):
@@ -43,18 +59,7 @@ class MappedSpan:
     def __init__(self, memory: VirtualMemory, pieces: tuple[PhysicalMemory, ...]) -> None:
         self.memory, self.pieces = memory, pieces
         self.token = f"s{next(_numbers)}"
-        self._looked_at = itertools.cycle(pieces)
         forks.finalize(self, _release, memory, pieces)  # the end of a process releases all
-
-    def is_gone(self) -> bool:
-        """Check one piece, another one at each call, and return True if it was unmapped."""
-        piece = next(self._looked_at)
-        try:
-            handle = self.memory.retain(piece.start)
-        except DriverError:
-            return True
-        self.memory.release(handle)
-        return handle != piece.handle
 
     def parts(self) -> list[SharedDescriptor]:
         return [
@@ -129,11 +134,6 @@ def open_span(memory: VirtualMemory, handle: str) -> OpenedSpan:
     return OpenedSpan(memory, start, sizes)
 
 
-def retained_bytes() -> int:
-    """Return the bytes of pieces that this process retains since peers may have mapped them."""
-    return sum(piece.nbytes for span in list(_spans.values()) for piece in span.pieces)
-
-
 def _parts_of(token: str) -> Sequence[SharedDescriptor]:
     span = _by_token.get(token)
     if span is None:
@@ -180,10 +180,6 @@ def _know_nothing() -> None:
     _by_token.clear()
 
 
-MOST_KNOWN = 4096
-"""Largest number of remembered allocations; the oldest is forgotten first."""
-
-
 class OpenedAllocation:
     """An allocation of another process. It is unmapped with the last reference to this object."""
 
@@ -193,58 +189,40 @@ class OpenedAllocation:
 
 
 class ExportedMemory:
-    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for a GPU.
+    """Memory of this process for peers to map, and theirs.
 
     Args:
         driver: driver of the device.
-        virtual: its calls for memory that is mapped in pieces; None: such memory is not exported, but staged.
+        virtual: its calls for memory that is mapped in pieces; None: such memory is not exported.
     """
-
-    most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
 
     def __init__(self, driver: Driver, virtual: VirtualMemory | None) -> None:
         self._driver, self._virtual = driver, virtual
-        self._known: dict[int, Allocation | None] = {}  # by number; None for what has no handle of its own
 
-    def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
-        address = tensor.data_ptr()
-        number = self._driver.allocation_number(address)
-        # What has no number, or a number but no handle, is asked about each time.
-        found = self._known.get(number)
-        if number and number not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            found = self._known[number] = self._export(address)
-        if found is None:
-            if self._virtual is None:
-                return "the driver exports no memory that is mapped in pieces"
-            return span_of(self._virtual, address, tensor.nbytes)
-        if address + tensor.nbytes > found.start + found.nbytes:
-            return "it lies in several allocations"
-        return found
+    def number_of(self, address: int) -> int:
+        """Return the driver's number of the allocation at an address; later allocations have larger ones."""
+        return self._driver.allocation_number(address)
 
-    def is_gone(self, allocation: Allocation) -> bool:
-        if isinstance(allocation.kept, MappedSpan):
-            return allocation.kept.is_gone()
-        return _name(self._driver.allocation_number(allocation.start)) != allocation.name
-
-    def attach_thread(self) -> None:
-        self._driver.attach_thread()
-
-    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        driver, ask = self._driver, self._driver.allocation_question()
-        places = {place for each in allocations for place in driver.allocations_in(each.start, each.nbytes)}
-        numbers = []
-        for address, question in sorted(places):
-            number = ctypes.c_uint64()
-            failed = ask(ctypes.byref(number), question, ctypes.c_void_p(address))
-            numbers.append((address, question, 0 if failed else number.value))
-        # Numbers are never given twice: those of memory that is there afterwards are its own.
-        if not numbers or any(map(self.is_gone, allocations)):
-            return None
-        return ctypes.cast(ask, ctypes.c_void_p).value or 0, tuple(numbers)
+    def allocation_of(self, address: int, nbytes: int) -> Allocation | str:
+        """Return the allocation that holds bytes (> 0), or the reason why peers cannot map it."""
+        found = self._driver.allocation_at(address)
+        if found is not None:
+            number, start, size = found
+            with contextlib.suppress(DriverError):  # it is composed of pieces
+                handle = self._driver.export(start)
+                if address + nbytes > start + size:
+                    return "it lies in several allocations"
+                return Allocation(f"{os.getpid()}:{number}", handle.hex(), start, size)
+        if self._virtual is None:
+            return "the driver exports no memory that is mapped in pieces"
+        return span_of(self._virtual, address, nbytes)
 
     def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
+        """Map an allocation of another process on this machine, until the last reference to the result is dropped.
+
+        Raises:
+            UnavailableError: it cannot be mapped.
+        """
         with _opening:
             found = opened.get((self._driver.index, handle, name))
             if found is None:
@@ -258,21 +236,6 @@ class ExportedMemory:
                     raise UnavailableError(f"allocation {name} cannot be mapped: {error}") from error
                 opened[self._driver.index, handle, name] = found
             return found
-
-    def _export(self, address: int) -> Allocation | None:
-        found = self._driver.allocation_at(address)
-        if found is None:
-            return None
-        number, start, nbytes = found
-        try:
-            handle = self._driver.export(start)
-        except DriverError:
-            return None
-        return Allocation(_name(number), handle.hex(), start, nbytes)
-
-
-def _name(number: int) -> str:
-    return f"{os.getpid()}:{number}"
 
 
 def _close_allocation(driver: Driver, start: int) -> None:
