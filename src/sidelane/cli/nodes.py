@@ -9,9 +9,10 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LABORATORY, Command, how, what, where
-from sidelane.cli.options import ALL, NameChoice, given, json_option
+from sidelane.cli.output import json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.parameters import ALL, NameChoice, given
 
 STEPPED = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
 """Names of collectives that have steps for several nodes."""
@@ -71,11 +72,11 @@ def verify(
     """
     with plain_errors():
         from sidelane.cli.output import write_json
-        from sidelane.cli.table import Line, Table
-        from sidelane.cli.terminal import say, tables_console
         from sidelane.integrations.nodes.explain import nodes_of
         from sidelane.integrations.nodes.plan import objection
         from sidelane.integrations.nodes.verify import verify_plans
+        from sidelane_lab.harness.table import Line, Table
+        from sidelane_lab.harness.terminal import say, tables_console
 
         there = nodes_of(nodes)
         rows: list[dict[str, Any]] = []
@@ -114,9 +115,9 @@ def explain_nodes(
             raise ValueError(f"{option.opts[0]} does not go with --nodes (allowed=--dtype, --tensors, --json)")
 
     from sidelane.cli.output import write_json
-    from sidelane.cli.table import Line, Table
-    from sidelane.cli.terminal import say, tables_console
     from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
+    from sidelane_lab.harness.table import Line, Table
+    from sidelane_lab.harness.terminal import say, tables_console
 
     there = nodes_of(nodes)
     found = explain_nodes(kind, there, nbytes, dtype, tensors or 1)

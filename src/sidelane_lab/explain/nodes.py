@@ -8,14 +8,14 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.options import given
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane.integrations.nodes.choose import FLAT
 from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.parameters import given
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
 from sidelane_lab.papers.numbers import write_report
