@@ -20,7 +20,7 @@
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
 # ASAN           tests and options of pytest for `make asan`; the tests of native code and made-up drivers if empty.
 # CLIENTS        which programs `make test-clients` runs, such as "torch_dcp lightning_ddp"; all if empty.
-# SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--storm 100000", "--help".
+# SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--help".
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 #                A process that crashes is named and not replaced: with another one in its place the run hung at its end.
 
@@ -105,7 +105,7 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m attack --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED)) $(ATTACK)
 
-soak: $(READY) ## make random calls, check every byte, and let ranks fail; a minute; SOAK="--storm 100000"
+soak: $(READY) ## make random calls, check every byte, and let ranks fail; a minute; SOAK="--minutes 60"
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m soak $(SOAK)
 
 asan: $(READY) ## run the tests of native code and made-up drivers under AddressSanitizer and UBSan; 20 minutes; ASAN="tests/native"

@@ -28,7 +28,7 @@ from sanitizer.planted import PLANTED, TOOLS
 from sanitizer.report import Report
 from sanitizer.rows import Row, concerns, identify, is_bad, row_of_planted, table, write
 
-PROBES = ("exchange_cells", "push", "reduce_direct")
+PROBES = ("ll", "direct_push", "direct_reduce")
 GROUPS = 4
 
 

@@ -522,6 +522,7 @@ def coverage(options: argparse.Namespace) -> int:
                 lines[place[0]].setdefault(str(place[1]), []).append(number)
         for copy in copies:
             (copy.folder / "lines.json").write_text(json.dumps(lines))
+            (copy.folder / "plugin" / "sitecustomize.py").write_text(STARTUP)
             roots = [str(copy.tree / "src" / name) for name in ("sidelane", "sidelane_lab")]
             (copy.folder / "rc").write_text(RC.format(data=copy.folder / "data" / "c", roots=",".join(roots)))
         tests = sorted((copies[0].tree / "tests").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
@@ -534,7 +535,9 @@ def coverage(options: argparse.Namespace) -> int:
             (tree.folder / "data").mkdir()
             run = tree.run([name], 500.0, "--timeout=200", measure=tree.folder / "rc")
             code = f"import yardstick; yardstick.digest({str(tree.folder)!r})"
-            subprocess.run([sys.executable, "-c", code], cwd=tree.folder / "plugin", check=True)
+            if subprocess.run([sys.executable, "-c", code], cwd=tree.folder / "plugin").returncode:
+                print(f"{name}: NOT MEASURED", flush=True)
+                return
             found = json.loads((tree.folder / "digest.json").read_text())
             with notes.lock:
                 for file, arcs in found["arcs"].items():
@@ -552,7 +555,8 @@ def coverage(options: argparse.Namespace) -> int:
         if not side_by_side(copies, left, work):
             print("not finished: call again")
             return 2
-        rooms = by_room(copies[0].tree, notes.content["arcs"])
+        rooms = notes.content["rooms"] = by_room(copies[0].tree, notes.content["arcs"])
+        notes.write()
     return judge_rooms(rooms, options.freeze)
 
 
@@ -564,6 +568,12 @@ source = {roots}
 patch = subprocess, fork, _exit
 disable_warnings = no-data-collected, module-not-imported, module-not-measured, already-imported, couldnt-parse
 """
+STARTUP = """import os
+if "COVERAGE_PROCESS_CONFIG" in os.environ:
+    import coverage
+    coverage.process_startup()
+"""
+"""Start of every process of Python in a run: coverage has a file for it, which an environment may lack."""
 OTHER_TESTS = "tests/(device|restart|leaks|clients)/"
 
 

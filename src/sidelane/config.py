@@ -11,27 +11,23 @@ variable                      meaning                                           
 ``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
 ``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
 ``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
-``SIDELANE_MAP_MEMORY``       1: peers map ordinary tensors; 0: none; learn: those that come again         (d)
-``SIDELANE_MAPPED_BYTES``     most bytes of a rank that its peers map because they learn                   (f)
-``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (e)
+``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (d)
 ``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
-``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (g)
-``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (h)
-``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (i)
-``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (j)
+``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (e)
+``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (f)
+``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (g)
+``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (h)
 ``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
 ============================  ===========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks; on GPUs ``learn`` in process groups, else 0 (docs/internals/reach.md).
-(e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
-(f) an eighth of what the device has.
-(g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
-(h) 0. It is no setting of a communicator.
-(i) none is written (docs/guide/observability.md). It is no setting of a communicator.
-(j) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
+(d) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
+(e) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
+(f) 0. It is no setting of a communicator.
+(g) none is written (docs/guide/observability.md). It is no setting of a communicator.
+(h) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -47,7 +43,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Self
 
 from sidelane import log
 from sidelane.errors import SEE, Page, nearest, see
@@ -57,7 +53,7 @@ from sidelane.sizes import parse_bytes
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_WARN_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE"),
     *("SIDELANE_PROFILE", "SIDELANE_NATIVE"),
-    *("SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
+    "SIDELANE_MEMORY_BYTES",
     *("SIDELANE_VIRTUAL_NODES", "SIDELANE_DETERMINISTIC"),
     # for the process, not for a communicator
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
@@ -73,9 +69,6 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """Values of the hint ``beside``: the computation that runs next to a call."""
 
-LEARN: Final = "learn"
-"""Value of ``Config.map_memory``: peers map ordinary tensors whose addresses come again, without a wait of the host."""
-
 BUILTIN = "builtin"
 """Value of ``Config.profile``: choose by the tables of this package."""
 
@@ -87,9 +80,7 @@ class Config:
     Attributes:
         timeout_s: seconds that a wait for a peer may take, > 0. A process group that was made with a ``timeout`` has
             that one instead; torch's default of 30 minutes counts as none.
-        debug: compare the calls of all ranks before each one runs (a host round trip a call). Warn of memory that was
-            freed although a captured graph uses it through a peer's mapping, and fail if such a graph is seen to
-            replay.
+        debug: compare the calls of all ranks before each one runs (a host round trip a call).
         verify: verify a program before its first run.
         beside: computation next to collectives whose calls do not say (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
@@ -97,13 +88,6 @@ class Config:
         native: repeat calls on GPUs in compiled code, if there is a C compiler.
         memory_bytes: largest number of bytes of symmetric memory that ``empty`` of a communicator may reserve on a
             rank; None for the size of the device's memory.
-        map_memory: let peers reach ordinary tensors without staging if that is possible (docs/internals/reach.md).
-            ``learn``: for large calls that move bytes, once their addresses have come again; no host waits for that.
-            True on GPUs: as ``learn``, and for calls that are captured into graphs, in which the ranks agree. True on
-            CPU ranks: for every call, as ranks meet for it anyway. None: True on CPU ranks; on GPUs ``learn`` in
-            process groups, and False in other communicators.
-        mapped_bytes: largest number of bytes of a rank's ordinary memory that its peers map because of ``learn``. They
-            unmap memory within a second after its owner has freed it. None: an eighth of the device's memory.
         deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
             rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
             ranks.
@@ -120,8 +104,6 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
-    map_memory: bool | Literal["learn"] | None = None
-    mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
     deterministic: bool = False
     warn_s: float = DEFAULT_WARN_S
@@ -151,12 +133,8 @@ class Config:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.deterministic and not self.verify:
             raise _refused("Config: deterministic needs verify, which proves the order of sums (value=verify=False)")
-        for name in ("memory_bytes", "mapped_bytes"):
-            nbytes = getattr(self, name)
-            if nbytes is not None and nbytes < 0:
-                raise _refused(f"Config: {name} (value={nbytes}, allowed=0 and more)")
-        if not (self.map_memory is None or isinstance(self.map_memory, bool) or self.map_memory == LEARN):
-            raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
+        if self.memory_bytes is not None and self.memory_bytes < 0:
+            raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
             raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
 
@@ -171,7 +149,7 @@ _RULES: tuple[tuple[str, Rule, str], ...] = (
     *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
-    *((name, optional(whole), "a whole number of bytes, None") for name in ("memory_bytes", "mapped_bytes")),
+    ("memory_bytes", optional(whole), "a whole number of bytes, None"),
     ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
 )
 """Rules of settings whose wrong type would cause no error, or a late one."""
@@ -200,18 +178,9 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         profile=environment.get("SIDELANE_PROFILE") or None,
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
-        map_memory=_map_memory(environment),
-        mapped_bytes=_bytes(environment, "SIDELANE_MAPPED_BYTES"),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
         deterministic=_switch(environment, "SIDELANE_DETERMINISTIC", default=False),
     )
-
-
-def learning(config: Config, device_type: str) -> Config:
-    """Return settings that leave ``map_memory`` open with ``learn`` on GPUs; others as they are."""
-    if config.map_memory is None and device_type == "cuda":
-        return dataclasses.replace(config, map_memory=LEARN)
-    return config
 
 
 def profile_folder() -> Path | None:
@@ -343,13 +312,6 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
     if value not in ("0", "1"):
         raise _refused(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
     return value == "1"
-
-
-def _map_memory(environment: Mapping[str, str]) -> bool | Literal["learn"] | None:
-    value = environment.get("SIDELANE_MAP_MEMORY")
-    if value not in (None, "0", "1", LEARN):
-        raise _refused(f"SIDELANE_MAP_MEMORY: (value={value!r}, allowed='0', '1' or {LEARN!r})")
-    return "learn" if value == LEARN else None if value is None else value == "1"
 
 
 def _refused(text: str) -> ValueError:

@@ -158,10 +158,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a call": (lambda: CallShape("all_collect", 2, 8), r"CallShape: kind \(value='all_collect'"),
     "a computation": (lambda: Computation("5"), r"Computation: us \(value='5'"),
     "a matrix": (lambda: Computation(5, gemm=(1, 2, 3)), r"Computation: gemm \(value=\(1, 2, 3\)"),
-    "a part of a GPU": (lambda: Partition(0.5), r"Partition: units \(value=0.5"),
+    "a part of a GPU": (lambda: Partition(means="grid"), r"Partition: means \(value='grid'"),
     "an order": (lambda: Strategy(name="x", order="first", mover="dma", recipe=""), r"Strategy: order \(value='first'"),
     "nodes": (lambda: Config(virtual_nodes=[0, "a"]), r"Config: virtual_nodes \(value=\[0, 'a'\]"),
-    "a map": (lambda: Config(map_memory=1), r"Config: map_memory \(value=1"),
 }  # fmt: skip
 
 

@@ -124,24 +124,11 @@ def test_a_target_of_sms_holds_for_the_block(monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
-def test_a_carve_out_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int | None] = []
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append, raising=False)
-    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 4, raising=False)
-    with partition.torch_carve_out(16):
-        assert told == [16]
-    assert told == [16, 4]
-    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with pytest.raises(UnavailableError, match="no carve-out"), partition.torch_carve_out(16):
-        pass
-
-
 def test_shares_of_a_sweep() -> None:
     assert shares(Partition(), 132, memory_bound=True) == (8, 16, 32, 64)
     assert shares(Partition(), 15, memory_bound=True) == ()
-    assert shares(Partition(12), 132, memory_bound=False) == (12,)
     assert shares(Partition(memory_bound_only=True), 132, memory_bound=False) == (0,)
-    assert shares(Partition(8, memory_bound_only=True), 132, memory_bound=True) == (8,)
+    assert shares(Partition(memory_bound_only=True), 132, memory_bound=True) == (8, 16, 32, 64)
 
 
 class Parts:

@@ -75,9 +75,9 @@ def test_implementations() -> None:
 
 
 def test_units_taken() -> None:
-    assert Partition().taken(32, memory_bound=True) == Partition().taken(32, memory_bound=False) == 32
-    few = Partition(8, memory_bound_only=True)
-    assert (few.taken(0, memory_bound=True), few.taken(0, memory_bound=False)) == (8, 0)
+    assert Partition().applies(memory_bound=True) and Partition().applies(memory_bound=False)
+    few = Partition(memory_bound_only=True)
+    assert few.applies(memory_bound=True) and not few.applies(memory_bound=False)
 
 
 def test_a_value_that_makes_no_sense() -> None:
@@ -85,8 +85,8 @@ def test_a_value_that_makes_no_sense() -> None:
         dataclasses.replace(named("priority"), priority=2)
     with pytest.raises(ValueError, match="serial: priority, partition"):
         dataclasses.replace(named("serial"), partition=Partition())
-    with pytest.raises(ValueError, match=r"units \(value=0"):
-        Partition(0)
+    with pytest.raises(ValueError, match=r"means \(value='grid'"):
+        Partition(means="grid")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="allowed=serial, c3_base"):
         named("c4")
 

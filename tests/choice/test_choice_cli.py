@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,14 +10,12 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from homeless import leave_home
 
 from sidelane import cli
-from sidelane import config as settings
 from sidelane.choice import Candidate
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
@@ -173,78 +170,6 @@ def test_explain_knows_what_ordinary_memory_costs(kind: Kind):
     assert "symmetric memory" not in symmetric.reason and "symmetric memory" in ordinary.reason
     kernel = Candidate("sm", "one_shot" if kind is Kind.REDUCE_SCATTER else "two_shot")
     assert (dict(symmetric.table)[kernel] or 0) + 40 < (dict(ordinary.table)[kernel] or 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "setting", "how", "takes", "why"),
-    [
-        ("all_gather 256M", "0", "staged", "dma b2b", "the setting lets peers map nothing"),
-        ("all_gather 256M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
-        ("all_gather 64K", "1", "staged", "sm one_shot", "32K from rank to rank, less than 1M"),
-        ("all_gather 64M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
-        ("all_to_all 64M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
-        (
-            "all_gather 16M",
-            "1",
-            "staged",
-            "sm one_shot",
-            "a kernel takes ordinary tensors, staging included, as fast",
-        ),
-        ("all_gather 256M --graph", "1", "mapped", "", "the ranks agree once, in the capture"),
-        ("all_gather 256M --tensors 2", "1", "mapped", "dma b2b", "once its addresses have come again"),
-        ("all_gather 128M --tensors 2", "1", "mapped", "dma b2b", "once its addresses have come again"),
-        ("all_gather 24M --tensors 2", "1", "staged", "sm one_shot", "a kernel takes ordinary tensors"),
-        ("all_gather 256M --tensors 2", "1", "mapped", "", "staged where the list's description takes more than 1K"),
-        ("all_reduce 64M", "1", "staged", "dma pcpy", "reductions do not go ahead"),
-        ("all_to_all 1G --in-place", "1", "staged", "", "in place overwrites what peers still read"),
-        ("all_to_all 1G", "1", "mapped", "dma b2b", "once its addresses have come again"),
-        ("all_gather 256M --world-size 1", "1", "staged", "", "nothing goes from one rank to another"),
-        (
-            "all_gather 256M --machine cpu",
-            "1",
-            "mapped",
-            "",
-            "what is offered in each call, for which ranks meet anyway",
-        ),
-    ],
-)
-def test_explain_says_how_peers_reach_ordinary_tensors(arguments: str, setting: str, how: str, takes: str, why: str):
-    machine = () if "--machine" in arguments else ("--machine", "h200x2")
-    given = ("explain", *arguments.split(), *machine, "--ordinary", "--map-memory", setting)
-    shown = run(*given)
-    assert shown.exit_code == 0, shown.output
-    found = json.loads(run(*given, "--json", "-").output)
-    ways = {way["map_memory"]: way for way in found["reach"]}
-    assert list(ways) == (["0", "1", "learn"] if "--machine cpu" in arguments else ["0", "1"])
-    way = ways[setting]
-    assert [each["explained"] for each in ways.values()] == [name == setting for name in ways]
-    assert way["how"] == how and why in way["why"]
-    assert f"  {setting}: {how}, {' '.join(way['takes'].values())}: {way['why']}\n" in shown.output
-    assert ("mapped (map_memory" in shown.output.splitlines()[1]) == (how == "mapped")
-    assert takes in ("", " ".join(way["takes"].values()))
-    assert found["takes"] == way["takes"]
-
-
-def test_explain_takes_the_setting_in_force_and_symmetric_tensors_have_none(monkeypatch: pytest.MonkeyPatch):
-    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True)
-    staged = explain(options)
-    with settings.override(dataclasses.replace(settings.current(), map_memory="learn")):
-        learnt = explain(options)
-    assert staged.way is not None and learnt.way is not None
-    assert (staged.way.how, learnt.way.how) == ("staged", "mapped")
-    assert "staging" in str(staged.submitted) and "staging" not in str(learnt.submitted)
-    assert "How peers reach" not in run("explain", "all_gather", "1M", "--machine", "h200x2").output
-    refused = run("explain", "all_gather", "1M", "--map-memory", "1")
-    assert refused.exit_code == 2 and "--map-memory is about ordinary tensors (--ordinary)" in refused.output
-
-
-@pytest.mark.parametrize("setting", [False, True, "learn"])
-@pytest.mark.parametrize("beside", ["nothing", "compute"])
-def test_explain_shows_an_own_part_as_it_would_be_copied(setting: Any, beside: str):
-    """In rows where nothing computes, however peers reach the tensors."""
-    call = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True, beside=beside)
-    options = dataclasses.replace(call, map_memory=setting)
-    assert ("every other of" in str(explain(options).submitted)) == (beside == "nothing")
 
 
 def test_explain_a_list():

@@ -39,7 +39,7 @@ def test_help_begins_with_what_one_can_do() -> None:
     places = [text.index(f"\n{heading}") for heading in headings]
     assert places == sorted(places)
     *ours, laboratory = cli.main.headed().values()
-    assert 12 <= sum(map(len, ours)) <= 14 and {"claims", "verify"} <= {*laboratory}, "a dozen are for users"
+    assert 12 <= sum(map(len, ours)) <= 14 and {"claims", "prelaunch"} <= {*laboratory}, "a dozen are for users"
     assert sorted(name for names in cli.main.headed().values() for name in names) == NAMES
 
 
@@ -200,8 +200,8 @@ def test_an_unknown_command_says_where_to_read() -> None:
     *_, error, see = run("colective").stderr.splitlines()
     assert see == "See sidelane --help, docs/guide/commands.md"
     assert error.startswith("Error: No such command 'colective' (allowed=demo, info,")
-    assert error.endswith("verify) (did you mean 'collective'?)")
-    assert run("overlap").stderr.splitlines()[-2].endswith("verify)")
+    assert error.endswith("prelaunch) (did you mean 'collective'?)")
+    assert run("overlap").stderr.splitlines()[-2].endswith("prelaunch)")
 
 
 @pytest.mark.parametrize(("name", "beside"), [("collective", False), ("chain", False), ("c3", True)])

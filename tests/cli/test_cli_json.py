@@ -42,7 +42,6 @@ COMMANDS: dict[str, set[str]] = {
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
     "explain all_gather 64K --machine mi300x8 --packets": {"submitted", "packets"},
-    "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
     "figure 003/6 --no-ranges": {"study", "machine", "commit", "command", "rows"},
     "pipeline --machine mi300x8": PREDICTED,

@@ -172,12 +172,3 @@ def test_a_failure_behind_the_agreement_ends_the_communicator(rank: Rank, monkey
     with pytest.raises(OSError, match="no more memory"):
         rank.comm.all_gather(*next(tensors), variant="b2b")
     assert isinstance(rank.comm._calls.failure, OSError)
-
-
-def test_a_shape_says_what_is_asked_elsewhere(rank: Rank) -> None:
-    arguments = rank.comm.lane.arguments
-    tensors = list(new_ones(6))
-    gather(rank, *tensors[0])
-    (found,) = shapes(rank)
-    for output, input in tensors:
-        assert found.asked((output.data_ptr(), input.data_ptr())) == arguments.all_gather(output, input)

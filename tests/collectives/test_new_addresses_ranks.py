@@ -67,6 +67,5 @@ def test_symmetric_memory_is_another_shape(pool: RankPool, kind: str, variant: s
     assert all(pool.run(new_address_cases.memories_in_turn, 2, kind, variant, 60)), "compiled code made some"
 
 
-@pytest.mark.parametrize("setting", [False, True, "learn"])
-def test_what_is_closed_is_in_no_circle(pool: RankPool, setting: bool | str) -> None:
-    assert all(pool.run(new_address_cases.released_at_once, 2, setting))
+def test_what_is_closed_is_in_no_circle(pool: RankPool) -> None:
+    assert all(pool.run(new_address_cases.released_at_once, 2))

@@ -326,7 +326,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         take_over()
-        comm = communicator.Communicator(config=Config(profile="builtin", map_memory=False))  # there are no peers
+        comm = communicator.Communicator(config=Config(profile="builtin"))  # there are no peers
     assert comm._repeats is not None, load_replays().words
     native, run = [], comm._repeats.run
 

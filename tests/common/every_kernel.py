@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from sidelane.device.launch import Launch, LaunchSite
-from sidelane.kernels import (
-    broadcast_cells,
-    broadcast_parcels,
-    broadcast_push,
-    broadcast_relay,
-    exchange_cells,
-    exchange_parcels,
-    list_broadcast_parcels,
-    list_broadcast_push,
-    list_direct,
-    list_parcels,
-    list_pull,
-    list_push,
-    parcels,
-    pull,
-    push,
-    reduce_cells,
-    reduce_direct,
-    reduce_parcels,
-    reduce_pull,
-    reduce_push,
-    relay,
-)
-from sidelane.kernels.list_table import ListPiece, ListTable
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels.tile_table import Piece, Tiles, TileTable
 from sidelane.program.collective import ReduceOp, Reduction
 
 AVERAGE = Reduction(ReduceOp.AVG, "bfloat16")
@@ -43,45 +22,42 @@ def moving(odd: int, ranks: int = 8) -> Iterator[Launch]:
     """One of each kernel; addresses and sizes are ``odd`` bytes beyond a multiple of 16."""
     site, stagings = site_of(ranks), (16 * MB,) * ranks
     here, small, large = 16 * MB + odd, 4096 + odd, MB + odd
-    reached = (here,) * ranks
+    yield ll.arrange_broadcast(site, here, small, 1)
+    yield broadcast.arrange_relay(site, here, large, 1)
     for distinct in (True, False):
-        yield exchange_cells.arrange(site, here, here, small, distinct=distinct)
-        yield exchange_parcels.arrange(site, here, here, small, distinct=distinct)
-        yield push.arrange(site, reached, here, large, distinct=distinct)
-        yield pull.arrange(site, here, here, stagings, large, distinct=distinct)
-    yield broadcast_cells.arrange(site, here, small, 1)
-    yield broadcast_parcels.arrange(site, here, small, 1)
-    yield broadcast_relay.arrange(site, here, large, 1)
-    yield broadcast_push.arrange(site, here, reached, large, 1, staged=False)
-    yield broadcast_push.arrange(site, here, stagings, large, 1, staged=True)
-    tables = table(site, odd, parcels.TILE_BYTES)
-    yield list_parcels.arrange(*tables, None, distinct=True)
-    yield list_push.arrange(*table(site, odd, list_push.TILE_BYTES, 1), distinct=True)
-    moved = table(site, odd, list_pull.tile_bytes(None))
-    yield list_pull.arrange(*moved, stagings, 2 * MB + 32, None, distinct=True)
-    yield list_broadcast_parcels.arrange(*tables, 1)
-    yield list_broadcast_push.arrange(*table(site, odd, relay.TILE_BYTES, 1), 1, None)
-    yield list_broadcast_push.arrange(*table(site, odd, relay.TILE_BYTES), 1, stagings)
+        yield ll.arrange(site, here, here, small, None, distinct=distinct)
+        for cut in (tiles, table):
+            moved = cut(large, staged.tile_bytes(None), ranks)
+            yield block_flags.arrange(site, cut(small, block_flags.TILE_BYTES, ranks), None, distinct=distinct)
+            yield direct.arrange_push(site, cut(large, direct.MOVED_TILE_BYTES, ranks, 1), distinct=distinct)
+            yield staged.arrange(site, moved, stagings, 2 * MB + 32, 0, None, distinct=distinct, gather=False)
+    for cut in (tiles, table):
+        yield block_flags.arrange_broadcast(site, cut(small, block_flags.TILE_BYTES, ranks), 1)
+        yield broadcast.arrange_push(site, cut(large, broadcast.TILE_BYTES, ranks, 1), 1, None)
+        yield broadcast.arrange_push(site, cut(large, broadcast.TILE_BYTES, ranks), 1, stagings)
 
 
 def reducing(odd: int, ranks: int = 8) -> Iterator[Launch]:
     site, stagings = site_of(ranks), (16 * MB,) * ranks
     here, small, large = 16 * MB + odd, 4096 + odd, MB + odd
-    reached = (here,) * ranks
-    yield reduce_cells.arrange(site, here, here, small, AVERAGE, distinct=True)
-    yield reduce_parcels.arrange(site, here, here, small, AVERAGE, distinct=True)
-    for gather in (True, False):
-        outputs = reached if gather else (here,)
-        yield reduce_pull.arrange(site, here, here, stagings, large, ranks * large, AVERAGE, gather=gather)
-        yield reduce_direct.arrange(site, outputs, reached, large, ranks * large, AVERAGE, gather=gather)
-    yield reduce_push.arrange(site, reached, here, stagings, large, ranks * large, AVERAGE)
-    yield list_parcels.arrange(*table(site, odd, parcels.TILE_BYTES), AVERAGE, distinct=False)
-    yield list_direct.arrange(*table(site, odd, list_direct.TILE_BYTES, 2), AVERAGE, gather=True)
-    reduced = table(site, odd, list_pull.tile_bytes(AVERAGE))
-    yield list_pull.arrange(*reduced, stagings, 2 * MB + 32, AVERAGE, distinct=False, gather=True)
+    yield ll.arrange(site, here, here, small, AVERAGE, distinct=True)
+    yield direct.arrange_send(site, (here,) * ranks, here, stagings, large, ranks * large, AVERAGE)
+    for cut, gather in itertools.product((tiles, table), (True, False)):
+        yield block_flags.arrange(site, cut(small, block_flags.TILE_BYTES, ranks), AVERAGE, distinct=gather)
+        given = (cut(large, staged.tile_bytes(AVERAGE), ranks), stagings, 2 * MB + 32, ranks * large, AVERAGE)
+        yield staged.arrange(site, *given, distinct=cut is tiles, gather=gather)
+        both = cut(large, direct.tile_bytes(site, listed=cut is table), ranks, 2)
+        yield direct.arrange(site, both, both.count, AVERAGE, gather=gather)
 
 
-def table(site: LaunchSite, odd: int, tile_bytes: int, groups: int = 0) -> tuple[LaunchSite, ListTable, int]:
-    here = 16 * MB + odd
-    piece = ListPiece(here, here, MB + odd, MB + odd, MB + odd, 0, ((here,) * len(site.arenas),) * groups)
-    return site, ListTable.of([piece] * 2, tile_bytes), 64
+def piece(nbytes: int, ranks: int, groups: int) -> Piece:
+    here = 16 * MB + nbytes % 16
+    return Piece(here, here, nbytes, nbytes, nbytes, 0, ((here,) * ranks,) * groups)
+
+
+def tiles(nbytes: int, tile_bytes: int, ranks: int, groups: int = 0) -> Tiles:
+    return Tiles.of(piece(nbytes, ranks, groups), tile_bytes)
+
+
+def table(nbytes: int, tile_bytes: int, ranks: int, groups: int = 0) -> Tiles:
+    return TileTable.of([piece(nbytes, ranks, groups)] * 2, tile_bytes).at(64)

@@ -22,7 +22,6 @@ from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 
-_QUESTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)
 LEGACY = 0
 WORD = 0xFFFFFFFF
 
@@ -88,7 +87,6 @@ class FakeDriver:
         self._reached_ns: dict[int, int] = {}
         self._numbers = iter(range(100, 1_000_000))
         self._lock = threading.Lock()
-        self._ask = _QUESTION(self._number_allocation)
         self._add_stream(LEGACY)
 
     # --- what Driver has ----------------------------------------------------------------------------------------------
@@ -124,12 +122,6 @@ class FakeDriver:
 
     def free(self, address: int) -> None:
         del self.allocated[address]
-
-    def allocation_question(self) -> Any:
-        return self._ask
-
-    def allocations_in(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        return [(address, 7)] if nbytes else []
 
     def upload(self, address: int, values: np.ndarray, stream: int) -> None:
         done = threading.Event()
@@ -300,10 +292,6 @@ class FakeDriver:
     def is_idle(self, stream: int) -> bool:
         with self._lock:
             return self._pending[stream] == 0
-
-    def _number_allocation(self, number: Any, question: int, address: int | None) -> int:
-        number[0] = 1
-        return 0 if question == 7 and address else 1
 
     # --- for tests ----------------------------------------------------------------------------------------------------
 

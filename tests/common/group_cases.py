@@ -263,6 +263,42 @@ def elsewhere(gloo: dist.ProcessGroup) -> list[tuple[str, str, str]]:
         return [(row.operation, row.where, row.why) for row in rows if row.where != "sidelane"]
 
 
+def slower_staged(gloo: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
+    """Large exchanges of ordinary tensors, which the other backend makes as if it were NCCL, and of pooled ones; what
+    the report says of each. ``mixes``: rank 1 comes with pooled tensors where the others have ordinary ones."""
+    from sidelane.integrations import dispatch
+
+    ours = dist.split_group(_wrapped(gloo), [list(range(gloo.size()))])
+    assert isinstance(ours, SidelaneGroup)
+    size, rank, count = ours.size(), ours.rank(), 5000
+    ledger.reset()
+    with (
+        mock.patch.object(dispatch, "STAGED_BYTES", 20_000),
+        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
+    ):
+        pool = sidelane.pool(ours.communicator(torch.get_default_device()), 1 << 20)
+        for step, pooled, numel in [
+            (0, False, count),
+            (1, False, count),
+            (2, True, count),
+            (3, False, 10),
+            (4, False, 3000),
+        ]:
+            with pool if pooled or (mixes and rank == 1) else contextlib.nullcontext():
+                output, input = torch.empty(size, numel), torch.empty(size, numel)
+            input.copy_(torch.arange(size)[:, None] + 10.0 * rank + 100 * step)
+            dist.all_to_all_single(output, input, group=ours)
+            assert torch.equal(output, (rank + 10.0 * torch.arange(size) + 100 * step)[:, None].expand(size, numel)), (
+                step
+            )
+    return [(row.where, row.why) for row in sidelane.report().rows if row.operation == "all_to_all_single"]
+
+
+def _wrapped(gloo: dist.ProcessGroup) -> dist.ProcessGroup:
+    with sidelane_group(gloo) as wrapped:
+        return wrapped
+
+
 def objects(gloo: dist.ProcessGroup) -> None:
     with sidelane_group(gloo) as ours:
         rank, size = ours.rank(), ours.size()

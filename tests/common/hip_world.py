@@ -27,7 +27,6 @@ from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
-from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.native.build import find_compiler
 from sidelane.session import session
 
@@ -155,7 +154,7 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_hip, "probe", return_value=features),
         mock.patch.object(backend_hip, "HipDriver", return_value=driver),
-        mock.patch.object(backend_hip.HipBackend, "_make_ordinary", return_value=SharedTensors()),
+        mock.patch.object(backend_hip.HipBackend, "_make_exported", return_value=None),
         mock.patch.object(backend_hip.HipBackend, "settle"),
         mock.patch.object(session, "make_backend", backend_hip.HipBackend),
         mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),

@@ -9,41 +9,19 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from expected import in_rank_order, orders_differ
 from kernel_worlds import World
 
 from sidelane.device import layout
-from sidelane.kernels import (
-    broadcast_cells,
-    broadcast_parcels,
-    broadcast_push,
-    broadcast_relay,
-    exchange_cells,
-    exchange_parcels,
-    list_broadcast_parcels,
-    list_broadcast_push,
-    list_direct,
-    list_parcels,
-    list_pull,
-    list_push,
-    parcels,
-    pull,
-    push,
-    reduce_cells,
-    reduce_direct,
-    reduce_parcels,
-    reduce_pull,
-    reduce_push,
-    relay,
-)
-from sidelane.kernels.list_table import ListPiece, ListTable
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels.tile_table import Piece, Tiles, TileTable
 from sidelane.program import reduce_chunks
 from sidelane.program.collective import ReduceOp, Reduction
 
 POISON = 0x5A
+STRIDES = ("input_stride", "output_stride")
 
 
 def moving(world: World) -> None:
@@ -51,7 +29,7 @@ def moving(world: World) -> None:
     delay = random.Random(world.rank)
     for call, (part, misalign) in enumerate([(1, 0), (48, 0), (4100, 0), (30, 2), (2051, 1), (40_000, 0)]):
         for distinct in (False, True):
-            for way in ("cells", "parcels", "pull", "push"):
+            for way in ("LL", "block flags", "pull", "push"):
                 for in_place in (False, True) if call < 3 else (bool(call % 2),):
                     if in_place and distinct and way == "push":
                         continue
@@ -60,8 +38,16 @@ def moving(world: World) -> None:
                     _move(world, part, misalign, distinct, way, in_place, seed=call)
     walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
     for call in range(15):  # the same staging again, at once
-        # Five, so that each meets both parities, and parcels follow parcels: a pull lets ranks catch up.
-        _move(world, 4096, 0, True, ("parcels", "parcels", "pull", "parcels", "parcels")[call % 5], False, seed=call)
+        # Five, so that each meets both parities, and block flags follow block flags: a pull lets ranks catch up.
+        _move(
+            world,
+            4096,
+            0,
+            True,
+            ("block flags", "block flags", "pull", "block flags", "block flags")[call % 5],
+            False,
+            seed=call,
+        )
     walk()
 
 
@@ -79,16 +65,19 @@ def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_p
             rank % 3 : rank % 3 + len(inputs[rank])
         ]
     input.copy_(inputs[rank])
-    if way == "cells":
-        work = exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
-    elif way == "parcels":
-        work = exchange_parcels.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=distinct)
+    own_parts = (world.site.rotated(tuple(base + rank * part for base in outputs)),) if way == "push" else ()
+    piece = Piece(input.data_ptr(), output.data_ptr(), part, part if distinct else 0, part, groups=own_parts)
+    if way == "LL":
+        work = ll.arrange(world.site, output.data_ptr(), input.data_ptr(), part, None, distinct=distinct)
+    elif way == "block flags":
+        work = block_flags.arrange(world.site, Tiles.of(piece, block_flags.TILE_BYTES), None, distinct=distinct)
     elif way == "push":
-        work = push.arrange(world.site, outputs, input.data_ptr(), part, distinct=distinct)
+        work = direct.arrange_push(world.site, Tiles.of(piece, direct.MOVED_TILE_BYTES), distinct=distinct)
     else:
-        need = pull.staging_bytes(part, n, distinct=distinct)
-        _, stagings = world.carve(need)
-        work = pull.arrange(world.site, output.data_ptr(), input.data_ptr(), stagings, part, distinct=distinct)
+        each = _aligned(part)
+        _, stagings = world.carve(each * (n if distinct else 1))
+        tiles = Tiles.of(piece, staged.tile_bytes(None))
+        work = staged.arrange(world.site, tiles, stagings, each, 0, None, distinct=distinct, gather=False)
     world.launch(work)
     parts = [data[rank * part : (rank + 1) * part] if distinct else data for data in inputs]
     where = f"rank {rank}: {way} part={part} misalign={misalign} distinct={distinct} in_place={in_place}"
@@ -108,7 +97,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
         for count in (7, 2503) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
-                for way in ("cells", "parcels", "one", "two", "direct", "direct two", "push two"):
+                for way in ("LL", "block flags", "one", "two", "direct", "direct two", "push two"):
                     if way.endswith("two") and scatter:
                         continue
                     if delay.random() < 0.2:
@@ -161,27 +150,39 @@ def _reduce(
     if in_place:
         output = input[rank * count : (rank + 1) * count] if scatter else input
     nbytes = count * element
-    there = (output.data_ptr(), input.data_ptr())
-    if way == "cells":
-        work = reduce_cells.arrange(site, *there, nbytes, reduction, distinct=scatter)
-    elif way == "parcels":
-        work = reduce_parcels.arrange(site, *there, nbytes, reduction, distinct=scatter)
+    target, source, total = output.data_ptr(), input.data_ptr(), length * element
+    piece = Piece(source, target, nbytes, nbytes if scatter else 0)
+    if way == "LL":
+        work = ll.arrange(site, target, source, nbytes, reduction, distinct=scatter)
+    elif way == "block flags":
+        tiles = Tiles.of_reduction(piece, block_flags.TILE_BYTES, total, gather=False)
+        work = block_flags.arrange(site, tiles, reduction, distinct=scatter)
     elif reached:
-        shard = nbytes if way == "direct" else max(element, -(-count // n) * element)
+        gather = way.endswith("two")
+        shard = max(element, -(-count // n) * element) if gather else nbytes
         inputs_at = tuple(base + shift * element for base in inputs_at)
         outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
-        outputs = outputs_at if way.endswith("two") else there[:1]
         if way == "push two":
             _, stagings = world.carve(max(1, n - 1) * reduce_chunks.chunks_of(shard, site.most_blocks).peer_bytes)
-            work = reduce_push.arrange(site, outputs, there[1], stagings, shard, length * element, reduction)
+            work = direct.arrange_send(site, outputs_at, source, stagings, shard, total, reduction)
         else:
-            work = reduce_direct.arrange(
-                site, outputs, inputs_at, shard, length * element, reduction, gather=way == "direct two"
+            begin, tile_bytes = rank * shard if gather or scatter else 0, direct.tile_bytes(site, listed=False)
+            groups = (tuple(base + begin for base in inputs_at),)
+            groups += (site.rotated(tuple(base + begin for base in outputs_at)),) * gather
+            shard_piece = Piece(source, target, max(0, min(total - begin, shard)), groups=groups)
+            work = direct.arrange(
+                site, Tiles.of(shard_piece, tile_bytes), -(-shard // tile_bytes), reduction, gather=gather
             )
     else:
-        shard = nbytes if scatter or way == "one" else max(16, -(-nbytes // (16 * n)) * 16)
-        _, stagings = world.carve(n * reduce_pull.aligned(shard))
-        work = reduce_pull.arrange(site, *there, stagings, shard, length * element, reduction, gather=way == "two")
+        gather = way == "two"
+        shard = max(16, -(-nbytes // (16 * n)) * 16) if gather else nbytes
+        _, stagings = world.carve(n * _aligned(shard))
+        piece = dataclasses.replace(piece, nbytes=shard, **dict.fromkeys(STRIDES, shard) if gather else {})
+        tiles = Tiles.of_reduction(piece, staged.tile_bytes(reduction), total, gather=gather)
+        distinct = scatter or gather
+        work = staged.arrange(
+            site, tiles, stagings, _aligned(shard), total, reduction, distinct=distinct, gather=gather
+        )
     world.launch(work)
     parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
     where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"
@@ -197,24 +198,24 @@ def broadcasting(world: World) -> None:
     """Every kernel that broadcasts, from every root, one tensor and several, and other kernels between."""
     delay = random.Random(world.rank)
     draw = random.Random(6)  # alike on all ranks
-    ways = ("cells", "parcels", "push", "stage", *["relay"] * (world.world_size > 2))
+    ways = ("LL", "block flags", "push", "stage", *["relay"] * (world.world_size > 2))
     for call in range(18):
         if delay.random() < 0.3:
             time.sleep(0.01 * delay.random())
         way, root = draw.choice(ways), draw.randrange(world.world_size)
         tiles = draw.choice((0, 1, 3, 8, 17))
-        sizes = [tiles * relay.TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
+        sizes = [tiles * broadcast.TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
         if way == "relay":
             sizes = [draw.choice((1, 4096, 20_000, 50_001))]
         elif draw.random() < 0.5:
             sizes += [draw.choice((1, 30, 64, 5000, 40_000)) for _ in range(draw.randint(0, 4))]
-            sizes = [min(nbytes, 40_000) if way in ("cells", "parcels") else nbytes for nbytes in sizes]
+            sizes = [min(nbytes, 40_000) if way in ("LL", "block flags") else nbytes for nbytes in sizes]
         _broadcast(world, sizes, way, root, seed=call)
         if draw.random() < 0.3:
-            _move(world, 100, 0, True, draw.choice(("cells", "parcels", "pull")), False, seed=call)
+            _move(world, 100, 0, True, draw.choice(("LL", "block flags", "pull")), False, seed=call)
     walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
     for call in range(12):  # a root hears nothing of its peers' data, and must not run away from them
-        way = ("cells", "cells", "parcels", "parcels", ways[-1], ways[-1])[call % 6]
+        way = ("LL", "LL", "block flags", "block flags", ways[-1], ways[-1])[call % 6]
         _broadcast(world, [4096], way, call // 3 % 2, seed=call)
     walk()
 
@@ -230,29 +231,22 @@ def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -
         data.copy_(wanted if world.rank == root else _bytes(seed + number, root + 1, nbytes))
         reached = tuple(base + margin + odd for base in addresses)
         held.append((data, room, wanted, reached))
-        groups = (relay.from_root(reached, root),) if way == "push" else ()
-        pieces.append(ListPiece(data.data_ptr(), data.data_ptr(), nbytes, 0, 0, place, groups))
-        place += -(-nbytes // 16) * 16
+        groups = (broadcast.from_root(reached, root),) if way == "push" else ()
+        pieces.append(Piece(data.data_ptr(), data.data_ptr(), nbytes, place=place, groups=groups))
+        place += _aligned(nbytes)
     stagings = world.carve(place)[1] if way == "stage" else None
-    if len(sizes) > 1:
-        table = ListTable.of(pieces, relay.TILE_BYTES if way in ("push", "stage") else parcels.TILE_BYTES)
-        given: tuple[Any, ...] = (world.site, table, world.place_table(table.values), root)
-        if way in ("push", "stage"):
-            world.launch(list_broadcast_push.arrange(*given, stagings))
-        else:
-            world.launch(list_broadcast_parcels.arrange(*given))
+    pushed = way in ("push", "stage")
+    tiles = _tiles(world, pieces, broadcast.TILE_BYTES if pushed else block_flags.TILE_BYTES)
+    given = (held[0][0].data_ptr(), sizes[0], root)
+    if pushed:
+        work = broadcast.arrange_push(world.site, tiles, root, stagings)
+    elif way == "relay":
+        work = broadcast.arrange_relay(world.site, *given)
+    elif way == "LL" and len(sizes) == 1:
+        work = ll.arrange_broadcast(world.site, *given)
     else:
-        data, _, _, reached = held[0]
-        given = (data.data_ptr(), sizes[0], root)
-        if way == "cells":
-            world.launch(broadcast_cells.arrange(world.site, *given))
-        elif way == "parcels":
-            world.launch(broadcast_parcels.arrange(world.site, *given))
-        elif way == "relay":
-            world.launch(broadcast_relay.arrange(world.site, *given))
-        else:
-            targets = reached if stagings is None else stagings
-            world.launch(broadcast_push.arrange(world.site, given[0], targets, *given[1:], staged=way == "stage"))
+        work = block_flags.arrange_broadcast(world.site, tiles, root)
+    world.launch(work)
     for data, room, wanted, _ in held:
         where = f"rank {world.rank}: broadcast {way} {sizes=} {root=} {seed=}"
         assert torch.equal(data.cpu(), wanted), where
@@ -269,9 +263,9 @@ def lists(world: World) -> None:
     for call in range(4):
         counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
         for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
-            for way in ("parcels", "pull", "symmetric"):
+            for way in ("block flags", "pull", "symmetric"):
                 in_place = bool(call % 2)
-                if (kind, way) == ("two_shot", "parcels"):
+                if (kind, way) == ("two_shot", "block flags"):
                     continue
                 if way == "symmetric" and in_place and kind in ("all_to_all", "all_reduce"):
                     continue
@@ -322,8 +316,8 @@ def _list(
             groups = (tuple(base + read for base in inputs_at),)
             groups += (world.site.rotated(outputs_at),) * (kind == "two_shot")
         strides = {"input_stride": nbytes if distinct else 0, "output_stride": nbytes if gathers else 0}
-        pieces.append(ListPiece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
-        place += -(-nbytes // 16) * 16
+        pieces.append(Piece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
+        place += _aligned(nbytes)
         parts = [data[own] if distinct else data for data in inputs]
         wanted = torch.cat(parts) if gathers else in_rank_order(parts, reduction.op)
         if not gathers:
@@ -347,29 +341,43 @@ def _list(
 def _launch_list(
     world: World,
     way: str,
-    pieces: list[ListPiece],
+    pieces: list[Piece],
     place: int,
     reduction: Reduction | None,
     *,
     distinct: bool,
     gather: bool,
 ) -> None:
+    site = world.site
     tile_bytes = {
-        "parcels": parcels.TILE_BYTES,
-        "pull": list_pull.tile_bytes(reduction),
-        "symmetric": list_push.TILE_BYTES if reduction is None else list_direct.TILE_BYTES,
+        "block flags": block_flags.TILE_BYTES,
+        "pull": staged.tile_bytes(reduction),
+        "symmetric": direct.MOVED_TILE_BYTES if reduction is None else direct.tile_bytes(site, listed=True),
     }[way]
-    table = ListTable.of(pieces, tile_bytes)  # stays until the kernel has ended
-    given: tuple[Any, ...] = (world.site, table, world.place_table(table.values))
-    if way == "parcels":
-        world.launch(list_parcels.arrange(*given, reduction, distinct=distinct))
+    tiles = _tiles(world, pieces, tile_bytes, listed=True)
+    if way == "block flags":
+        work = block_flags.arrange(site, tiles, reduction, distinct=distinct)
     elif way == "pull":
         _, stagings = world.carve(place * (world.world_size if distinct else 1))
-        world.launch(list_pull.arrange(*given, stagings, place, reduction, distinct=distinct, gather=gather))
+        work = staged.arrange(site, tiles, stagings, place, 0, reduction, distinct=distinct, gather=gather)
     elif reduction is None:
-        world.launch(list_push.arrange(*given, distinct=distinct))
+        work = direct.arrange_push(site, tiles, distinct=distinct)
     else:
-        world.launch(list_direct.arrange(*given, reduction, gather=gather))
+        largest = -(-tiles.count // site.world_size) if gather else tiles.count
+        work = direct.arrange(site, tiles, largest, reduction, gather=gather)
+    world.launch(work)
+
+
+def _tiles(world: World, pieces: list[Piece], tile_bytes: int, *, listed: bool = False) -> Tiles:
+    """The tiles of one piece, or in a table, which stays until the kernel has ended."""
+    if len(pieces) == 1 and not listed:
+        return Tiles.of(pieces[0], tile_bytes)
+    table = TileTable.of(pieces, tile_bytes)
+    return table.at(world.place_table(table.values))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
 
 
 def generations_wrap(world: World) -> None:
@@ -381,9 +389,9 @@ def generations_wrap(world: World) -> None:
     seen = []
     for seed in range(6):  # flags of phases that nobody has used are 0, which is near these generations
         if seed % 2:
-            _broadcast(world, [3 * relay.TILE_BYTES + 1], "push", seed % 3, seed)
+            _broadcast(world, [3 * broadcast.TILE_BYTES + 1], "push", seed % 3, seed)
         else:
-            _move(world, 100, 0, True, ("cells", "push", "parcels")[seed % 3], False, seed)
+            _move(world, 100, 0, True, ("LL", "push", "block flags")[seed % 3], False, seed)
         seen.append(int(counters[0]))
         assert (counters == counters[0]).all(), "all blocks tick together"
     assert seen == [-3, -2, -1, 2, 3, 4]

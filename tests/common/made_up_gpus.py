@@ -1,13 +1,12 @@
 """CPU ranks that take the path of GPUs: their backend and executor, with compiled code, on a made-up driver.
 
-Symmetric memory and what ranks map of each other are those of CPU ranks, streams are threads (``fake_driver``). Tensors
+Symmetric memory is that of CPU ranks, streams are threads (``fake_driver``). Tensors
 are torch's on the CPU, for which torch waits for nobody: calls end before they return.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -19,34 +18,10 @@ from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.ordinary import Allocation, Standing
-from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.memory.shm import ShmBlock, ShmMemory
 from sidelane.session import session
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
-_QUESTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)
-
-
-class AskedTensors(SharedTensors):
-    """Memory of CPU ranks, of which compiled code finds out whether it was freed."""
-
-    most_held = None  # as on GPUs
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked: list[Allocation] = []
-        self._function = _QUESTION(self._answer)
-
-    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        first = len(self._asked) + 1
-        self._asked += allocations
-        numbers = range(first, first + len(allocations))
-        return ctypes.cast(self._function, ctypes.c_void_p).value or 0, tuple((each, 7, each) for each in numbers)
-
-    def _answer(self, number: Any, question: int, address: int) -> int:
-        number[0] = 0 if self.is_gone(self._asked[address - 1]) else address
-        return 0
 
 
 class OwnedMemory(ShmMemory):
@@ -83,7 +58,7 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "probe", return_value=FEATURES),
         mock.patch.object(backend_cuda, "CudaExecutor", lambda *given: CudaExecutor(*given, driver=driver)),
         mock.patch.object(backend_cuda, "DriverVirtualMemory"),
-        mock.patch.object(backend_cuda, "ExportedMemory", return_value=AskedTensors()),
+        mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "settle"),
         mock.patch.object(backend_cuda.CudaBackend, "spread", return_value=None),
         mock.patch.object(session, "make_backend", backend_cuda.CudaBackend),

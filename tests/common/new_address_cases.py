@@ -23,7 +23,7 @@ from sidelane.collectives import call_forms, plan, prepare
 from sidelane.collectives.arguments import Arguments
 from sidelane.execute.cuda import CudaProgram, loaded
 
-STAGED = Config(timeout_s=30, map_memory=False)
+STAGED = Config(timeout_s=30)
 KINDS = ("all_gather", "all_to_all", "broadcast", "gather", "scatter", "reduce_scatter", "all_reduce")
 
 WORKED_OUT = {*KINDS, "check_variant", "choose", "verify", "prepare"}
@@ -155,13 +155,12 @@ def memories_in_turn(group: dist.ProcessGroup, kind: str, variant: str, calls: i
         return moved(comm)
 
 
-def released_at_once(group: dist.ProcessGroup, setting: bool | str) -> bool:
+def released_at_once(group: dist.ProcessGroup) -> bool:
     """True if no collection is needed to let go of what a closed communicator had: one may come in a capture."""
     gc.collect()
     gc.disable()
     try:
-        config = Config(timeout_s=30, map_memory=setting)
-        with made_up_gpus(driver=NativeDriver()), Communicator(group, config=config) as comm:
+        with made_up_gpus(driver=NativeDriver()), Communicator(group, config=STAGED) as comm:
             symmetric = comm.empty(comm.world_size, 64)
             for _ in range(40):
                 for variant in ("b2b", "alternating", "auto"):

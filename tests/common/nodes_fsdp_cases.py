@@ -55,6 +55,19 @@ def as_without(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[
     return told
 
 
+def flat(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Gradients are those of Gloo, which makes all calls; the handle has the reason."""
+    mesh = mesh_of(group)
+    wanted = list(train(build(mesh), group, 2))
+    model = build(mesh)
+    with fsdp.enable(model, config=on_nodes(group, layout)) as enabled:
+        for one, other in zip(train(model, group, 2), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        why = "flat: 2 nodes of 2, 1 ranks; no steps for nodes of several sizes"
+        assert set(enabled.elsewhere) == {f"{kind}: {why}" for kind in ("all_gather", "reduce_scatter")}
+        assert enabled.calls == enabled.memory().used == 0
+
+
 def memory(group: dist.ProcessGroup, layout: Sequence[int]) -> dict[bool, int]:
     """See ``straight_cases.buffers_go_round``."""
     return straight_cases.buffers_go_round(group, 4, on_nodes(group, layout))

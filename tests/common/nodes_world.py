@@ -56,8 +56,8 @@ def meshes(group: dist.ProcessGroup, folder: str) -> None:
                 dist.all_reduce(tensor, group=part)
                 assert tensor.eq(sum(ranks)).all()
                 last = sidelane.report().last
-                assert last is not None and last.where == "sidelane"
-                assert last.why.startswith("hierarchical: 2 nodes of 2, 1") == (len(ranks) == 3)
+                assert last is not None and last.where == ("gloo" if len(ranks) == 3 else "sidelane")
+                assert last.why.startswith("flat: 2 nodes of 2, 1 ranks; no steps for nodes") == (len(ranks) == 3)
         split = dist.group.WORLD.split_group([0, 1, 2])
         if split is not None:
             tensor = torch.full((40_000,), float(rank))
@@ -123,24 +123,24 @@ def late(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def dies(group: dist.ProcessGroup, folder: str) -> None:
-    """A rank dies in the middle of calls, then the last of its node; all others name them, long before the time-out."""
-    layout = (0, 0, 0, 1, 1)
-    with _on(layout), world(f"{folder}/dies", timeout_s=40) as (rank, _):
+    """A rank dies in the middle of calls, then a whole node; all others name them, long before the time-out."""
+    with _on((0, 0, 1, 1, 2, 2)), world(f"{folder}/dies", timeout_s=40) as (rank, _):
         tensor = torch.ones(100_000)
         dist.all_reduce(tensor)
         without = dist.new_group([0, 1, 2, 3])
         if rank < 4:
             dist.all_reduce(tensor, group=without)
-        if rank == 4:
+        if rank == 5:
             os._exit(7)
-        _fails(None, (4,), "rank 4 .*died")
-        dist.all_reduce(tensor, group=without)
-        if rank == 3:
-            os._exit(7)
-        _fails(without, (3,), "rank 3 .*did not answer")
+        _fails(None, (5,), "rank 5 .*died")
         store = dist.distributed_c10d._get_default_store()
+        if rank < 4:
+            dist.all_reduce(tensor, group=without)
+            if rank > 1:
+                os._exit(7)
+            _fails(without, (2, 3), "rank 2 .*rank 3 .*did not answer")
         store.set(f"ended {rank}", "")
-        store.wait([f"ended {other}" for other in range(3)])
+        store.wait([f"ended {other}" for other in (0, 1, 4)])
 
 
 class Silent:
@@ -169,22 +169,22 @@ class Silent:
 def stays_away(group: dist.ProcessGroup, folder: str) -> None:
     """A node does not come, and the network says nothing, as NCCL on streams: a thread of each other rank names it.
 
-    Far steps would wait for ten minutes here. Rank 2 is on no rail. Calls that all make must not take the time-out.
+    Calls along rails would wait for ten minutes here. Calls that all make must not take the time-out.
     """
     streams = mock.patch.multiple(communicator, ON_STREAMS=("cpu", "cuda"), SLACK_S=600, make_other=Silent)
-    with streams, _on((0, 0, 0, 1, 1)), world(f"{folder}/away", timeout_s=4) as (rank, _):
+    with streams, _on((0, 0, 1, 1, 2, 2)), world(f"{folder}/away", timeout_s=4) as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         for _ in range(3):
             tensor = torch.ones(100_000)
             dist.all_reduce(tensor)
-            assert tensor.eq(5).all()
-        others = [f"named by {other}" for other in range(3)]
-        if rank > 2:
+            assert tensor.eq(6).all()
+        others = [f"named by {other}" for other in range(4)]
+        if rank > 3:
             store.wait(others)
             return
-        with pytest.raises(PeerError, match=r"rank 3 \(.*node 1\) rank 4 \(.*node 1\) did not answer") as caught:
+        with pytest.raises(PeerError, match=r"rank 4 \(.*node 2\) rank 5 \(.*node 2\) did not answer") as caught:
             dist.all_reduce(tensor)
-        assert caught.value.ranks == (3, 4)
+        assert caught.value.ranks == (4, 5)
         with pytest.raises(CommunicatorClosedError, match="did not answer"):
             dist.all_reduce(tensor)
         store.set(others[rank], "")

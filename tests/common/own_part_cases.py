@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -55,12 +54,10 @@ class Exchange:
         return same_bytes(self.output, self._expected) and same_bytes(self.input, self._given)
 
 
-def equal_parts(
-    group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...], map_memory: Any = False
-) -> int:
+def equal_parts(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> int:
     """Every variant, symmetric and ordinary, each three times, so that what is remembered runs too; and in place."""
     checked = 0
-    with communicator(group, map_memory=map_memory) as comm:
+    with communicator(group) as comm:
         names = {candidate.variant for candidate in everything(Kind.ALL_TO_ALL, comm.abilities)} | {
             "auto",
             "b2b+prelaunch",

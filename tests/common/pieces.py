@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.exported import ExportedMemory
 
 BYTES = 4096
 """Of a piece: a page."""
@@ -133,6 +133,9 @@ class NoOtherMemory:
 
     def allocation_number(self, address: int) -> int:
         return 0
+
+    def allocation_at(self, address: int) -> None:
+        return None
 
     def attach_thread(self) -> None:
         pass

@@ -115,11 +115,11 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
 
 def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int, kinds: tuple[str, ...]) -> tuple[int, int, int]:
     """Calls on tensors that come and go, at other places on some ranks once in ``drift`` tensors: how many of the calls
-    found a tensor symmetric and mapped, and the bytes of staging."""
+    found a tensor symmetric and staged, and the bytes of staging."""
     draw, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank(group))
     kept: list[torch.Tensor] = []
     moved: list[torch.Tensor] = []
-    symmetric = mapped = 0
+    symmetric = staged = 0
     with _communicator(group) as comm:
         pool = sidelane.pool(comm, room())
         for number in range(calls):
@@ -141,12 +141,12 @@ def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int, kinds: tu
                 call.run()
             says = comm.reach(call.output).how
             symmetric += says == "symmetric"
-            mapped += says == "mapped"
+            staged += says == "staged"
             kept.append(call.output)
             if len(kept) > 6:
                 del kept[draw.randrange(6)]
             del call
-        return symmetric, mapped, staging(comm)
+        return symmetric, staged, staging(comm)
 
 
 def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> tuple[int, str]:

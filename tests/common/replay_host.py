@@ -82,10 +82,8 @@ class Host:
                 words,
                 notes,
                 self.failed,
-                other.get("standing"),
                 None,
                 other.get("shape"),
-                other.get("tracked"),
             ),
         )
 
@@ -109,30 +107,6 @@ def callback(returns: int, arguments: int, log: list[Any]) -> Any:
         return returns
 
     return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * arguments)(call)
-
-
-class Question:
-    """As a driver's for the number of an allocation, of which there is one.
-
-    Args:
-        host: whose calls ask.
-        meanwhile: what happens while it is asked.
-    """
-
-    def __init__(self, host: Host, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        self.number, self.error, self.asked = 5, 0, 0
-
-        def ask(number: Any, question: int, address: int) -> int:
-            assert (question, address) == (7, 0x1234)
-            assert host.lock.locked()
-            self.asked += 1
-            meanwhile()
-            number[0] = self.number
-            return self.error
-
-        types = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)
-        self._function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(ask)
-        self.standing = (ctypes.cast(self._function, ctypes.c_void_p).value, ((0x1234, 7, 5), (0x1234, 7, 5)))
 
 
 def c_step(function: Any, *arguments: int) -> tuple[int, tuple[int, ...], Any]:

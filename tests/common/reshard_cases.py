@@ -85,10 +85,10 @@ class Reshard:
         return same_bytes(self.output.view(torch.uint8).cpu(), self.expected(group))
 
 
-def shapes(group: dist.ProcessGroup, seed: int, count: int, every_dtype: bool = False, map_memory: Any = True) -> int:
+def shapes(group: dist.ProcessGroup, seed: int, count: int, every_dtype: bool = False) -> int:
     """Exchanges of random shapes, each three times; a third of them asynchronous."""
     rng = random.Random(seed)
-    with communicator(group, map_memory=map_memory) as comm:
+    with communicator(group) as comm:
         for number in range(count):
             case = Reshard(comm, rng, MOVING_DTYPES[number % len(MOVING_DTYPES)] if every_dtype else None)
             variant = rng.choice(("auto", "b2b", "pcpy", "striped"))

@@ -42,7 +42,6 @@ def on_nodes(
     group: dist.ProcessGroup,
     layout: Sequence[int],
     *,
-    capacity: int = 64,
     timeout_s: float = 60,
 ) -> Iterator[ScaleOut]:
     """Ranks of a group that stand where ``layout`` says."""
@@ -51,7 +50,7 @@ def on_nodes(
         world[rank] = node
     config = Config(timeout_s=timeout_s, virtual_nodes=tuple(world))
     device = torch.get_default_device()
-    with scale_out(group, device=device, config=config, capacity=capacity) as ranks:
+    with scale_out(group, device=device, config=config) as ranks:
         yield ranks
 
 
@@ -71,13 +70,13 @@ def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, rank
     embedding.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
 
 
-def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 256) -> int:
+def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
     """Uneven tables and batches, empty bags, all modes and dtypes; slices of several tables, of which the last one has
     fewer; a small ring is full and wraps around.
     """
-    with on_nodes(group, layout, capacity=capacity) as ranks, slices_by_bytes():
+    with on_nodes(group, layout) as ranks, slices_by_bytes():
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
-        draws = Draws(len(layout) + capacity, rank)
+        draws = Draws(len(layout) + calls, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for dtype in DTYPES:
             dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
@@ -153,7 +152,7 @@ def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
 
 def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
     """Sizes of a model's, many calls; against PyTorch's own bags."""
-    with on_nodes(group, layout, capacity=4096) as ranks:
+    with on_nodes(group, layout) as ranks:
         n, rank, dim, batch, count, pooling = ranks.world_size, ranks.rank, 92, 1024, 16, 70
         generator = torch.Generator("cpu").manual_seed(5)
         tables = torch.randn(n, count, 500, dim, generator=generator, device="cpu").to(ranks.device)
@@ -176,18 +175,6 @@ def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
             ]
             torch.testing.assert_close(result, torch.cat(columns, 1), rtol=1e-4, atol=1e-3)
     return len(results)
-
-
-def too_small(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
-    """A ring without room for a call, where the transport needs the GPU: refused on all ranks."""
-    with on_nodes(group, layout, capacity=2) as ranks:
-        table = torch.ones(4, 2)
-        batch = 8 * ranks.world_size
-        try:
-            embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), slice_bags=1)
-        except (ValueError, PeerError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:

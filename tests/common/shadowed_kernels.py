@@ -21,7 +21,6 @@ from sidelane.program.collective import (
 )
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram, Protocol
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 
 FLOATS = Reduction(ReduceOp.SUM, "float32")
 """Which are added in the order of the ranks, or else are something else."""
@@ -32,7 +31,7 @@ SENDING = (Protocol.CELLS, Protocol.PARCELS, Protocol.RELAY, Protocol.PUSH, Prot
 """Broadcasts."""
 
 
-def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> Iterator[AnyKernelProgram]:
+def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> Iterator[KernelProgram]:
     """Kernels with so many bytes from rank to rank, about.
 
     Args:
@@ -75,14 +74,14 @@ def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ke
             yield KernelProgram(broadcast(nbytes, n, root, in_place=True), "one_shot", protocol, blocks)
 
 
-def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelListProgram]:
+def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
     """Of tensors of different sizes, one of them empty."""
     sizes = (part, 0, part // 2 + 1)
     whole = [_whole(nbytes, reduction) for nbytes in sizes]
     element = reduction.element_bytes
 
-    def program(parts: list[Collective], variant: str, protocol: Protocol) -> KernelListProgram:
-        return KernelListProgram(Batch(f"list of {parts[0].kind}", n, tuple(parts)), variant, protocol, blocks)
+    def program(parts: list[Collective], variant: str, protocol: Protocol) -> KernelProgram:
+        return KernelProgram(Batch(f"list of {parts[0].kind}", n, tuple(parts)), variant, protocol, blocks)
 
     for in_place in (False, True):
         gathers = [all_gather([size] * n, in_place=in_place) for size in sizes]
@@ -113,18 +112,18 @@ def _whole(nbytes: int, reduction: Reduction) -> int:
     return -(-nbytes // reduction.element_bytes) * reduction.element_bytes
 
 
-def name_of(kernel: AnyKernelProgram) -> str:
+def name_of(kernel: KernelProgram) -> str:
     """The protocol, and whether it is of a list or a broadcast."""
     broadcasts = kinds_of(kernel)[0] is Kind.BROADCAST
-    return f"{'list of ' * isinstance(kernel, KernelListProgram)}{'broadcast ' * broadcasts}{kernel.protocol}"
+    return f"{'list of ' * kernel.listed}{'broadcast ' * broadcasts}{kernel.protocol}"
 
 
-def kinds_of(kernel: AnyKernelProgram) -> tuple[Kind, bool]:
+def kinds_of(kernel: KernelProgram) -> tuple[Kind, bool]:
     """What a kernel does, and whether it does so in place."""
     part = next(part for part, _ in parts_of(kernel.collective))
     return part.kind, part.in_place
 
 
-def shadow(kernel: AnyKernelProgram, tile_bytes: int) -> tuple[Program, ...]:
+def shadow(kernel: KernelProgram, tile_bytes: int) -> tuple[Program, ...]:
     """On as many blocks as it may have."""
     return shadows_of(kernel, kernel.blocks, tile_bytes)

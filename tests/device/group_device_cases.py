@@ -50,6 +50,57 @@ def joins_worlds(context: Context, folder: str) -> None:
         dist.destroy_process_group(ours)
 
 
+def registers_pools(context: Context, allocator: str) -> list[list[str]]:
+    """Calls on memory of torch's or NCCL's allocator that the group has registered, eager and in a graph, and again
+    behind its registration: how peers reach the tensors."""
+    sidelane.register()
+    device, said = context.device, []
+    ours = dist.new_group(backend="sidelane")
+    try:
+        backend = ours._get_backend(device)
+        size, rank, count = ours.size(), ours.rank(), 3 << 18
+        pool = torch.cuda.MemPool(backend.mem_allocator) if allocator == "nccl" else torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            gathered, part = torch.empty(size, count, device=device), torch.empty(count, device=device)
+            total = torch.empty(7 << 20, dtype=torch.bfloat16, device=device)
+        backend.register_mem_pool(pool, symm=True)
+        tensors = gathered, part, total
+        comm = ours.communicator(device)
+
+        def calls(step: float) -> None:
+            part.fill_(step + rank), total.fill_(step + rank), gathered.fill_(-1)
+            dist.all_gather_into_tensor(gathered, part, group=ours)
+            dist.all_reduce(total, group=ours)
+
+        def check(step: float) -> None:
+            assert torch.equal(gathered[:, 5], torch.arange(step, step + size, device=device)), step
+            assert torch.equal(gathered.amin(1), gathered.amax(1)), step
+            assert (total == sum(step + peer for peer in range(size))).all(), step
+
+        def several() -> None:
+            for step in range(8):
+                calls(step)
+                check(step)
+            said.append([str(comm.reach(tensor)) for tensor in tensors])
+
+        several()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls(3.0)
+        for _ in range(5):
+            gathered.zero_()
+            graph.replay()
+            check(3.0)
+        torch.cuda.synchronize()
+        dist.barrier(group=ours)
+        del graph
+        backend.deregister_mem_pool(pool)
+        several()
+        return said
+    finally:
+        dist.destroy_process_group(ours)
+
+
 def streams(context: Context) -> None:
     """Asynchronous and synchronous calls between kernels, on streams of the caller: each sees what came before it."""
     with group_cases.sidelane_group(dist.group.WORLD) as ours, torch.device(context.device):

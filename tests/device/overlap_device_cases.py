@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator, Config, Overlap, Session, SidelaneError, overlap
+from sidelane import Communicator, Config, Overlap, Session, SidelaneError, choose_overlap, overlap
+from sidelane.program.shape import Computation
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -48,6 +49,39 @@ def in_graphs(context: Context, replays: int) -> None:
                 graph.replay()
                 assert whole[:, -1].tolist() == [replay + peer for peer in range(n)], (way, replay)
                 assert total.item() == 512**3 + 100_000 * (n * replay + sum(range(n))), (way, replay)
+
+
+def large_reduction(context: Context) -> list[str]:
+    """``auto`` beside a GEMM of known shape, eager and in a graph: with units of its own where times are known."""
+    device = context.device
+    with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=60)) as comm:
+        product, a = (
+            Computation(1000.0, (4096, 4096, 4096, "bfloat16")),
+            torch.ones(4096, 4096, device=device).bfloat16(),
+        )
+        whole = torch.empty(1 << 27, dtype=torch.bfloat16, device=device)
+        moves = ("all_reduce", whole.nbytes)
+
+        def step() -> torch.Tensor:
+            whole.fill_(1.0)
+            c, _ = overlap(
+                lambda: a @ a, lambda comm: comm.all_reduce(whole), comm, strategy="auto", beside=product, moves=moves
+            )
+            return torch.stack([c[0, 0], c[-1, -1], whole[0], whole[-1]])
+
+        told = [str(choose_overlap(comm, product, moves).candidate)]
+        expected = [4096.0] * 2 + [float(comm.world_size)] * 2
+        for _ in range(3):
+            assert step().tolist() == expected, told
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            told.append(str(choose_overlap(comm, product, moves).candidate))
+            captured = step()
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert captured.tolist() == expected, told
+    return told
 
 
 def few_blocks(context: Context) -> list[str]:

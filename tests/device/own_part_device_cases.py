@@ -12,8 +12,7 @@ from device_cases import Context
 from own_part_cases import Exchange
 from sweeps import communicator
 
-from sidelane import Communicator, Config
-from sidelane.collectives.learning.protocol import WENT_AHEAD
+from sidelane import Communicator
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -116,26 +115,5 @@ def large_parts(context: Context) -> None:
                     case.fill(10 * number + turn)
                     graph.replay()
                     assert case.is_right(), (nbytes, variant, symmetric, beside, "in a graph")
-    finally:
-        torch.set_default_device(None)
-
-
-def large_parts_learnt(context: Context, calls: int) -> int:
-    """In ordinary memory that peers come to know; how many calls went ahead."""
-    torch.set_default_device(context.device)
-    went_ahead = 0
-    try:
-        with Communicator(config=Config(map_memory="learn")) as comm, torch.cuda.stream(torch.cuda.Stream()):
-            for exchanges in (False, True):
-                case = LargeParts(comm, LARGE_BYTES[-1], exchanges=exchanges, symmetric=False, variant="b2b")
-                for turn in range(calls):
-                    checked = turn % 8 == 7
-                    if checked:
-                        case.fill(turn)
-                    case.once()
-                    choice = comm.last_choice()
-                    went_ahead += choice is not None and choice.reason == WENT_AHEAD
-                    assert not checked or case.is_right(), (exchanges, turn)
-        return went_ahead
     finally:
         torch.set_default_device(None)

@@ -91,10 +91,10 @@ def in_graphs(context: Context, replays: int) -> None:
 
 def streams(context: Context, seed: int, steps: int) -> tuple[int, int]:
     """Tensors that come and go on two streams, with what torch keeps for later given back in between: how many calls
-    found a tensor symmetric and mapped."""
+    found a tensor symmetric and staged."""
     device, n, rank = context.device, context.world_size, context.rank
     draw, own = random.Random(seed), random.Random(100 * seed + rank)
-    found = {"symmetric": 0, "mapped": 0}
+    found = {"symmetric": 0, "staged": 0}
     with Communicator(device=device, config=pool_cases.POOLS) as comm:
         pool = sidelane.pool(comm, 512 << 20)
         both = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -117,4 +117,4 @@ def streams(context: Context, seed: int, steps: int) -> tuple[int, int]:
             if draw.random() < 0.05:
                 torch.cuda.empty_cache()
             del output, input
-    return found["symmetric"], found["mapped"]
+    return found["symmetric"], found["staged"]

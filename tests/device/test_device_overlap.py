@@ -5,6 +5,9 @@ from __future__ import annotations
 import overlap_cases
 from device_pool import Ranks
 
+from sidelane.choice.key import key_here
+from sidelane.choice.store import builtin_for
+
 
 def test_every_strategy(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.of", "every_strategy", 1, 60)
@@ -56,3 +59,9 @@ def test_partitions(ranks: Ranks) -> None:
 def test_choosing(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.of", "chosen"):
         assert told[0].startswith("conccl: copy engines") and len(told) == 11, told
+
+
+def test_a_large_reduction_gets_units_of_its_own(ranks: Ranks) -> None:
+    known = builtin_for(key_here("cuda", ranks.world_size)) is not None
+    for told in ranks.run("overlap_device_cases.large_reduction"):
+        assert told[0] == told[1] and told[0].startswith("sm_rp with " if known else "conccl"), told

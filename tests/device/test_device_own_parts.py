@@ -10,12 +10,10 @@ CASES = "own_part_device_cases."
 DTYPES = (torch.bfloat16, torch.uint8, torch.float64)
 
 
-@pytest.mark.parametrize("mapped", [False, True, "learn"])
-def test_own_parts_stay(ranks: Ranks, mapped: bool | str) -> None:
-    sizes = (1, 4099, 1 << 20) if not mapped else (1 << 20,)
-    dtypes = DTYPES if not mapped else DTYPES[:1]
-    first, *others = ranks.run(CASES + "of", "equal_parts", dtypes, sizes, mapped, timeout_s=150)
-    assert first >= 5 * 2 * 3 * len(sizes) * len(dtypes) and others == [first] * len(others)
+def test_own_parts_stay(ranks: Ranks) -> None:
+    sizes = (1, 4099, 1 << 20)
+    first, *others = ranks.run(CASES + "of", "equal_parts", DTYPES, sizes, timeout_s=150)
+    assert first >= 5 * 2 * 3 * len(sizes) * len(DTYPES) and others == [first] * len(others)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -33,8 +31,3 @@ def test_what_is_refused(ranks: Ranks) -> None:
 
 def test_large_ones_are_copied_in_rows(ranks: Ranks) -> None:
     ranks.run(CASES + "large_parts", timeout_s=120)
-
-
-def test_large_ones_that_are_read_ahead(ranks: Ranks) -> None:
-    for went_ahead in ranks.run(CASES + "large_parts_learnt", 160, timeout_s=120):
-        assert went_ahead > 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pool_cases
 from device_pool import Ranks
 
-NEW = "mapped: its place in the pool has not been compared with the peers' yet"
+NEW = "staged: its place in the pool has not been compared with the peers' yet"
 
 
 def test_any_operation(ranks: Ranks) -> None:
@@ -20,19 +20,19 @@ def test_results_of_operations_are_symmetric(ranks: Ranks) -> None:
 
 def test_ranks_that_allocate_alike(ranks: Ranks) -> None:
     for kinds in (pool_cases.MOVING, pool_cases.REDUCING):
-        for symmetric, mapped, _ in ranks.run("pool_device_cases.of", "storm", 3, 200, 0, kinds, timeout_s=120):
-            assert (symmetric, mapped) == (200, 0)
+        for symmetric, staged, _ in ranks.run("pool_device_cases.of", "storm", 3, 200, 0, kinds, timeout_s=120):
+            assert (symmetric, staged) == (200, 0)
 
 
 def test_ranks_that_do_not(ranks: Ranks) -> None:
     for kinds in (pool_cases.MOVING, pool_cases.REDUCING):
-        for symmetric, mapped, _ in ranks.run("pool_device_cases.of", "storm", 4, 200, 9, kinds, timeout_s=120):
-            assert symmetric + mapped == 200 and mapped > 0
+        for symmetric, staged, _ in ranks.run("pool_device_cases.of", "storm", 4, 200, 9, kinds, timeout_s=120):
+            assert symmetric + staged == 200 and staged > 0
 
 
 def test_streams_and_memory_that_is_given_back(ranks: Ranks) -> None:
-    for symmetric, mapped in ranks.run("pool_device_cases.streams", 5, 200, timeout_s=120):
-        assert symmetric + mapped == 200 and symmetric > 0
+    for symmetric, staged in ranks.run("pool_device_cases.streams", 5, 200, timeout_s=120):
+        assert symmetric + staged == 200 and symmetric > 0
 
 
 def test_lists_batches_and_exchanges(ranks: Ranks) -> None:

@@ -31,6 +31,13 @@ def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
     ranks.run("group_device_cases.of", name, timeout_s=120)
 
 
+@pytest.mark.parametrize("allocator", ["torch", "nccl"])
+def test_registered_pools_need_no_staging(ranks: Ranks, allocator: str) -> None:
+    for registered, behind in ranks.run("group_device_cases.registers_pools", allocator, timeout_s=120):
+        assert registered == ["symmetric"] * 3
+        assert [how.partition(":")[0] for how in behind] == ["staged"] * 3
+
+
 LEAVES = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist

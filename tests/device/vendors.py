@@ -11,7 +11,6 @@ ONE_CHANNEL = {"GPU_MAX_HW_QUEUES" if IS_AMD else "CUDA_DEVICE_MAX_CONNECTIONS":
 
 _KERNELS = "communicators do not move bytes by kernels on AMD GPUs"
 _WAITS = "ROCm makes each signal and wait a kernel of one thread, which a profiler shows"
-_PIECES = "memory that is mapped in pieces is staged on AMD GPUs"
 
 CUDA_ONLY = {
     "test_device_kernels": _KERNELS,
@@ -24,10 +23,6 @@ CUDA_ONLY = {
     "test_device_partitions": "it reads the numbers of SMs by PTX and limits GEMMs of cuBLASLt",
     "test_device_prelaunch::test_captures_are_refused": "it captures by CUDA's driver",
     "test_device_renewal::test_flags_that_nobody_set_for_billions_of_calls": "flags do not wrap around on AMD GPUs",
-    "test_device_learning::test_a_storm_with_expandable_segments": _PIECES,
-    "test_device_reach::test_expandable_segments_are_mapped_piece_by_piece": _PIECES,
-    "test_device_reach::test_every_case_with_expandable_segments": _PIECES,
-    "test_device_reach::test_such_memory_with_expandable_segments": _PIECES,
 }
 """Reasons by file, or by file and test."""
 

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 from cuda_world import World, expected_outputs, world_of
+from sidelane.program.builders.confirmed import confirmed
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
-from sidelane.program.builders.confirmed import confirmed
 from sidelane.program.collective import Buffer, Collective
 
 

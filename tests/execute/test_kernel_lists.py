@@ -16,18 +16,15 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
-from sidelane.program.kernel import Protocol
-from sidelane.program.kernel_list import MOST_LISTED, KernelListProgram, kernel_list_program
+from sidelane.program.kernel import MOST_LISTED, KernelProgram, Protocol, kernel_program
 
 
 def batch_of(*parts: Collective) -> Batch:
     return Batch("list", parts[0].world_size if parts else 3, parts)
 
 
-def program_of(
-    *parts: Collective, variant: str = "one_shot", reads: bool = True, writes: bool = True
-) -> KernelListProgram:
-    return kernel_list_program(batch_of(*parts), variant, symmetric_input=reads, symmetric_output=writes)
+def program_of(*parts: Collective, variant: str = "one_shot", reads: bool = True, writes: bool = True) -> KernelProgram:
+    return kernel_program(batch_of(*parts), variant, symmetric_input=reads, symmetric_output=writes)
 
 
 def gathers(*sizes: int, in_place: bool = False) -> tuple[Collective, ...]:
@@ -107,7 +104,7 @@ def test_what_kernels_refuse(parts: tuple[Collective, ...], words: str) -> None:
 class Made:
     """A list loaded by rank 0 of 3, with made-up addresses of every tensor of every rank."""
 
-    def __init__(self, rank: Rank, program: KernelListProgram, *, frozen: bool = False) -> None:
+    def __init__(self, rank: Rank, program: KernelProgram, *, frozen: bool = False) -> None:
         self.program, batch = program, program.collective
         self.tensors = {
             (r, buffer): tuple(

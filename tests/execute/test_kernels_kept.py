@@ -20,7 +20,7 @@ from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
 from sidelane.execute.cuda.kernel_launch import KernelBinary, KernelTarget, compiled
-from sidelane.kernels import broadcast_relay, exchange_cells, reduce_cells, reduce_direct
+from sidelane.kernels import broadcast, direct, ll
 
 CONSTANTS = {"N": 2, "CELLS": 512}
 
@@ -51,7 +51,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def get(**changed: Any) -> KernelBinary:
     given = {
         "target": KernelTarget("cuda", 90, 32),
-        "function": reduce_cells.KERNEL,
+        "function": ll._ll,
         "constants": CONSTANTS,
         "warps": 8,
         "stages": None,
@@ -64,7 +64,7 @@ def test_a_kernel_is_compiled_once(made: list[str], cache: Path) -> None:
     assert get() == first and first.image == b"\x7fELF\n" + bytes(range(256))
     assert len(made) == 1
     (file,) = cache.iterdir()
-    assert file.name.startswith("reduce_cells-") and file.suffix == ".cubin"
+    assert file.name.startswith("ll-") and file.suffix == ".cubin"
 
 
 def test_what_changes_the_binary_changes_its_file(
@@ -74,7 +74,7 @@ def test_what_changes_the_binary_changes_its_file(
     others: list[dict[str, Any]] = [
         {"target": KernelTarget("cuda", 100, 32)},
         {"target": KernelTarget("hip", "gfx942", 64)},
-        {"function": exchange_cells.KERNEL},
+        {"function": ll._ll_broadcast},
         {"constants": {**CONSTANTS, "N": 4}},
         {"warps": 4},
         {"stages": 3},
@@ -102,14 +102,14 @@ def test_what_changes_the_binary_changes_its_file(
 
 
 def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
-    own = kernel_launch._source_of(reduce_cells.KERNEL)
+    own = kernel_launch._source_of(ll._ll)
     assert kernel_launch._text_of(flags.__file__) in own
     assert any(line.startswith("SLOT_BYTES=") for line in own)
-    assert kernel_launch._source_of(broadcast_relay.KERNEL) != own
-    reduces = kernel_launch._source_of(reduce_direct.KERNEL)
+    assert kernel_launch._source_of(broadcast._broadcast_relay) != own
+    reduces = kernel_launch._source_of(direct._direct_reduce)
     assert kernel_launch._text_of(target.__file__) in reduces, "what it asks while it is compiled"
-    reduce_direct.KERNEL.made()
-    assert kernel_launch._source_of(reduce_direct.KERNEL) == reduces
+    direct._direct_reduce.made()
+    assert kernel_launch._source_of(direct._direct_reduce) == reduces
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head", "link", "pipe"])
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(made: list[str], monkeypatc
 
 
 def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> None:
-    place = kernel_launch._place_of(90, reduce_cells.KERNEL, CONSTANTS, 8, None)
+    place = kernel_launch._place_of(90, ll._ll, CONSTANTS, 8, None)
     assert place is not None
     binaries = [KernelBinary(f"kernel {number}", 8, number, bytes([number]) * 100_000) for number in range(8)]
     torn: list[bytes] = []
@@ -196,10 +196,10 @@ import sys
 import sidelane.execute.cuda.kernel_program  # all that a collective in a kernel imports
 from sidelane.execute.cuda.kernel_launch import KernelTarget, compiled
 from sidelane.device.launch import LaunchSite
-from sidelane.kernels import reduce_cells
+from sidelane.kernels import ll
 from sidelane.program.collective import Reduction
 site = LaunchSite(0, (1 << 20, 1 << 21), 4096, 4)
-launch = reduce_cells.arrange(site, 1 << 22, 1 << 23, 4096, Reduction("sum", "bfloat16"), distinct=False)
+launch = ll.arrange(site, 1 << 22, 1 << 23, 4096, Reduction("sum", "bfloat16"), distinct=False)
 found = compiled(KernelTarget("cuda", 90, 32), launch.kernel, launch.constants, launch.warps, None)
 print(found.name, found.warps, found.shared_bytes, len(found.image), "triton" in sys.modules)
 """

@@ -16,13 +16,17 @@ from ranks import RankPool, crew
     ("layout", "names"),
     [
         ((0, 0, 1, 1), ("mixed precision",)),
-        ((0, 1, 0), ("resharded",)),
+        ((0, 1, 1, 0), ("resharded",)),
     ],
     ids=str,
 )
 def test_shards_among_nodes(pool: RankPool, layout: tuple[int, ...], names: tuple[str, ...]) -> None:
     for told in pool.run(fsdp_cases.as_without, len(layout), layout, names):
         assert told == {name: set() for name in names}
+
+
+def test_nodes_of_several_sizes_use_the_groups_own_backend(pool: RankPool) -> None:
+    assert pool.run(fsdp_cases.flat, 3, (0, 1, 0)) == [None] * 3
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import group_cases as cases
 import pytest
 from marks import long
-from ranks import RankPool
+from ranks import RankError, RankPool
 
 ALONE = [
     cases.averages,
@@ -54,6 +54,20 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(pool: RankPool) 
         assert {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")} >= found
         whys = {why for _, _, why in rows}
         assert {"max of bool", "operation product", "Sidelane has no such operation"} == whys
+
+
+def test_large_exchanges_of_ordinary_tensors_are_left_to_nccl(pool: RankPool) -> None:
+    for rows in pool.run(cases.slower_staged, 2, False):
+        assert sorted({where for where, _ in rows}) == ["nccl", "sidelane"]
+        (why,) = {why for where, why in rows if where == "nccl"}
+        assert why.startswith("ordinary tensors of ") and "sidelane.pool" in why
+
+
+def test_ranks_whose_memory_differs_are_told(pool: RankPool) -> None:
+    with pytest.raises(
+        RankError, match="ranks made different calls: rank 0: all_to_all_single of 40000 bytes of ordinary"
+    ):
+        pool.run(cases.slower_staged, 2, True)
 
 
 def test_an_existing_group_is_wrapped_and_stays(pool: RankPool) -> None:

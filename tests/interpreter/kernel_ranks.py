@@ -25,16 +25,8 @@ import torch
 from sidelane.device import layout
 from sidelane.device.launch import Launch
 from sidelane.device.triton_interpreter import polls_that_sleep, quick_interpreter
-from sidelane.kernels import (
-    broadcast_cells,
-    broadcast_push,
-    broadcast_relay,
-    exchange_cells,
-    list_broadcast_push,
-    push,
-    relay,
-)
-from sidelane.kernels.list_table import ListPiece, ListTable
+from sidelane.kernels import broadcast, direct, ll
+from sidelane.kernels.tile_table import Piece, Tiles, TileTable
 
 TIMEOUT_S = 90
 
@@ -81,16 +73,17 @@ def dead_peer(world: World) -> None:
     words = world.words()
     output, outputs = world.carve(n * part)
     input = torch.zeros(n * part, dtype=torch.uint8)
-    piece = ListPiece(output.data_ptr(), output.data_ptr(), part, 0, 0, 0, (relay.from_root(outputs, 0),))
-    table = ListTable.of([piece], relay.TILE_BYTES)
+    pushed = Piece(input.data_ptr(), output.data_ptr(), part, part, part, groups=(world.site.rotated(outputs),))
+    sent = Piece(output.data_ptr(), output.data_ptr(), part, groups=(broadcast.from_root(outputs, 0),))
+    table = TileTable.of([sent], broadcast.TILE_BYTES)
     for work in (
-        exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
-        push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),
-        broadcast_cells.arrange(world.site, input.data_ptr(), part, 0),
-        broadcast_relay.arrange(world.site, input.data_ptr(), part, 0),  # a peer's part is late
-        broadcast_relay.arrange(world.site, input.data_ptr(), part, n - 1),  # the root's
-        broadcast_push.arrange(world.site, output.data_ptr(), outputs, part, 0, staged=False),
-        list_broadcast_push.arrange(world.site, table, world.place_table(table.values), 0, None),
+        ll.arrange(world.site, output.data_ptr(), input.data_ptr(), part, None, distinct=True),
+        direct.arrange_push(world.site, Tiles.of(pushed, direct.MOVED_TILE_BYTES), distinct=True),
+        ll.arrange_broadcast(world.site, input.data_ptr(), part, 0),
+        broadcast.arrange_relay(world.site, input.data_ptr(), part, 0),  # a peer's part is late
+        broadcast.arrange_relay(world.site, input.data_ptr(), part, n - 1),  # the root's
+        broadcast.arrange_push(world.site, Tiles.of(sent, broadcast.TILE_BYTES), 0, None),
+        broadcast.arrange_push(world.site, table.at(world.place_table(table.values)), 0, None),
     ):
         words.zero_()
         child = os.fork()

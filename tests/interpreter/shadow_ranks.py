@@ -21,62 +21,31 @@ from shadows import shadows_of
 from shadows.blocks import block_of
 from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
-from sidelane.device import launch
-from sidelane.device.launch import Launch
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.kernel_program import arrange, arrange_list
-from sidelane.kernels import (
-    broadcast_parcels,
-    broadcast_push,
-    broadcast_relay,
-    list_broadcast_push,
-    list_direct,
-    list_pull,
-    list_push,
-    parcels,
-    pull,
-    push,
-    reduce_direct,
-    reduce_pull,
-    relay,
-)
+from sidelane.execute.cuda.kernel_plan import arrange
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged
 from sidelane.program import reduce_chunks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import Copy, Flag, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.verify import verify_sequence
 
 TILE = 64
 BLOCKS = 2
-for module in (broadcast_parcels, broadcast_push, broadcast_relay, parcels, pull, push, reduce_direct, reduce_pull):
+for module in (block_flags, broadcast, reduce_chunks):
     module.TILE_BYTES = TILE
-for module in (relay, list_broadcast_push, list_direct, list_push, reduce_chunks):
-    module.TILE_BYTES = TILE
-list_pull.MOVED_TILE_BYTES = list_pull.REDUCED_TILE_BYTES = TILE
-reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE
-launch.CELLS_PER_TILE = launch.FEW_CELLS_PER_TILE = TILE // 4
+broadcast.RELAYED_TILE_BYTES = TILE
+staged.MOVED_TILE_BYTES = staged.REDUCED_TILE_BYTES = TILE
+direct.MOVED_TILE_BYTES = direct.LISTED_TILE_BYTES = direct.TILE_BYTES = TILE
+direct.PAIR_TILE_BYTES = direct.FEW_TILE_BYTES = TILE
+ll.WORDS_PER_TILE = ll.FEW_WORDS_PER_TILE = TILE // 4
 INTS = Reduction(ReduceOp.SUM, "int32")
 PARTS = {1: (100,), 2: (4, 300), 3: (100,), 4: (36,)}
 """Bytes from rank to rank, about: fewer tiles than blocks and more, with some left over."""
 
 MANY = 4
 """Ranks, from which on each protocol is run once, of a single tensor: interpreters are slow."""
-
-
-class Executor:
-    """What a list needs of one: a place for its table."""
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.board = world.rank, world.board
-        self.address, self.table = 0, (0, 0)
-
-    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> Executor:
-        self._values = values  # stays
-        self.address = int(values.ctypes.data)
-        self.table = (self.address, values.nbytes)
-        return self
 
 
 class Case:
@@ -88,7 +57,7 @@ class Case:
         places: what lies where.
     """
 
-    def __init__(self, world: World, kernel: AnyKernelProgram) -> None:
+    def __init__(self, world: World, kernel: KernelProgram) -> None:
         self._world, self._kernel = world, kernel
         collective, ranks = kernel.collective, range(world.world_size)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -98,19 +67,18 @@ class Case:
             self._tensors[name], addresses = world.carve(size)
             buffers |= {(rank, str(name)): (addresses[rank], size) for rank in ranks if size}
         at = {place: address for place, (address, _) in buffers.items()}
-        found = Addresses(at, (), world.arenas)
-        self._executor = Executor(world)  # which keeps the table
-        work: Launch | None
-        if isinstance(kernel, KernelProgram):
-            work = arrange(kernel, world.rank, found, world.board, 0)
-        else:
-            arranged = arrange_list(kernel, self._executor, found, frozen=False)  # type: ignore[arg-type]
-            assert arranged is not None
-            work = arranged[0]
+        self._table = np.empty(0, np.int64)
+
+        def place_table(values: npt.NDArray[np.int64]) -> int:
+            self._table = values  # stays
+            return int(values.ctypes.data)
+
+        site = dataclasses.replace(world.site, most_blocks=kernel.blocks)
+        work = arrange(kernel, site, Addresses(at, (), world.arenas), place_table)
         assert work is not None
         self.work = work
         self.stays = frozenset(byte for span in self._staying() for byte in bytes_of(span))
-        self.places = Places(world.arenas, world.board, buffers, self._executor.table)
+        self.places = Places(world.arenas, world.board, buffers, (int(self._table.ctypes.data), self._table.nbytes))
 
     def fill(self) -> None:
         """Poison everything, then write the inputs, which may lie in outputs."""
@@ -159,7 +127,7 @@ def _input(number: int, rank: int, nbytes: int) -> torch.Tensor:
     return torch.randint(0, 250, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def compare_blocks(world: World, kernel: AnyKernelProgram, generation: int, noticed: set[str]) -> int:
+def compare_blocks(world: World, kernel: KernelProgram, generation: int, noticed: set[str]) -> int:
     """Run a kernel, see that its bytes are right, and hold every block against its shadow; how many steps it had.
 
     Args:
@@ -236,15 +204,15 @@ def planted(queues: Sequence[Queue], stays: frozenset[Byte], world_size: int) ->
             yield "something apart in order", with_commands([*queue.commands, *commands])
 
 
-def cases(world_size: int) -> Iterator[AnyKernelProgram]:
+def cases(world_size: int) -> Iterator[KernelProgram]:
     """Kernels of one tensor with all sizes, of lists with the last one."""
     *some, last = PARTS[world_size]
     if world_size >= MANY:
-        single = [kernel for kernel in kernels(world_size, last, BLOCKS, INTS) if isinstance(kernel, KernelProgram)]
+        single = [kernel for kernel in kernels(world_size, last, BLOCKS, INTS) if not kernel.listed]
         yield from {(kernel.protocol, kernel.collective.kind, kernel.two_shot): kernel for kernel in single}.values()
         return
     for part in some:
-        yield from (kernel for kernel in kernels(world_size, part, BLOCKS, INTS) if isinstance(kernel, KernelProgram))
+        yield from (kernel for kernel in kernels(world_size, part, BLOCKS, INTS) if not kernel.listed)
     yield from kernels(world_size, last, BLOCKS, INTS)
 
 

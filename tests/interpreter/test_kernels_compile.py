@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from sidelane.device.launch import LaunchSite
 from sidelane.device.target import compiling_for, is_nvidia
 from sidelane.execute.cuda.kernel_launch import compile_for
-from sidelane.kernels import reduce_direct
+from sidelane.kernels import direct
+from sidelane.kernels.tile_table import Piece, Tiles
 from sidelane.program.kernel import NARROW_BLOCKS
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -67,8 +68,9 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])
 def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
     site = LaunchSite(0, site_of(8).arenas[:ranks], 64, NARROW_BLOCKS, available)
-    inputs = (16 * MB,) * ranks
-    launch = reduce_direct.arrange(site, inputs, inputs, MB, ranks * MB, AVERAGE, gather=True)
+    piece = Piece(16 * MB, 16 * MB, MB, groups=((16 * MB,) * ranks,) * 2)
+    tiles = Tiles.of(piece, direct.tile_bytes(site, listed=False))
+    launch = direct.arrange(site, tiles, tiles.count, AVERAGE, gather=True)
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
     assert shared <= max(available, 1024)
     assert shared > available // 2 or not available, "tiles are copied ahead"
@@ -97,7 +99,7 @@ def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setenv("TRITON_INTERPRET", "1")
             assert not is_nvidia()
-    (launch, *_) = (one for one in reducing(2) if one.kernel is reduce_direct.KERNEL)
+    (launch, *_) = (one for one in reducing(2) if one.kernel.__name__ == "_direct_reduce")
     text = compile_for(H200, launch.kernel, launch.constants, launch.warps).asm["ptx"]
     assert "ld.acquire.sys" in text and ".sys.acquire.add" not in text
     amd = compile_for(GPUTarget("hip", "gfx942", 64), launch.kernel, launch.constants, launch.warps).asm["amdgcn"]

@@ -30,7 +30,7 @@ def clock(place):  # type: ignore[no-untyped-def]
     tl.store(place, stamps.amd_clock_ns())
 
 
-FLAGLESS = ("_cells",)
+FLAGLESS = ("_ll", "_ll_broadcast")
 """Kernels whose data carry their own flags: no fence orders them, each word is stored as a whole."""
 
 LOCAL_MEMORY_BYTES = 64 << 10
@@ -53,7 +53,7 @@ def test_every_kernel_compiles_with_its_fences(
         text = compiled.asm["amdgcn"]
         binary = KernelBinary.of(compiled)
         assert binary.image.startswith(b"\x7fELF") and binary.shared_bytes <= LOCAL_MEMORY_BYTES
-        if name.endswith(FLAGLESS):
+        if name in FLAGLESS:
             continue
         code = [line.strip() for line in text.splitlines()]
         released = [number for number, line in enumerate(code) if line.startswith("buffer_wbl2 sc0 sc1")]
@@ -63,7 +63,7 @@ def test_every_kernel_compiles_with_its_fences(
             after = [line for line in code[number + 1 : number + 40] if line and not line.startswith((";", "."))]
             until = next(i for i, line in enumerate(after) if re.match(r"(global|flat)_(atomic|store)", line))
             assert any(line.startswith("s_waitcnt vmcnt(0)") for line in after[:until]), f"{name}: {after[:until]}"
-    assert len(found) > 5
+    assert len(found) > 3
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])

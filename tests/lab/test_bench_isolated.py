@@ -26,6 +26,7 @@ from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
 from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions
 from sidelane_lab.studies.c3.study import is_bound_by_memory, rows_of
+from sidelane_lab.studies.tune import isolated_measure
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of
 
@@ -234,3 +235,12 @@ def test_where_isolated_times_are_found(tmp_path: Path, monkeypatch: pytest.Monk
         isolated_times(tmp_path / "none.json", "cpu", 2)
     assert is_bound_by_memory(parse_workload("mb1_1M").gemm, None, "", 2)
     assert not is_bound_by_memory(found.gemms[0].gemm, found, "", 2)
+
+
+def test_a_carve_out_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append, raising=False)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 4, raising=False)
+    with isolated_measure.torch_carve_out(16):
+        assert told == [16]
+    assert told == [16, 4]

@@ -1,4 +1,4 @@
-"""The study of ordinary memory: from end to end on CPU ranks, and with calls that go ahead."""
+"""The study of ordinary memory: from end to end on CPU ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import learn_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,36 +25,34 @@ from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
-from sidelane_lab.studies.ordinary.programs import SETTLING
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
-from sidelane_lab.studies.ordinary.ways import OwnWay, make_ways
+from sidelane_lab.studies.ordinary.ways import make_ways
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
-WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
+WAYS = [("auto", "symmetric"), ("auto", "staged"), ("gloo", "")]
 SMALL = "256x256x256_256K"
 CPU = torch.device("cpu")
-GOES_AHEAD = "no host waits"
 
 
 @pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "ordinary.json"
     options = OrdinaryOptions(
-        **QUICK, sizes=(1000,), pairs=(SMALL,), changing=(5000,), json=path, report=tmp_path / "report", command="test"
+        **QUICK, sizes=(1000,), pairs=(SMALL,), json=path, report=tmp_path / "report", command="test"
     )
     results = running.run(options)
     assert results is not None
     rows = [row for row in read(path).rows if isinstance(row, OrdinaryRow)]
     assert all(row.correct and row.time_us for row in rows), [row.note for row in rows if not row.correct]
-    alone = [row for row in rows if not row.gemm and row.host_us is None]
+    alone = [row for row in rows if not row.gemm]
     both = ("all_gather", "all_reduce")
     places = {kind: (False, True) if kind in both else (False,) for kind in (*both, "all_to_all", "reduce_scatter")}
     for kind, in_places in places.items():
         for in_place in in_places:
             ways = [(r.implementation, r.reach) for r in alone if (r.collective, r.in_place) == (kind, in_place)]
             # torch's all_reduce has no output of its own.
-            assert ways == (WAYS[:4] if (kind, in_place) == ("all_reduce", False) else WAYS)
+            assert ways == (WAYS[:2] if (kind, in_place) == ("all_reduce", False) else WAYS)
     assert {row.bytes for row in alone} == {1024 - 1024 % 32}
     pairs = [row for row in rows if row.gemm]
     assert [(r.collective, r.implementation, r.reach) for r in pairs] == [
@@ -64,71 +61,11 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     for row in pairs:
         assert (row.gemm, row.m, row.bus_gbps) == ("256x256x256", 256, None)
         assert row.gemm_us and row.best_comm_us and row.comm_us and row.speedup and row.ideal
-    changing = [(row.variant, row.implementation, row.reach) for row in rows if row.host_us is not None]
-    assert changing == [(change, *way) for change in SETTLING for way in WAYS if change == "repeated" or way != WAYS[0]]
     titles = [table.title for table in tables_of(results)]
-    assert len(titles) == 6 + 2 + 1 and "on tensors that change" in titles[-1]
+    assert len(titles) == 6 + 2
     page = (tmp_path / "report" / "index.html").read_text()
     assert "Collectives on ordinary memory" in page and page.count("<img") == 6
-    assert {"reach", "gemm_us", "best_comm_us", "percent_of_ideal", "host_us"} <= set(
-        json.loads(path.read_text())["rows"][0]
-    )
-
-
-def rows_ahead(group: dist.ProcessGroup, part: str) -> list[OrdinaryRow]:
-    """What is measured where ranks learn from small calls, too."""
-    torch.set_num_threads(1)
-    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
-    case = Case(Kind.ALL_GATHER, 4096, torch.bfloat16, rank.rank, rank.world_size, rank.device)
-    with learn_cases.counted():
-        roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
-        roster.reserve(case.output_bytes, case.input_bytes)
-        assert not roster.unavailable, roster.unavailable
-        parts = Parts(roster.meter, ways, 1, 3, itertools.count(1))
-        workload = parse_workload("64x64x64_4K", case.kind, "float32")
-        rows = list(parts.pair(workload, case, None) if part == "beside" else getattr(parts, part)(case))
-        roster.close()
-    return rows
-
-
-@pytest.mark.parametrize("part", ["alone", "beside"])
-def test_calls_that_are_timed_have_learnt_where_tensors_come_again(pool: RankPool, part: str) -> None:
-    for rows in pool.run(rows_ahead, 2, part):
-        assert all(row.correct and row.time_us for row in rows), rows
-        for row in rows:
-            assert (GOES_AHEAD in row.note) == (row.reach == "learned"), row
-
-
-@pytest.mark.long
-def test_only_addresses_that_come_again_go_ahead(pool: RankPool) -> None:
-    for rows in pool.run(rows_ahead, 2, "changing"):
-        assert all(row.correct and row.time_us and row.host_us for row in rows), rows
-        notes = {row.variant: row.note for row in rows if row.reach == "learned"}
-        assert list(notes) == list(SETTLING)
-        assert [change for change, note in notes.items() if GOES_AHEAD in note] == ["repeated", "rotating"]
-
-
-def private(group: dist.ProcessGroup) -> list[OrdinaryRow]:
-    """Tensors of a way that should be mapped, in memory that peers cannot map."""
-    rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
-    case = Case(Kind.ALL_GATHER, 4096, torch.bfloat16, rank.rank, rank.world_size, rank.device)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank.rank == 1:
-            patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)
-        roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
-        roster.reserve(case.output_bytes, case.input_bytes)
-        assert isinstance(ways["mapped"], OwnWay)
-        rows = list(Parts(roster.meter, ways, 0, 1, itertools.count(1)).alone(case))
-        roster.close()
-    return rows
-
-
-def test_what_is_not_mapped_is_not_called_so(pool: RankPool) -> None:
-    for rows in pool.run(private, 2):
-        for row in rows:
-            assert (row.time_us is None) == (row.reach == "mapped")
-            if row.reach == "mapped":
-                assert row.note.startswith("rank 1: not mapped, but staged: it is not in shared memory")
+    assert {"reach", "gemm_us", "best_comm_us", "percent_of_ideal"} <= set(json.loads(path.read_text())["rows"][0])
 
 
 def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
@@ -142,7 +79,7 @@ def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
         roster, ways = make_ways(rank, meter, 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
         parts = Parts(meter, ways, 0, 2, itertools.count(1))
-        rows = [*parts.alone(case), *parts.changing(case), *parts.pair(workload, case, None)]
+        rows = [*parts.alone(case), *parts.pair(workload, case, None)]
         roster.close()
     return rows
 
@@ -152,7 +89,7 @@ def test_what_is_wrong_has_no_time_and_spoils_nobody_elses(pool: RankPool) -> No
     for rows in pool.run(rows_of_a_wrong_library, 2):
         for row in rows:
             if row.implementation == "gloo":
-                assert (row.correct, row.time_us, row.host_us, row.speedup) == (False, None, None, None)
+                assert (row.correct, row.time_us, row.speedup) == (False, None, None)
                 assert "output bytes are wrong" in row.note
             else:
                 assert row.correct and row.time_us
@@ -176,10 +113,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen.pop()
 
     assert asked("--min-bytes", "16M").sizes == (16 << 20,)
-    some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL, "--changing-bytes", "1M")
-    assert (some.parts, some.collectives, some.pairs, some.changing) == (
-        ("beside",),
-        (Kind.ALL_TO_ALL,),
-        (SMALL,),
-        (1 << 20,),
-    )
+    some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL)
+    assert (some.parts, some.collectives, some.pairs) == (("beside",), (Kind.ALL_TO_ALL,), (SMALL,))

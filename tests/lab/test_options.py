@@ -180,7 +180,7 @@ WRONG: dict[type[StudyOptions], tuple[tuple[dict[str, Any], str], ...]] = {
     ),
     OrdinaryOptions: (
         ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
-        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
+        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside)"),
         ({"pairs": ("8192_97M",)}, "not a GEMM"),
     ),
     GroupOptions: (

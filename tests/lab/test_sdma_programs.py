@@ -14,12 +14,12 @@ from marks import long
 from ranks import RankPool
 from sdma_emulator import Memory, PollTimeoutError, run_together
 from sdma_world import Caller, World, address_of, addresses_of, sizes_of, words_of
+from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
 from worlds import Rig
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.program.batch import Batch
 from sidelane.program.builders import ALTERNATING, Transport, algorithms, alternation, build, build_batch, list_variants
-from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
 from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
     Buffer,

@@ -181,6 +181,6 @@ def test_partitions_are_cu_masks(rocm: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(lanes, "make_driver", lambda device: StandinDriver())
     found, why = lanes.DevicePartitions.on(torch.device("cuda", 0))
     assert found is not None and not why and found.units == UNITS
-    assert found.objection(Partition(means=Means.SPLIT, units=40)) == ""
-    assert "allowed=1..303" in found.objection(Partition(means=Means.SPLIT, units=304))
-    assert "hipBLASLt" in found.objection(Partition(means=Means.TARGET, units=40))
+    assert found.objection(Partition(), 40) == ""
+    assert "allowed=1..303" in found.objection(Partition(), 304)
+    assert "hipBLASLt" in found.objection(Partition(means=Means.TARGET), 40)

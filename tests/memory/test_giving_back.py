@@ -171,9 +171,9 @@ def in_a_fork(job: Callable[[], None]) -> int:
 def among_nodes() -> object:
     """Make words that a kernel among nodes polls, and return a view of them."""
     pytest.importorskip("triton")
-    from sidelane.ops.scale_out.ring import host_words
+    from sidelane.ops.scale_out.words import host_words
 
-    return host_words(4, torch.int64, GPU)[1:].numpy()
+    return host_words(4, GPU)[1:].numpy()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")

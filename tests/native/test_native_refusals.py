@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_host import DEVICE, STREAM, Host, Question
+from replay_host import DEVICE, STREAM, Host
 
 from sidelane.native import Effect
 
@@ -95,26 +95,6 @@ def test_what_is_not_as_it_was_is_left_to_python(host: Host, reason: str) -> Non
     assert host.lock.locked() == (reason == "another thread submits")
 
 
-@pytest.mark.parametrize("change", [{"number": 6}, {"error": 1}])
-def test_memory_that_was_freed_leaves_the_call_to_python(host: Host, change: dict[str, int]) -> None:
-    question = Question(host)
-    host.remember(standing=question.standing)
-    assert host.run() is True, "the test would prove nothing"
-    assert question.asked == 2, "once for each address"
-    before = bytes(host.memory)
-    vars(question).update(change)
-    assert host.run() is False, "so that it is remembered anew"
-    assert (host.log, bytes(host.memory), next(host.numbers)) == (["ran"], before, 2), "something has happened"
-
-
-@pytest.mark.parametrize("reason", ["it is closed", "all is forgotten"])
-def test_other_threads_run_while_memory_is_asked_about(host: Host, reason: str) -> None:
-    question = Question(host, lambda: REASONS[reason](host))
-    host.remember(standing=question.standing)
-    assert host.run() is (None if reason == "it is closed" else True), "what was forgotten is kept while it runs"
-    assert next(host.numbers) == (1 if reason == "it is closed" else 2)
-
-
 @pytest.mark.parametrize(
     "asked",
     [{"kind": "all_to_all"}, {"variant": "b2b"}, {"beside": "compute"}, {"details": ("sum",)}],
@@ -176,8 +156,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "a tally that is no list": ({"notes": ((Effect.COUNT, (1,), "", None),)}, ValueError),
     "words nowhere": ({"words": ((0, 1),)}, TypeError),
     "no tensors": ({"tensors": ()}, ValueError),
-    "allocations without a question": ({"standing": (1,)}, TypeError),
-    "an allocation without a number": ({"standing": (1, ((2, 7),))}, TypeError),
     "a turn without a successor": ({"turn": (1, "next", 2)}, TypeError),
 }
 

@@ -13,7 +13,6 @@ from sidelane.errors import ProgramError
 from sidelane.program import reduce_chunks
 from sidelane.program.collective import Kind, all_reduce
 from sidelane.program.kernel import KernelProgram, Protocol
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.verify import verify_sequence
 
 TILE = 16
@@ -43,7 +42,7 @@ def test_launches_follow_each_other(n: int) -> None:
         verify_sequence([programs[generation % len(programs)] for generation, programs in enumerate(pair)])
 
 
-def is_harmless(mistake: str, kernel: AnyKernelProgram) -> bool:
+def is_harmless(mistake: str, kernel: KernelProgram) -> bool:
     """Found by the proof: what would be right all the same."""
     protocol, (kind, in_place) = kernel.protocol, kinds_of(kernel)
     match mistake:

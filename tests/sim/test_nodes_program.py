@@ -10,13 +10,11 @@ import pytest
 from marks import long
 from refusals import refused
 
-from sidelane.integrations.nodes.explain import nodes_of
-from sidelane.integrations.nodes.plan import make_plan
-from sidelane.integrations.nodes.steps import Copies, Far
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Copy, Program, Wait
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import named, parse
+from sidelane_lab.model.node_steps import Copies, Far, make_plan, nodes_of
 from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned

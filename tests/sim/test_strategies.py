@@ -114,8 +114,8 @@ def test_the_simulator_takes_the_value_that_runs():
     assert predict(MACHINE, PAIR, sp).time_us == predict(MACHINE, PAIR, "c3_sp").time_us
     turned = dataclasses.replace(sp, name="turned", order=Order.GEMM_FIRST)
     assert predict(MACHINE, PAIR, turned).time_us == predict(MACHINE, PAIR, "c3_base").time_us
-    given = dataclasses.replace(sp, name="given", partition=Partition(64))
-    assert predict(MACHINE, PAIR, given).time_us == predict(MACHINE, PAIR, "c3_sp_rp", units=64).time_us
+    given = dataclasses.replace(sp, name="given", partition=Partition())
+    assert predict(MACHINE, PAIR, given, units=64).time_us == predict(MACHINE, PAIR, "c3_sp_rp", units=64).time_us
     urgent = dataclasses.replace(turned, name="urgent", priority=1)
     assert predict(MACHINE, PAIR, urgent).time_us == predict(MACHINE, PAIR, "priority").time_us
 

@@ -14,7 +14,7 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 from sidelane.session import Communicator
 from soak.caller import Caller
-from soak.episode import MODES, Episode
+from soak.episode import Episode
 from soak.judge import Judge, Tally
 from soak.memory import Memory, Values
 from soak.plan import Step
@@ -113,7 +113,6 @@ class Actor:
             debug=episode.debug,
             verify=episode.verify,
             profile="builtin",
-            map_memory=None if episode.setting.map_memory is None else MODES[episode.setting.map_memory],
         )
         if is_lane:
             communicator = Communicator(self.first.lane.session.lane())

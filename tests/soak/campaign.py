@@ -1,11 +1,10 @@
-"""Campaigns and storms: episode after episode, added up, shown, and written down after each."""
+"""Campaigns: episode after episode, added up, shown, and written down after each."""
 
 from __future__ import annotations
 
 import argparse
 import collections
 import itertools
-import json
 import shlex
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from sidelane.cli.output import write_text
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.launch import LaunchTarget, choose_target, under_torchrun
-from soak.episode import CALLS, CPU, MODES, SIZES, Episode, Setting, Storm
+from soak.episode import CALLS, CPU, SIZES, Episode, Setting
 from soak.judge import Tally, shortened
 from soak.world import Verdict, run_episode
 
@@ -36,23 +35,13 @@ group of all ranks joins worlds in which they have other numbers; on the made-up
 ranks take the path of GPUs. Late ranks come seconds late to a call, or to the making of a communicator.
 """
 
-ABOUT_STORMS = """\
-Storms of ordinary tensors that come and go while peers reach them, with a call in each step (make soak, --storm): new
-memory, frees, emptied caches, pools, tensors of slots that are replaced, memory that peers cannot map; on GPUs also
-calls in graphs, replayed between steps. Every byte that a call wrote or read was compared, and bystanders: memory that
-no call touches, where other memory has been. One line for each part and rank. bytes_missing: of memory, against those
-behind the first of several seasons (communicators live for one); bytes_behind_season: against those behind the warm-up;
-bytes_held: at the end, by holder; mapped: allocations of other ranks; stale: bystanders that have changed.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign, one episode of it, or a storm."""
+    """Run a campaign, or one episode of it."""
     parser = argparse.ArgumentParser(
         prog="make soak SOAK=",
         description="Random calls in processes of their own, every byte checked: some episodes end well, in others a "
-        "rank is killed, stopped, interrupted ..., of which the others must hear. Or a storm: one world whose ordinary "
-        "tensors come and go; no other program may use the GPUs meanwhile, as memory is counted.",
+        "rank is killed, stopped, interrupted ..., of which the others must hear.",
         allow_abbrev=False,
     )
     parser.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto", help="auto takes two GPUs or more")
@@ -62,26 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="end after so long; 1 without --calls and --episode")
     parser.add_argument("--episode", type=int, help="run this episode of the campaign alone")
     parser.add_argument("--episode-calls", type=_positive, help="of an episode of two ranks; part of what a seed means")
-    parser.add_argument("--storm", type=_positive, metavar="STEPS", help="a storm of so many steps instead")
-    parser.add_argument("--map-memory", choices=tuple(MODES), help="whether peers reach ordinary tensors")
     parser.add_argument("--text", type=Path, help="write what was found to a file")
     options = parser.parse_args(arguments)
-    if options.storm and (options.calls or options.minutes or options.episode is not None or options.episode_calls):
-        parser.error("--storm runs no episodes (allowed=without --calls, --minutes, --episode, --episode-calls)")
     if under_torchrun():
         parser.error("soak starts its own ranks, and ends them (allowed=without torchrun)")
     try:
         place = choose_target(options.ranks, options.device)
     except ValueError as error:
         parser.error(str(error))
-    return storm(options, place) if options.storm else campaign(options, place)
+    return campaign(options, place)
 
 
 def campaign(options: argparse.Namespace, place: LaunchTarget) -> int:
     """Run episode after episode until there is enough; 1 if anything was not as it must be, else 0."""
     sizes = tuple(SIZES) if place.on_cpu and options.ranks is None else (place.world_size,)
     calls = options.episode_calls or (CALLS if place.on_cpu else 2 * CALLS)
-    setting = Setting(CPU if place.on_cpu else place.device_type, sizes, calls, options.map_memory)
+    setting = Setting(CPU if place.on_cpu else place.device_type, sizes, calls)
     minutes = options.minutes or (None if options.calls else 1.0)
     until = None if minutes is None else time.monotonic() + 60 * minutes
     account = Account(options)
@@ -142,51 +127,8 @@ class Account:
 
     def _again(self, episode: Episode) -> str:
         given = {"seed": episode.seed, "episode": episode.number}
-        given |= {name: getattr(self._options, name) for name in ("ranks", "device", "map_memory", "episode_calls")}
+        given |= {name: getattr(self._options, name) for name in ("ranks", "device", "episode_calls")}
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None)
-
-
-def storm(options: argparse.Namespace, place: LaunchTarget) -> int:
-    """Run a storm part by part; 1 if anything was not as it must be, else 0."""
-    ranks = place.world_size if options.ranks is not None or not place.on_cpu else 2
-    modes = (options.map_memory,) if options.map_memory else ("learn", "always") if place.on_cpu else ("learn",)
-    setting = Setting(CPU if place.on_cpu else place.device_type, (ranks,))
-    lines: list[str] = []
-    failed, seconds = 0, 0.0
-    parts = parts_of(options.storm, modes, on_cpu=place.on_cpu)
-    for number, part in enumerate(parts):
-        verdict = run_episode(Episode.of_storm(part, options.seed, number, setting))
-        failed += bool(verdict.failures)
-        seconds += verdict.seconds
-        new = [f"{part}: {part.steps:,} steps in {verdict.seconds:.0f} s", *_by_rank(verdict)]
-        new += [f"{part}{'' if rank is None else f', rank {rank}'}: {text}" for rank, text in verdict.failures]
-        print("\n".join(new), flush=True)
-        lines += new
-        if options.text is not None:  # what there is, if a later part is broken off
-            result = f"{failed} parts failed" if failed else "every byte was right, nothing stale, nothing left"
-            result += f", {number + 1} of {len(parts)} parts in {seconds:.0f} s"
-            write_text(options.text, "\n".join([ABOUT_STORMS, *_heading(), f"result:   {result}", "", *lines, ""]))
-    return 1 if failed else 0
-
-
-def parts_of(steps: int, modes: tuple[str, ...], *, on_cpu: bool) -> list[Storm]:
-    """Split a storm of so many steps over modes, and over both kinds of segments of GPUs.
-
-    >>> [(part.steps, str(part)) for part in parts_of(5, ("learn", "always"), on_cpu=True)]
-    [(3, 'map_memory learn'), (2, 'map_memory always')]
-    """
-    kinds = list(itertools.product(modes, (False,) if on_cpu else (False, True)))
-    share, rest = divmod(steps, len(kinds))
-    return [Storm(share + (number < rest), mode, expandable) for number, (mode, expandable) in enumerate(kinds)]
-
-
-def _by_rank(verdict: Verdict) -> list[str]:
-    found = []
-    for rank, tally in sorted(verdict.by_rank.items()):
-        counts = {"rank": rank, "calls": verdict.tally.calls.total(), "wrong": tally.wrong - tally.noted["stale"]}
-        counts |= {"errors": tally.errors, "compared_bytes": tally.compared_bytes, **tally.noted}
-        found.append(json.dumps({name.replace(" ", "_").replace(",", ""): count for name, count in counts.items()}))
-    return found
 
 
 def _heading() -> list[str]:

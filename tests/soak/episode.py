@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal
 
 from soak.endings import ENDINGS, GOOD, REFUSED, SLACK_S, START_S
 
@@ -25,27 +22,6 @@ KINDS = {PLAIN: 50, SIZED: 14, JOINT: 20, MADE_UP: 16}
 """Kinds of episodes on CPUs, with how often they are drawn: most calls are of sizes that never come again; the group of
 all ranks joins two worlds, in which they have other numbers; ranks take the path of GPUs, on a made-up driver."""
 
-MODES: Mapping[str, bool | Literal["learn"]] = MappingProxyType({"off": False, "learn": "learn", "always": True})
-"""Values of ``Config.map_memory``, by what ``--map-memory`` calls them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Storm:
-    """A part of a storm.
-
-    Attributes:
-        steps: calls to make, and check.
-        map_memory: one of ``MODES``.
-        expandable: torch's allocator makes expandable segments. GPUs only.
-    """
-
-    steps: int
-    map_memory: str
-    expandable: bool = False
-
-    def __str__(self) -> str:
-        return f"map_memory {self.map_memory}" + (", expandable segments" if self.expandable else "")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
@@ -55,13 +31,11 @@ class Setting:
         device_type: type of the ranks' devices.
         world_sizes: numbers of ranks that may be drawn.
         calls: calls of an episode of two ranks.
-        map_memory: the communicators' setting, one of ``MODES``; None: what they have by themselves.
     """
 
     device_type: str = CPU
     world_sizes: tuple[int, ...] = tuple(SIZES)
     calls: int = CALLS
-    map_memory: str | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -81,7 +55,6 @@ class Episode:
         within_s: the fault hits that long after the culprit has begun its last calls; None: between two of them.
         groups: groups of ranks; the first is that of all.
         debug, verify, timeout_s: settings of its communicators.
-        storm: what is done instead of calls and an ending.
         kind: one of ``KINDS``.
         worlds: of two worlds, the ranks of each in the order of their numbers there.
     """
@@ -98,7 +71,6 @@ class Episode:
     debug: bool
     verify: bool
     timeout_s: float
-    storm: Storm | None = None
     kind: str = PLAIN
     worlds: tuple[tuple[int, ...], ...] = ()
 
@@ -106,13 +78,6 @@ class Episode:
     def patience_s(self) -> float:
         """Seconds without a word of any rank after which something hangs."""
         return START_S + 2 * SLACK_S + 2 * self.timeout_s
-
-    @staticmethod
-    def of_storm(storm: Storm, seed: int, number: int, setting: Setting) -> Episode:
-        """Return one that is a storm among all ranks of the setting's only world."""
-        (n,) = setting.world_sizes
-        everyone = (tuple(range(n)),)
-        return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, False, True, 60.0, storm)
 
     @staticmethod
     def draw(seed: int, number: int, setting: Setting) -> Episode:

@@ -19,7 +19,6 @@ def of_this_process() -> list[str]:
     """Return the library's threads and shared memory in this process, whose communicators are all closed."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
     left = [f"thread {name}" for name in threads if not name.startswith(OWN_THREADS + LASTING_THREADS)]
-    left += ["memory of another rank that is still mapped"] * opened()
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         left += [f"mapping {line}" for line in lines if "memfd:sidelane" in line]
@@ -29,14 +28,6 @@ def of_this_process() -> list[str]:
                 if "memfd:sidelane" in (target := os.readlink(f"/proc/self/fd/{entry}")):
                     left.append(f"descriptor {entry}: {target}")
     return left
-
-
-def opened() -> int:
-    """Return the number of allocations of other ranks that this process has mapped."""
-    from sidelane.execute.cuda import ordinary
-    from sidelane.memory import shared_tensors
-
-    return len(ordinary.opened) + len(shared_tensors.mapped)
 
 
 def of_sessions(sessions: Collection[int]) -> list[str]:

@@ -222,9 +222,7 @@ class Memory:
         return memory[begin - GUARD_BYTES : begin + nbytes + GUARD_BYTES]
 
     def _empty(self, nbytes: int) -> torch.Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Between CPU ranks, memory that peers can reach where the setting lets them.
-        return made.share_memory_() if self._communicator.config.map_memory and not made.is_cuda else made
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def _typed(data: torch.Tensor | None, part: Part) -> torch.Tensor | None:

@@ -41,10 +41,6 @@ from soak.finale import Finale, RaisedError
 from soak.judge import Tally
 from soak.plan import Plan
 from soak.seat import SHOWS_S, Outcome, Seat
-from soak.storm import play
-
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"}
-"""Environment in which torch's allocator makes expandable segments that peers can map."""
 
 
 def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connection.Connection) -> None:
@@ -63,8 +59,6 @@ def rank_main(rank: int, episode: Episode, port: int, folder: str, line: connect
         os.dup2(errors, descriptor)
     os.close(errors)
     os.environ["TMPDIR"], tempfile.tempdir = str(Path(folder) / "tmp"), None
-    if episode.storm is not None and episode.storm.expandable:
-        os.environ.update(EXPANDABLE)  # before torch looks, at its first allocation
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -166,7 +160,7 @@ def perform(episode: Episode, seat: Seat, store: dist.Store | None = None) -> Ou
     """
     groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
     whole: dist.ProcessGroup | None = None
-    if episode.setting.on_cpu and episode.kind != MADE_UP and episode.storm is None:
+    if episode.setting.on_cpu and episode.kind != MADE_UP:
         sidelane.register()
     if episode.worlds:
         assert store is not None
@@ -177,14 +171,11 @@ def perform(episode: Episode, seat: Seat, store: dist.Store | None = None) -> Ou
         for ranks in episode.groups[1:]:
             group = dist.new_group(list(ranks))
             groups.append(group if seat.rank in ranks else None)
-        if episode.setting.on_cpu and episode.kind != MADE_UP and episode.storm is None:
+        if episode.setting.on_cpu and episode.kind != MADE_UP:
             whole = dist.new_group(backend="sidelane", timeout=timedelta(seconds=episode.timeout_s))
     tally, seen = Tally(), None
     try:
-        if episode.storm is not None:
-            play(episode.storm, episode.seed, episode.timeout_s, seat, tally)
-        else:
-            seen = _calls(episode, seat, groups, tally, whole)
+        seen = _calls(episode, seat, groups, tally, whole)
     except KeyboardInterrupt:
         seen = Seen("KeyboardInterrupt", (), "", time.monotonic())
     except RaisedError:

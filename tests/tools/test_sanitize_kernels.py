@@ -44,16 +44,20 @@ def test_every_kernel_protocol_and_dtype_has_cases(tool: ModuleType) -> None:
     kernels = {reduce.KERNEL}
     for module in pkgutil.iter_modules(sidelane.kernels.__path__):
         loaded = importlib.import_module(f"sidelane.kernels.{module.name}")
-        kernels |= {loaded.KERNEL} if hasattr(loaded, "KERNEL") else set()
+        kernels |= set(getattr(loaded, "KERNELS", ()))
     found: dict[Any, list[Case]] = {}
     for case in every:
-        found.setdefault(set_up(case, Imagined()).launches[0].kernel, []).append(case)
-    assert set(found) == kernels
-    for kernel, cases_of_it in found.items():
+        launch = set_up(case, Imagined()).launches[0]
+        form = (launch.kernel, bool(launch.constants.get("TABLE")), bool(launch.constants.get("OP")))
+        found.setdefault(form, []).append(case)
+    assert {kernel for kernel, *_ in found} == kernels
+    listed = {kernel for kernel in kernels if "TABLE" in kernel.arg_names}
+    assert {kernel for kernel, has_table, _ in found if has_table} == listed
+    for (kernel, _, reduces), cases_of_it in found.items():
         least = {4, 8} if "relay" in kernel.__name__ else set(RANKS)
         assert {case.ranks for case in cases_of_it} >= least, kernel
         assert {case.odd or case.listed for case in cases_of_it} >= {True}, kernel
-        if "reduce" in kernel.__name__:
+        if reduces:
             assert {case.dtype for case in cases_of_it} == set(DTYPES), kernel
     programs = [case.program() for case in every if case.kind != "reduce"]
     assert {program.protocol for program in programs} == set(Protocol)
@@ -118,12 +122,12 @@ BEYOND = """\
 UNWRITTEN = """\
 ========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 1 bytes
-=========     at together__exchange_parcels_14_01+0x10d0 in memory.py:50
+=========     at together__block_flags_17_01+0x10d0 in memory.py:50
 =========     by thread (224,0,0) in block (25,1,0)
 =========     Address 0x7f3854d24fe1
 ========= 
 ========= Uninitialized __global__ memory read of size 1 bytes
-=========     at together__exchange_parcels_14_01+0x10d0 in memory.py:50
+=========     at together__block_flags_17_01+0x10d0 in memory.py:50
 =========     by thread (224,0,0) in block (25,0,0)
 =========     Address 0x7f3854c493e1
 ========= 
@@ -231,8 +235,8 @@ def test_findings_are_one_cases_and_time_outs_are_told(
     again = [row for row in rows if row["tool"] == "memcheck" and "one launch for all ranks" in row["note"]]
     assert len(again) == 1 and again[0]["errors"] == 0
     mistakes = [row for row in study.rows if row["variant"] == "planted"]
-    assert [row["kernel"] for row in mistakes if is_bad(row)] == ["exchange_parcels"]
-    assert "exchange_cells" in table(study.rows) and "NOT FOUND" in table(study.rows)
+    assert [row["kernel"] for row in mistakes if is_bad(row)] == ["block_flags"]
+    assert "ll " in table(study.rows) and "NOT FOUND" in table(study.rows)
 
 
 @pytest.mark.parametrize(("text", "verdict"), [(CLEAN_OF_RACES, "not seen, as expected"), (UNATTACHED, "NOT RUN")])
@@ -261,7 +265,7 @@ def test_without_a_gpu_it_says_so(
     assert "a GPU and compute-sanitizer are needed" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["sanitize_kernels.py", "--list"])
     assert tool.main() == 0
-    assert "reduce_direct all_reduce two_shot_narrow 8" in capsys.readouterr().out
+    assert "direct_reduce all_reduce two_shot_narrow 8" in capsys.readouterr().out
 
 
 def test_the_file_says_what_the_tools_cannot_judge(

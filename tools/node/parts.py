@@ -296,7 +296,7 @@ TESTS_S = 600.0
 USUAL_TEST_S = 30.0
 TEST_SECONDS = {
     "fused": 440, "kernels": 250, "reach": 190, "communicator": 150, "lists": 100, "attention": 90, "crowd": 75,
-    "own_parts": 75, "failure": 65, "learning": 65, "nodes": 65, "prelaunch": 60, "process_group": 55,
+    "own_parts": 75, "failure": 65, "nodes": 65, "prelaunch": 60, "process_group": 55,
 }  # fmt: skip
 """Of the longer files."""
 Tests = tuple[float, tuple[str, ...]]

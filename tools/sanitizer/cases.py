@@ -16,14 +16,13 @@ from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.kernel import NARROW_BLOCKS, KernelProgram, kernel_program
-from sidelane.program.kernel_list import KernelListProgram, kernel_list_program
 from sidelane.program.reduce_chunks import TILE_BYTES
 from sidelane.program.variant import NARROW, Variant
 
 RANKS = (1, 2, 4, 8)
 BLOCKS = {1: 64, 2: 48, 4: 25, 8: 12}
 """Thread blocks of a rank: those of all ranks have to fit on one GPU at once, or they would wait for ever for what has
-no room. More than ``device.reduce_direct.FEW_BLOCKS`` where they can be, since fewer make it another kernel."""
+no room. More than ``kernels.direct.FEW_BLOCKS`` where they can be, since fewer make it another kernel."""
 
 MOST_BLOCKS = 128
 """Of all ranks together: an SM each."""
@@ -86,7 +85,7 @@ class Case:
         """One for each tensor."""
         return tuple(self._collective(count * self.element_bytes) for count in self.counts)
 
-    def program(self) -> KernelProgram | KernelListProgram:
+    def program(self) -> KernelProgram:
         """What the project makes of it, on ``blocks`` thread blocks."""
         where = {"symmetric_input": self.symmetric, "symmetric_output": self.symmetric}
         parts = self.collectives()
@@ -94,7 +93,7 @@ class Case:
         if not self.listed:
             return kernel_program(parts[0], self.variant, **where, blocks=blocks)
         batch = Batch(f"{self.kind} of a list", self.ranks, parts)
-        return dataclasses.replace(kernel_list_program(batch, self.variant, **where), blocks=blocks)
+        return dataclasses.replace(kernel_program(batch, self.variant, **where), blocks=blocks)
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +135,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def _moving() -> Iterator[Case]:
-    # Odd and even sizes of cells, parcels, and what is pushed or pulled.
+    # Odd and even sizes of the LL protocol, of block flags, and of what is pushed or pulled.
     sizes = ((4099, 48_000, False), (300_001, 400_000, False), (600_001, 655_360, True), (600_001, 655_360, False))
     for kind, (odd, even, symmetric), n in itertools.product(("all_gather", "all_to_all"), sizes, RANKS):
         if n != 1:
@@ -146,7 +145,7 @@ def _moving() -> Iterator[Case]:
 
 
 def _broadcasting() -> Iterator[Case]:
-    # Cells; parcels; parcels that are relayed; pushed or staged.
+    # The LL protocol; block flags; relayed ones; pushed or staged.
     sizes = {
         1: (4099, 300_001, 600_001),
         2: (4099, 300_001, 600_001),

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sanitizer.cases import LOCAL_REDUCE, Case
-from sidelane.device.launch import Launch
+from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda import kernel_program, reduce
-from sidelane.execute.cuda.site import CudaSite
+from sidelane.execute.cuda import kernel_plan, reduce
 from sidelane.execute.cuda.tables import DeviceTable
+from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Kind, ReduceOp
-from sidelane.program.kernel_list import KernelListProgram
 
 
 class Memory(Protocol):
@@ -38,7 +37,7 @@ class Memory(Protocol):
     def board(self) -> int:
         """Address of a board."""
 
-    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
+    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         """A table on the device."""
 
 
@@ -67,18 +66,6 @@ class Setup:
     arenas: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Executor:
-    """What ``arrange_list`` asks of an executor."""
-
-    rank: int
-    board: int
-    memory: Memory
-
-    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
-        return self.memory.place_table(values, frozen=frozen)
-
-
 def set_up(case: Case, memory: Memory) -> Setup:
     """Place a case, and arrange its launches as the executor does."""
     if case.kind == LOCAL_REDUCE:
@@ -100,7 +87,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
             mine = [
                 (number, rooms[rank, buffer, number]) for number in range(len(parts)) if (rank, buffer, number) in rooms
             ]
-            if mine and isinstance(program, KernelListProgram):
+            if mine and isinstance(program.collective, Batch):
                 starts = program.collective.starts(rank, buffer)
                 rows = [(starts[number], room.nbytes, room.address) for number, room in mine]
                 pieces[rank, buffer] = Pieces(*zip(*rows, strict=True))
@@ -109,12 +96,8 @@ def set_up(case: Case, memory: Memory) -> Setup:
     addresses = Addresses(buffers, (), tuple(memory.arena(n) for _ in range(n)), pieces)
     launches: list[Launch] = []
     for rank in range(n):
-        if isinstance(program, KernelListProgram):
-            executor = cast(CudaSite, _Executor(rank, memory.board(), memory))
-            arranged = kernel_program.arrange_list(program, executor, addresses, frozen=False)
-            launch = None if arranged is None else arranged[0]
-        else:
-            launch = kernel_program.arrange(program, rank, addresses, memory.board(), memory.shared_bytes)
+        site = LaunchSite(rank, addresses.arenas, memory.board(), program.blocks, memory.shared_bytes)
+        launch = kernel_plan.arrange(program, site, addresses, lambda values: memory.place_table(values).address)
         assert launch is not None, case
         launches.append(launch)
     inputs, outputs = {}, {}
@@ -203,5 +186,5 @@ class Imagined:
     def board(self) -> int:
         return self.data(256, 0)
 
-    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
+    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         return DeviceTable(self.data(values.nbytes, 0))

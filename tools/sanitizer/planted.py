@@ -18,13 +18,13 @@ import triton.language as tl
 from sanitizer.cases import Case
 from sidelane.device import flags
 from sidelane.device.launch import Launch
-from sidelane.kernels import push
+from sidelane.kernels import direct
 
 MEMCHECK, RACECHECK, SYNCCHECK, INITCHECK = "memcheck", "racecheck", "synccheck", "initcheck"
 TOOLS = (MEMCHECK, RACECHECK, SYNCCHECK, INITCHECK)
 
 _THREADS = 128
-_PARCELS = Case("all_gather", "one_shot", 2, (300_001,), odd=True)
+_BLOCK_FLAGS = Case("all_gather", "one_shot", 2, (300_001,), odd=True)
 _PUSH = Case("all_gather", "one_shot", 4, (655_360,), symmetric=True)
 
 
@@ -137,7 +137,7 @@ def _fill_from(runner: Any, *, target_words: int, written: bool) -> None:
 
 def _push_without_order(runner: Any) -> None:
     """``push`` whose last signal orders nothing: a peer may see it before what was stored. On one GPU it never does."""
-    vars(push)["signal"] = flags.relaxed_signal
+    vars(direct)["signal"] = flags.relaxed_signal
     problem = runner.run(_PUSH)
     print(f"push without order: {problem or 'right results, as always on one GPU'}", flush=True)
 
@@ -152,10 +152,10 @@ PLANTED = {
     ),
     "short": Planted(
         "tensors one byte shorter than the kernel was told",
-        "exchange_parcels",
+        "block_flags",
         (MEMCHECK,),
         (),
-        lambda runner: runner.run(_PARCELS, missing=1, unwritten=1),
+        lambda runner: runner.run(_BLOCK_FLAGS, missing=1, unwritten=1),
     ),
     "unwritten": Planted(
         "a load of memory that nobody has written",
@@ -166,10 +166,10 @@ PLANTED = {
     ),
     "gap": Planted(
         "the last byte of every input was never written",
-        "exchange_parcels",
+        "block_flags",
         (INITCHECK,),
         (),
-        lambda runner: runner.run(_PARCELS, unwritten=1),
+        lambda runner: runner.run(_BLOCK_FLAGS, unwritten=1),
     ),
     "shared_race": Planted(
         "threads of two warps use a word of shared memory without a barrier",
@@ -208,7 +208,7 @@ PLANTED = {
     ),
     "no_order": Planted(
         "the signal behind what was stored for peers orders nothing",
-        "push",
+        "direct_push",
         (),
         TOOLS,
         _push_without_order,

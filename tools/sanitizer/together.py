@@ -21,7 +21,7 @@ from sidelane.device.launch import Launch
 _SOURCE = """\
 import triton
 import triton.language as tl
-from {module} import KERNEL as {inner}
+from {module} import {inner}
 
 @triton.jit
 def {name}(table, {parameters}):

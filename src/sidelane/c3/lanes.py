@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 SMALLEST_SHARE = 8
 """Smallest number of units in a sweep of partitions (ConCCL paper, V-B); Hopper partitions SMs in this granularity."""
 
-LIMITS = (Means.TARGET, Means.CARVE_OUT)
-"""Means that are requests to a library."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lanes:
@@ -76,18 +73,15 @@ class DevicePartitions:
         except SidelaneError as problem:
             return None, str(problem)
 
-    def objection(self, partition: Partition) -> str:
+    def objection(self, partition: Partition, units: int = SMALLEST_SHARE) -> str:
         """Return the reason why there is no such partition, which is found out by making one; empty if there is."""
-        units = partition.units or SMALLEST_SHARE
-        if partition.means not in LIMITS and partition.means is not Means.SPLIT:
-            return f"the library's GEMM has no {partition.means}"
-        if partition.means in LIMITS and torch.version.hip is not None:
-            return f"hipBLASLt has no {partition.means}: CU masks are the way to keep a GEMM off some units here"
         try:
             if partition.means is Means.SPLIT:
                 self._split(units)
+            elif torch.version.hip is not None:
+                return "hipBLASLt has no target: CU masks are the way to keep a GEMM off some units here"
             else:
-                with self._limit(partition.means, units):
+                with self._limit(units):
                     pass
         except SidelaneError as problem:
             return str(problem)
@@ -100,7 +94,7 @@ class DevicePartitions:
             UnavailableError, DriverError: no such partition.
         """
         if partition.means is not Means.SPLIT:
-            return dataclasses.replace(usual, limited=lambda: self._limit(partition.means, units))
+            return dataclasses.replace(usual, limited=lambda: self._limit(units))
         split = self._split(units)
         gemm = self._stream(split.left.stream)
         if not confine:
@@ -116,10 +110,10 @@ class DevicePartitions:
             self._splits[units] = self._driver.split_units(units)
         return self._splits[units]
 
-    def _limit(self, means: Means, units: int) -> contextlib.AbstractContextManager[None]:
-        from sidelane.execute.cuda.partition import cublas_target, torch_carve_out
+    def _limit(self, units: int) -> contextlib.AbstractContextManager[None]:
+        from sidelane.execute.cuda.partition import cublas_target
 
-        return cublas_target(self.units - units) if means is Means.TARGET else torch_carve_out(units)
+        return cublas_target(self.units - units)
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(handle, device=self._device)
@@ -135,10 +129,10 @@ def shares(partition: Partition, units: int, memory_bound: bool) -> tuple[int, .
 
     >>> shares(Partition(), 132, memory_bound=False)
     (8, 16, 32, 64)
-    >>> shares(Partition(8, memory_bound_only=True), 132, memory_bound=False)
+    >>> shares(Partition(memory_bound_only=True), 132, memory_bound=False)
     (0,)
     """
-    if partition.units is not None or partition.taken(1, memory_bound) == 0:
-        return (partition.taken(0, memory_bound),)
+    if not partition.applies(memory_bound):
+        return (0,)
     powers = (SMALLEST_SHARE << k for k in range(units.bit_length()))
     return tuple(power for power in powers if 2 * power <= units)

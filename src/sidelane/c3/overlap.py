@@ -345,8 +345,7 @@ def _way(name: str, units: int | None, device: torch.device) -> LaunchMode:
     way = possible(name, device)
     if units is None:
         return way
-    partition = way.strategy.partition
-    if partition is None or partition.units is not None or units < 1:
+    if way.strategy.partition is None or units < 1:
         raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
     return LaunchMode(way.strategy, units)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from sidelane.fields import an, at_least, one_of, optional, settle, switch, text, whole
+from sidelane.fields import an, one_of, optional, settle, switch, text, whole
 
 
 class Order(StrEnum):
@@ -54,50 +54,38 @@ class Means(StrEnum):
     """Way to make a GEMM do without units.
 
     SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
-    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same request through torch. GRID: a kernel of ours has
-    fewer blocks. Under these three no kernel owns the units. THREADS: on a CPU, threads of the computation.
+    library is asked to count on fewer (cuBLAS); no kernel owns the units.
     """
 
     SPLIT = "split"
     TARGET = "target"
-    CARVE_OUT = "carve_out"
-    GRID = "grid"
-    THREADS = "threads"
 
 
-_UNITS, _MEANS = optional(at_least(1)), one_of(Means)
+_MEANS = one_of(Means)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
-    """Compute units that the GEMM does without for its whole run.
+    """Compute units that the GEMM does without for its whole run: of powers of two the best (ConCCL paper, V-B).
 
     Attributes:
-        units: number of units, 1 or more. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
         memory_bound_only: a GEMM that is limited by its operations keeps all.
         means: way in which they are taken.
     """
 
-    units: int | None = None
     memory_bound_only: bool = False
     means: Means = Means.SPLIT
 
     def __post_init__(self) -> None:
-        settle(self, units=_UNITS, memory_bound_only=switch, means=_MEANS)
+        settle(self, memory_bound_only=switch, means=_MEANS)
 
-    def taken(self, swept: int, memory_bound: bool) -> int:
-        """Return the units taken from a GEMM.
+    def applies(self, memory_bound: bool) -> bool:
+        """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
 
-        Args:
-            swept: current number of the sweep.
-            memory_bound: the GEMM is limited by its bytes.
-
-        >>> Partition(8, memory_bound_only=True).taken(0, memory_bound=False)
-        0
+        >>> Partition(memory_bound_only=True).applies(memory_bound=False)
+        False
         """
-        if self.memory_bound_only and not memory_bound:
-            return 0
-        return swept if self.units is None else self.units
+        return memory_bound or not self.memory_bound_only
 
 
 _ORDER, _MOVER, _PARTITION = one_of(Order), one_of(Mover), optional(an(Partition))

@@ -14,8 +14,7 @@ from sidelane.config import COMPUTE
 from sidelane.program.builders import Algorithm, algorithms, find_algorithm
 from sidelane.program.builders.registry import for_every_kind, in_turns, merges
 from sidelane.program.collective import Kind
-from sidelane.program.kernel import MOST_RANKS
-from sidelane.program.kernel_list import MOST_LISTED
+from sidelane.program.kernel import MOST_LISTED, MOST_RANKS
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import Variant
 

@@ -11,7 +11,6 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command, Commands, how
-from sidelane.cli.nodes import verify
 from sidelane.cli.output import json_option
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
@@ -67,5 +66,5 @@ def info(json: Path | None, probe: bool, versions: bool) -> None:
             findings.main(json, probe=probe)
 
 
-for _command in (info, recorder, verify):
+for _command in (info, recorder):
     main.add_command(_command)

@@ -311,14 +311,16 @@ class Arguments:
             return None  # the storage is smaller than the shape requires
         return self.heap.anchor(address, nbytes)
 
-    def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool | None, ...] | None:
-        """Return for each tensor in a pool whether it is symmetric, None for others; None if none is in a pool."""
+    def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[str | None, ...] | None:
+        """Return for each tensor in a pool why it is not symmetric ("" if it is), None for others; None if none is."""
         if not self.heap.pools:
             return None
         found = tuple(
             None
             if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self.heap.pool_at(_address(tensor)) is None
-            else self.world_size == 1 or self.compared.alike(tensor)  # a single rank has no peers to compare with
+            else ""
+            if self.world_size == 1
+            else self.compared.why_not(tensor)  # one rank has no peers to compare with
             for tensor in tensors
         )
         return None if all(each is None for each in found) else found

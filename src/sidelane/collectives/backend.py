@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -13,10 +13,12 @@ from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
 from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
-from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.program.ir import Program, Value
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.exported import ExportedMemory
 
 T = TypeVar("T")
 
@@ -159,8 +161,8 @@ class Backend(Protocol):
     def memory(self) -> SymmetricMemory: ...
 
     @property
-    def ordinary(self) -> OrdinaryMemory | None:
-        """The means by which peers map ordinary memory; None if they cannot."""
+    def exported(self) -> ExportedMemory | None:
+        """The means by which peers map memory that others have allocated; None where there is none."""
         ...
 
     @property
@@ -180,7 +182,7 @@ class Backend(Protocol):
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
 
         Raises:
@@ -236,15 +238,6 @@ class Backend(Protocol):
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
         ``place``: the caller's stream. If it is being captured, the program was made for a capture.
-        """
-        ...
-
-    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Watch the memory of the call that was captured last, to report replays that run after it was freed.
-
-        Args:
-            what: description of the call and its tensors for the report.
-            is_gone: returns True once some of the memory was freed. Called by another thread.
         """
         ...
 

@@ -25,11 +25,10 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
-from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
@@ -38,11 +37,11 @@ class CpuBackend:
     """See :class:`sidelane.collectives.backend.Backend`."""
 
     abilities = Abilities()
+    exported = None
     hosts_meet = True
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(exchange)
-        self.ordinary = SharedTensors()
         self.executor = CpuExecutor(exchange.rank, control, timeout_s)
         # Programs with one trigger share it: one is armed at a time, and epochs grow.
         self.trigger_word = ctypes.c_uint32()
@@ -55,7 +54,7 @@ class CpuBackend:
     def spread(self, block: SymmetricBlock) -> None:
         return None
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     @functools.cached_property
@@ -108,9 +107,6 @@ class CpuBackend:
             self._control.abort(f"rank {rank} could not make its call: {error}", (rank,))
             raise
         return CpuWork(self._last, self)
-
-    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Do nothing: there are no captures on CPU ranks."""
 
     def host_path(self) -> None:
         """Return None: threads move the bytes, which takes longer than any check of the host."""

@@ -23,7 +23,7 @@ from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
 from sidelane.execute.cuda.virtual import DriverVirtualMemory, Mirror
@@ -32,9 +32,8 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
-from sidelane.program.kernel import MOST_RANKS
+from sidelane.program.kernel import MOST_RANKS, KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class CudaBackend:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
         self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
         self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
-        self.ordinary = self._make_ordinary()
+        self.exported = self._make_exported()
         self.device = device
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         implementations = (DMA, SM) if kernels else (DMA,)
@@ -86,7 +85,7 @@ class CudaBackend:
     def _make_executor(self, rank: int, device: torch.device, control: ControlBlock, timeout_s: float) -> CudaExecutor:
         return CudaExecutor(rank, device, control, timeout_s, self.features)
 
-    def _make_ordinary(self) -> ExportedMemory:
+    def _make_exported(self) -> ExportedMemory:
         return ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
 
     def spread(self, block: SymmetricBlock) -> Mirror | None:
@@ -98,7 +97,7 @@ class CudaBackend:
         except SidelaneError:  # single copies do what a pitched one would have done
             return None
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property
@@ -139,9 +138,6 @@ class CudaBackend:
             self._order_after_last(place)
         loaded.run(epoch, place)
         return None
-
-    def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        self.executor.watch.guard(what, is_gone)
 
     def host_path(self) -> HostPath | None:
         questions = self.executor.driver.questions()

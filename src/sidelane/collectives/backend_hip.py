@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sidelane.collectives.backend_cuda import CudaBackend
-from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import HardwareChannels
 from sidelane.execute.cuda.probe import DriverFeatures, probe
 from sidelane.execute.cuda.virtual import Mirror
@@ -31,7 +31,7 @@ class HipBackend(CudaBackend):
     def _make_executor(self, rank: int, device: torch.device, control: ControlBlock, timeout_s: float) -> HipExecutor:
         return HipExecutor(rank, device, control, timeout_s, self.features, driver=HipDriver(device))
 
-    def _make_ordinary(self) -> ExportedMemory:
+    def _make_exported(self) -> ExportedMemory:
         return ExportedMemory(self.executor.driver, None)
 
     def spread(self, block: SymmetricBlock) -> Mirror | None:

@@ -21,10 +21,9 @@ import torch
 
 from sidelane.choice import Choice
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.learning.knowledge import CallReport, Sources
 from sidelane.collectives.list_calls import ListRequest
-from sidelane.collectives.offers import Outcomes
 from sidelane.collectives.plan import Agreement, AnyAgreement, Plan
+from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
 from sidelane.program.builders import Alternation
@@ -171,8 +170,6 @@ class CallEntry:
         settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
         prepared: the call, loaded.
         shape: under the key of a shape, the program of the shape.
-        report: what this rank posts of the call for its peers to learn from.
-        hit: the call as it goes ahead.
         is_used: it was asked for since it was new, or since it was found to be the oldest one.
         program, nbytes: of an entry that is kept, the program that it was found to hold, and its bytes without that.
     """
@@ -182,8 +179,6 @@ class CallEntry:
     settled: SettledCall | None = None
     prepared: PreparedCall | None = None
     shape: ShapeProgram | None = None
-    report: CallReport | None = None
-    hit: Hit | None = None
     is_used: bool = False
     program: Any = None
     nbytes: int = 0
@@ -205,7 +200,7 @@ class PlannedCall(NamedTuple):
         agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
         signature: text that the ranks compare.
         exchanged: what else this rank posts in each call: split sizes, as text.
-        compares: see ``Reach.compares``.
+        compares: see ``PoolPlaces.compares``.
     """
 
     request: AnyRequest
@@ -220,16 +215,12 @@ class SettledCall(NamedTuple):
 
     Attributes:
         posts: posts of all ranks.
-        drops: see :class:`Reach`.
         prepared: the call that ran.
-        is_mapped: it reaches memory of peers that these have offered.
-        outcomes: see ``Reach.note``.
+        outcomes: see ``PoolPlaces.note``.
     """
 
     posts: Sequence[PostedCall]
-    drops: int
     prepared: PreparedCall
-    is_mapped: bool
     outcomes: Outcomes
 
 
@@ -248,22 +239,6 @@ class PreparedCall:
     signature: str
     frozen: bool
     choice: Choice
-
-
-class Hit(NamedTuple):
-    """A call that went ahead (``learning``), and will again where the same is expected.
-
-    Attributes:
-        sources: places of the inputs that are expected.
-        prepared: the call.
-        turns: turns of a period for which compiled code was given a call with the same tensors here.
-        era: object that ``Learning`` replaces when memory is unmapped; a hit is valid in its own era only.
-    """
-
-    sources: Sources
-    prepared: PreparedCall
-    turns: set[int]
-    era: object
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,15 +274,6 @@ class ShapeProgram:
             buffers[place] = addresses[tensor]
         known = self.addresses
         return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
-
-    def asked(self, addresses: Sequence[int]) -> Request:
-        """Return the request for tensors at other addresses."""
-        first, request = self.tensors, self.request
-        input, output = (
-            dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
-            for region in (request.input, request.output)
-        )
-        return Request(request.collective, input, output, request.dtype)
 
 
 class Shape(NamedTuple):

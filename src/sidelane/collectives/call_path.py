@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sidelane import log
@@ -23,13 +22,9 @@ from sidelane.collectives.call_cache import (
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
-from sidelane.collectives.learning.board import LearningBoard
-from sidelane.collectives.learning.mappings import default_limit_bytes
-from sidelane.collectives.learning.protocol import Learning
 from sidelane.collectives.list_calls import ListRequest
-from sidelane.collectives.offers import OFFER, Offer, Outcomes
+from sidelane.collectives.pool_places import PLACES, Outcomes, PoolPlaces, PostedPlaces
 from sidelane.collectives.prepare import Preparer
-from sidelane.collectives.reach import PooledMemory, Reach
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
@@ -55,10 +50,8 @@ class _Call:
         prepared: the loaded call, once there is one.
         shape, program: the call without its addresses, and the program that calls of this shape run.
         planned: the plan, for a call that is known neither by its tensors nor by its shape.
-        offer: memory of this rank that peers may reach.
-        is_mapped: the call reaches memory that peers have offered for it.
+        places: places of this rank's tensors in pools, for the ranks to compare.
         comes_again: the same call on the same tensors was made before.
-        is_tracked: the ranks learn addresses from this call.
     """
 
     number: int
@@ -75,10 +68,8 @@ class _Call:
     shape: Shape | None = None
     program: ShapeProgram | None = None
     planned: PlannedCall | None = None
-    offer: Offer | None = None
-    is_mapped: bool = False
+    places: PostedPlaces | None = None
     comes_again: bool = False
-    is_tracked: bool = False
 
 
 class CallPath:
@@ -89,36 +80,16 @@ class CallPath:
         arguments: checks the tensors of callers.
         preparer: loads programs for calls.
         repeats: calls that compiled code repeats; None as long as there is no compiled code.
-        reach: offers of pools and ordinary memory to peers, on GPUs in captures only; None without peers.
-        learning: protocol for calls on ordinary memory that wait for no peer's host; None if it is off.
-
-    Args:
-        board: memory in which ranks post the addresses that they learn from; None if they do not learn.
+        places: compares the places of tensors in pools; None without peers.
     """
 
-    def __init__(
-        self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LearningBoard | None = None
-    ) -> None:
+    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
         self.calls, self.arguments, self.preparer, self._cache = calls, arguments, preparer, preparer.cache
         self.repeats: Repeats | None = None
-        self.learning: Learning | None = None
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
         self._host_path = calls.backend.host_path() if gains else None
-        self._mapped = mapped = board is None and calls.backend.hosts_meet and calls.config.map_memory is not False
-        self.reach: Reach | None = None
-        if arguments.world_size > 1:
-            offers = mapped or (board is not None and calls.config.map_memory is True)
-            ordinary = calls.backend.ordinary if offers else None
-            memory = PooledMemory(arguments.heap, arguments.rank, ordinary)
-            self.reach = Reach(calls, memory, arguments.compared, captures_only=not mapped)
-        if board is not None and calls.backend.ordinary is not None:
-            pool_at, limit_bytes = arguments.heap.pool_at, calls.config.mapped_bytes
-            self.learning = Learning(
-                *(calls, preparer, board, calls.backend.ordinary),
-                default_limit_bytes(arguments.device) if limit_bytes is None else limit_bytes,
-                lambda tensor: pool_at(tensor.data_ptr()) is not None,
-            )
+        self.places = PoolPlaces(arguments.heap, arguments.compared) if arguments.world_size > 1 else None
         self._find_code()
 
     def _find_code(self) -> None:
@@ -130,10 +101,7 @@ class CallPath:
         if path is not None and (found := load_replays_soon()) is not None:
             self._host_path = None
             if found.module is not None:
-                made = Repeats.of(found.module, path, self.calls, self.arguments, self.preparer)
-                if self.learning is not None:
-                    self.learning.repeats = made
-                self.repeats = made
+                self.repeats = Repeats.of(found.module, path, self.calls, self.arguments, self.preparer)
 
     def code(self) -> Repeats | None:
         """Return compiled code's calls; None as long as there is no compiled code."""
@@ -167,12 +135,8 @@ class CallPath:
                 calls.refuse(call.number, asked.name, error)
                 raise
             self._agree(call)
-            if self.learning is not None and not (call.place[1] or asked.exchanges):
-                self._learn(call, self.learning)
             prepared = call.prepared or self._prepare(call)
             work = calls.run(prepared, call.number, async_op, asked.tensors, asked.written(), call.place)
-            if call.is_mapped and call.place[1]:
-                self._guard(call)
             if remember and self.repeats is not None:
                 self._remember(call, prepared, self.repeats)
         except KeyboardInterrupt as error:
@@ -181,7 +145,7 @@ class CallPath:
         return work
 
     def _look_up(self, call: _Call) -> None:
-        """Find a call that was prepared with the same arguments or shape; else plan the call and its offer."""
+        """Find a call that was prepared with the same arguments or shape; else plan it."""
         asked, variant, place = call.asked, call.variant, self.calls.backend.place()
         key: Key = (asked.name, variant, call.beside, asked.details, place[1], generation(), asked.identities())
         pooled = self.arguments.pooled(asked.tensors)
@@ -192,7 +156,7 @@ class CallPath:
         if entry is not None and entry.prepared is not None and (pooled is None or _is_final(entry, call.async_op)):
             call.prepared, call.signature, call.comes_again = entry.prepared, entry.prepared.signature, True
             return
-        if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
+        if pooled is None and not place[1] and isinstance(asked, SingleCall):
             call.shape = shape_of(self.arguments, key, asked.tensors)
             call.program = None if call.shape is None else self.preparer.program_of(call.shape)
             if call.program is not None:
@@ -201,9 +165,9 @@ class CallPath:
         call.planned = planned = self._plan(call)
         call.signature = planned.signature
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
-        if self.reach is not None and (asked.exchanges or not call.async_op):
-            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + OFFER)
-            call.offer = self.reach.offer(_parts(planned.request), asked.tensors, room, place[1])
+        if self.places is not None and planned.compares and (asked.exchanges or not call.async_op):
+            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
+            call.places = self.places.posted(_parts(planned.request), asked.tensors, room)
 
     def _plan(self, call: _Call) -> PlannedCall:
         """Return the plan of a call, checked here if it is new. Raises TypeError or ValueError for wrong arguments."""
@@ -215,80 +179,52 @@ class CallPath:
             request = asked.request(self.arguments)
             agreement = asked.agreement(request, call.variant, call.place[1], beside)
             signature, exchanged = asked.posted(agreement)
-            compares = self.reach is not None and self.reach.compares(_parts(request), asked.tensors)
+            compares = self.places is not None and self.places.compares(_parts(request), asked.tensors)
             entry.planned = PlannedCall(request, agreement, signature, exchanged, compares)
         return entry.planned
 
     def _agree(self, call: _Call) -> None:
         """Post the call to the peers. What is new, or needs more than its signature, is agreed on with them."""
         planned = call.planned
-        if planned is not None and (call.asked.exchanges or call.offer is not None):
+        if planned is not None and (call.asked.exchanges or call.places is not None):
             self._exchange(call, planned)
         else:
             is_new = planned is not None and not self.preparer.known(planned.agreement)
             self.calls.announce(call.number, call.signature, compares=is_new)
 
     def _exchange(self, call: _Call, planned: PlannedCall) -> None:
-        """Exchange split sizes and offers of memory with the peers, and prepare the call that follows from them."""
-        calls, reach, offer = self.calls, self.reach, call.offer
-        calls.control.post_call(
-            call.number, call.signature + SPLITS + planned.exchanged + (OFFER + offer.text if offer else "")
-        )
+        """Exchange split sizes and places in pools with the peers, and prepare the call that follows from them."""
+        calls, places = self.calls, call.places
+        shown = "" if places is None else PLACES + places.text
+        calls.control.post_call(call.number, call.signature + SPLITS + planned.exchanged + shown)
         posts = calls.posts(call.number)
         settled = self._cache.entry(call.key).settled
-        if settled is None or settled.posts != posts or settled.drops != (reach.drops if reach else 0):
-            settled = self._settle(call, planned, posts)
-            self._cache.entry(call.key).settled = settled
-        elif reach is not None and offer is not None:
-            reach.hold(offer)
-            reach.note(offer, settled.outcomes)
-        call.prepared, call.is_mapped = settled.prepared, settled.is_mapped
+        if settled is None or settled.posts != posts:
+            settled = self._cache.entry(call.key).settled = self._settle(call, planned, posts)
+        if self.places is not None and places is not None:
+            self.places.note(places, settled.outcomes)
+        call.prepared = settled.prepared
 
     def _settle(self, call: _Call, planned: PlannedCall, posts: Sequence[PostedCall]) -> SettledCall:
-        """Compare the posts of all ranks, map the memory that they offer, and prepare the call."""
+        """Compare the posts of all ranks, and prepare the call that follows from them."""
         asked = call.asked.settled(self.calls.control, call.number, posts)
         key, request = call.key, planned.request
         if asked is not call.asked:
             key, request = (*key, asked.details), asked.request(self.arguments)
         reached: list[Request] | None = None
         outcomes: Outcomes = ()
-        if self.reach is not None and call.offer is not None:
-            texts = [post.differing.partition(OFFER)[2] for post in posts]
-            call.number, reached, outcomes = self.reach.settle(
-                call.number, call.signature, call.offer, texts, _parts(request)
-            )
-            self.reach.note(call.offer, outcomes)
+        if self.places is not None and call.places is not None:
+            texts = [post.differing.partition(PLACES)[2] for post in posts]
+            reached, outcomes = self.places.settle(texts, _parts(request))
         if reached is not None:
-            key = (*key, _where(reached))
+            key = (*key, tuple(part.places for part in reached))
             request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
         prepared = self._cache.prepared(key)
         if prepared is None:
             agreement = asked.agreement(request, call.variant, call.place[1], planned.agreement.beside)
             with self.calls.making_ready():
                 prepared = self.preparer.prepare(agreement, request, key)
-        drops = 0 if self.reach is None else self.reach.drops
-        return SettledCall(posts, drops, prepared, reached is not None, outcomes)
-
-    def _learn(self, call: _Call, learning: Learning) -> None:
-        """Exchange addresses with the peers, if the ranks learn from this call, and use the program that follows."""
-        call.is_tracked = learning.tracks(call.signature, lambda: self._plan(call).agreement)
-        if not call.is_tracked:
-            return
-        request = functools.partial(self._request, call)
-        try:  # as in run: every tracked call of Python's comes here
-            entry = self._cache.entry(call.key)
-            learnt = learning.attend(call.signature, call.number, entry, request, call.asked.tensors, call.async_op)
-        except BaseException:
-            with self.calls.making_ready():
-                raise
-        if learnt is not None:
-            call.prepared, call.comes_again = learnt, True
-
-    def _request(self, call: _Call) -> AnyRequest:
-        """Return the request of a call, whether it was planned or is known by its shape."""
-        if call.shape is not None and call.program is not None:
-            return call.program.asked(call.shape.addresses)
-        return self._plan(call).request
+        return SettledCall(posts, prepared, outcomes)
 
     def _prepare(self, call: _Call) -> PreparedCall:
         """Prepare a call that is not known yet: by its shape, or from its plan."""
@@ -305,24 +241,13 @@ class CallPath:
                 raise
         return prepared
 
-    def _guard(self, call: _Call) -> None:
-        """Watch the memory of a captured call that peers have mapped."""
-        assert self.reach is not None
-        assert call.offer is not None
-        stands = functools.partial(self.reach.stand, call.offer.allocations)
-        self.calls.guard_captured(call.asked.name, call.asked.tensors, stands)
-
     def _remember(self, call: _Call, prepared: PreparedCall, repeats: Repeats) -> None:
         """Let compiled code remember a call that may come again, by its addresses or by its shape."""
         if call.is_pooled:
             return  # compiled code knows tensors by their addresses only
         if call.comes_again:
-            tracked = None
-            if call.is_tracked and self.learning is not None and repeats.knows_by_address(call.key):
-                tracked = self.learning.again(call.signature, self._cache.entry(call.key), prepared)
-            if tracked is not None or not call.is_tracked:
-                repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as, tracked=tracked)
-        elif call.shape is not None and call.program is not None and not call.is_tracked:
+            repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as)
+        elif call.shape is not None and call.program is not None:
             repeats.remember_shape(call.key, call.shape, call.program, prepared, call.place)
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
@@ -361,11 +286,6 @@ class CallPath:
 def _is_final(entry: CallEntry, async_op: bool) -> bool:
     """Return True if a call on tensors in pools runs as it did before: the ranks need not compare their places."""
     return async_op or (entry.planned is not None and not entry.planned.compares)
-
-
-def _where(reached: Sequence[Request]) -> Hashable:
-    """Return, as a cache key, the places at which peers reach the tensors: own addresses do not determine them."""
-    return tuple((part.input.place, part.input.reached, part.output.place, part.output.reached) for part in reached)
 
 
 def _parts(request: AnyRequest) -> tuple[Request, ...]:

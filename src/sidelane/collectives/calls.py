@@ -222,18 +222,6 @@ class Calls:
             work.outputs = written
         return work
 
-    def guard_captured(self, name: str, tensors: Sequence[torch.Tensor | None], stands: Callable[[], bool]) -> None:
-        """Watch, with ``Config.debug``, the memory of the call that was captured last and that peers have mapped.
-
-        Args:
-            name: kind of the call.
-            tensors: its tensors.
-            stands: returns True while none of the memory has been freed. Called by another thread.
-        """
-        if self.config.debug:
-            words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
-            self.backend.guard_captured(f"{name} in a graph, tensors {'; '.join(words)}", lambda: not stands())
-
     def announce(self, call: int, signature: str, *, compares: bool) -> None:
         """Tell the peers of a call that this rank makes.
 

@@ -20,9 +20,6 @@ from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.release import give_back
 from sidelane.memory.storage import storage_of
 
-MAPPED = -1
-"""Block number that stands for mapped ordinary memory: every rank knows its address on all ranks."""
-
 Location = tuple[int, int] | None
 """Number of a symmetric block and offset in it; None for ordinary memory."""
 
@@ -44,17 +41,14 @@ class Region:
     Attributes:
         address: address in this process.
         nbytes: size in bytes.
-        block: number of the symmetric block that holds them; None for ordinary memory, ``MAPPED`` for ordinary memory
-            that peers have mapped.
-        offset: offset in that block in bytes. For mapped memory: 0 if it is aligned on all ranks, else 1.
-        reached: for mapped memory, the address of each rank's tensor in this process.
+        block: number of the symmetric block that holds them; None for ordinary memory.
+        offset: offset in that block in bytes.
     """
 
     address: int
     nbytes: int
     block: int | None = None
     offset: int = 0
-    reached: tuple[int, ...] = ()
 
     @property
     def symmetric(self) -> bool:
@@ -74,13 +68,11 @@ class PoolRange:
         name: the same on all ranks, and never used twice.
         start: address of its first byte in this process.
         nbytes: size in bytes.
-        addresses: address of each rank's part in this process.
     """
 
     name: str
     start: int
     nbytes: int
-    addresses: tuple[int, ...]
 
 
 class SymmetricHeap:
@@ -105,6 +97,14 @@ class SymmetricHeap:
         with self._lock:
             self._blocks[number] = block
             self._places = sorted([*self._places, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
+        with _heaps_lock:
+            generation_cell[0] += 1
+
+    def remove(self, number: int) -> None:
+        """Forget a block that all ranks have given up: tensors in it are ordinary memory from now on."""
+        with self._lock:
+            self._blocks.pop(number, None)
+            self._places = [place for place in self._places if place[1] != number]
         with _heaps_lock:
             generation_cell[0] += 1
 
@@ -162,7 +162,7 @@ class SymmetricHeap:
 
     def add_pool(self, name: str, tensor: torch.Tensor) -> PoolRange:
         """Register symmetric bytes of all ranks as a pool, in which each rank places its own tensors."""
-        made = PoolRange(name, tensor.data_ptr(), tensor.nbytes, self.addresses(self.locate(tensor)))
+        made = PoolRange(name, tensor.data_ptr(), tensor.nbytes)
         with self._lock:
             self._pools = {**self._pools, name: made}
         with _heaps_lock:
@@ -194,8 +194,6 @@ class SymmetricHeap:
     def addresses(self, region: Region) -> tuple[int, ...]:
         """Return the address of each rank's part of a symmetric region in this process."""
         assert region.block is not None
-        if region.reached:
-            return region.reached
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -232,9 +230,9 @@ class ComparedStorages:
     """Storages in pools (``session/pools.py``) whose places the ranks of this lane have compared.
 
     Each rank places its tensors independently, so that no rank knows the places of its peers' tensors. In the first
-    call with a tensor the ranks exchange them, by the protocol of ``reach``, and the host waits for the peers' hosts. A
-    tensor that lies at one place on all ranks is symmetric from then on, as long as its storage lives, without another
-    exchange. A tensor whose place differs is offered in each of its calls and mapped: peers reach all of a pool.
+    call with a tensor the ranks exchange them (``pool_places``), and the host waits for the peers' hosts. From then on,
+    as long as its storage lives, a tensor at one place on all ranks is symmetric, and any other one is staged, without
+    another exchange.
     """
 
     def __init__(self) -> None:
@@ -245,6 +243,10 @@ class ComparedStorages:
     def alike(self, tensor: torch.Tensor) -> bool:
         """Return True if the ranks have compared the tensor's storage, and it lies at one place on all of them."""
         return self._found(tensor) == ""
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Return True if the ranks have not compared the tensor's storage yet."""
+        return self._found(tensor) is None
 
     def why_not(self, tensor: torch.Tensor) -> str:
         """Return the reason why the tensor is not symmetric."""
@@ -322,6 +324,12 @@ class LaneMemory:
         number, place = taken
         segment = self._segments[place.segment].tensor
         return storage_of(segment, place.offset, nbytes, lambda: self._dropped.append(number)), not grows
+
+    def adopt(self, block: SymmetricBlock) -> int:
+        """Add a block of all ranks that others have allocated; return its number, for ``SymmetricHeap.remove``."""
+        number = next(self._numbers)
+        self._heap.add(number, block)
+        return number
 
     def use(self) -> MemoryUse:
         """Return the bytes that are reserved and used."""

@@ -13,7 +13,6 @@ import torch
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
-from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
@@ -21,8 +20,7 @@ from sidelane.program.builders import Alternation, Transport, alternation, build
 from sidelane.program.collective import REDUCING, Collective, Kind
 from sidelane.program.footprint import program_bytes
 from sidelane.program.ir import Move, Program
-from sidelane.program.kernel import ALIGNMENT, kernel_program
-from sidelane.program.kernel_list import AnyKernelProgram, kernel_list_program
+from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
 from sidelane.program.once import Once
 from sidelane.program.shape import Beside, CallShape
 from sidelane.program.transform import freeze, hold, lower, prelaunch
@@ -32,7 +30,7 @@ from sidelane.sizes import format_bytes
 
 AUTO = "auto"
 
-Plan = Program | AnyKernelProgram | Alternation
+Plan = Program | KernelProgram | Alternation
 """Executable form of a call: a program, a kernel, or two programs that alternate."""
 
 MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
@@ -50,7 +48,7 @@ class Agreement:
         collective: the collective.
         dtype: element type.
         variant: the caller's argument, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it (for mapped memory: see ``Region``);
+        input_place, output_place: number of the symmetric block and offset in it;
             None for ordinary memory that peers do not reach, and for the arguments that only the root has.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
@@ -277,7 +275,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
             )
         if isinstance(agreement, ListAgreement):
             there = [part for part in agreement.parts if any(map(any, part.collective.counts))]
-            return kernel_list_program(
+            return kernel_program(
                 agreement.collective,
                 candidate.variant,
                 symmetric_input=all(part.input_place is not None for part in there),
@@ -366,4 +364,4 @@ def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transpor
 def _place(place: tuple[int, int] | None) -> str:
     if place is None:
         return "ordinary"
-    return f"symmetric {place[0]}+{place[1]}" if place[0] != MAPPED else "mapped" + ", not aligned" * place[1]
+    return f"symmetric {place[0]}+{place[1]}"

@@ -28,18 +28,15 @@ from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
-from sidelane.collectives.reach_rules import copies_suit
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
-from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.once import Once
 from sidelane.program.wraparound import as_int32
 
@@ -170,10 +167,6 @@ class Preparer:
                 self.cache.entry(shape.key).shape = ShapeProgram(program, addresses, places, *first)
         return prepared
 
-    def copies_mapped(self, agreement: AnyAgreement) -> bool:
-        """Return True if copy engines that read mapped tensors are faster for a call than staging."""
-        return copies_suit(agreement, self._planner.choice)
-
     def make_room(self, program: Program) -> None:
         """Allocate the staging of a program. Collective if there is too little."""
         self._reserve(program, False)
@@ -207,7 +200,7 @@ class Preparer:
     def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
         """Load a program at addresses. ``again``: calls may use these addresses only once."""
         executor = self._backend.executor
-        if isinstance(program, KernelProgram | KernelListProgram):
+        if isinstance(program, KernelProgram):
             return self._backend.load_kernel(program, addresses, frozen)
         if isinstance(program, Alternation):
 
@@ -219,7 +212,7 @@ class Preparer:
 
     def _needs(self, program: Plan, frozen: bool) -> tuple[Staging, int]:
         """Return the staging that a program uses, and how many bytes of it."""
-        if isinstance(program, KernelProgram | KernelListProgram):
+        if isinstance(program, KernelProgram):
             return self._kernel_staging, program.staging_bytes
         if isinstance(program, Alternation):
             has_peers = program.turns[0].world_size > 1
@@ -299,24 +292,23 @@ class Preparer:
     def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
         staging, _ = self._needs(plan, frozen)
-        program: Program | AnyKernelProgram
+        program: Program | KernelProgram
         flags, shift = self._flags.addresses, 0
         arenas: tuple[int, ...] = ()
-        if isinstance(plan, KernelProgram | KernelListProgram):
+        if isinstance(plan, KernelProgram):
             assert self._arena is not None, "backends that have kernels have an arena for them"
             program, flags, arenas = plan, (), self._arena.addresses
         elif isinstance(plan, Alternation):
             program, shift = plan.turns[0], SLOTS_BYTES * frozen
             flags = tuple(base + 4 * (REGIONS * FLAGS + frozen * TURN_FLAGS) for base in flags)
         else:
-            assert plan.flag_count <= CONFIRMATIONS <= FLAGS
+            assert plan.flag_count <= FLAGS
             program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
         buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
         if isinstance(request, ListRequest):
             assert isinstance(program.collective, Batch)
             pieces = self._pieces(program.collective, request)
         else:
-            assert not isinstance(program, KernelListProgram), "only calls with lists have these"
             remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 reached = self.reach(request.region(buffer), buffer in remote)

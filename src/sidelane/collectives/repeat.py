@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -18,8 +17,7 @@ from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Repetition
-from sidelane.memory.ordinary import Standing
-from sidelane.native import Effect, Note
+from sidelane.native import Effect
 from sidelane.program.footprint import loaded_bytes
 
 MOST_TENSORS = 128
@@ -37,25 +35,8 @@ Guard = tuple[object, str, object]
 """Object, attribute, and the very object that lets a call pass."""
 
 
-class TrackedRepeat(NamedTuple):
-    """A tracked call (``learning``) as compiled code makes it again: see ``native/replay.c``.
-
-    Attributes:
-        tracked: guards; what begins it, told its signature and its post; these; whether it goes ahead; its memory has
-            not been freed.
-        turn: of the period that it goes ahead by: object, attribute, what it is in the call's turn, what it is next.
-        notes: to take.
-        holds: tells if nothing of it has been forgotten yet.
-    """
-
-    tracked: tuple[tuple[Guard, ...], Callable[[Any, bytes], object], object, bytes, bool, Standing]
-    turn: tuple[object, str, int, int] | None
-    notes: tuple[Note, ...]
-    holds: Callable[[], bool]
-
-
 class Repeats:
-    """Passes calls to compiled code, which makes them again: after two calls, or after one that is tracked.
+    """Passes calls to compiled code, which makes them again after two calls.
 
     Threads may share it, as they share a communicator.
 
@@ -82,11 +63,6 @@ class Repeats:
         self._nbytes = 0  # of what was passed since then
         preparer.cache.keepers.append(self.forget)
 
-    @property
-    def hits(self) -> int:
-        """Number of calls that went ahead and were made by compiled code."""
-        return int(self._replay.hits)
-
     def forget(self) -> None:
         """Forget all calls."""
         self._forgotten += 1
@@ -102,11 +78,6 @@ class Repeats:
     def moved(self) -> int:
         """Number of calls that compiled code made by their shape."""
         return int(self._replay.moved)
-
-    @property
-    def tracked(self) -> int:
-        """Number of calls from which the ranks learn that compiled code made, staged or ahead."""
-        return int(self._replay.tracked)
 
     @staticmethod
     def of(module: ModuleType, path: HostPath, calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats:
@@ -141,7 +112,6 @@ class Repeats:
         place: Place,
         *,
         asked: CallRequest | None = None,
-        tracked: TrackedRepeat | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -150,23 +120,13 @@ class Repeats:
             prepared: the prepared call that ran.
             place: the stream on which it ran.
             asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
-            tracked: its repetition, for a call from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
         repetition = prepared.loaded.repetition(place)
-        if tracked is not None and repetition is not None:
-            assert repetition.turn is None or tracked.turn is None, "programs that go ahead take no turns of their own"
-            notes, turn = (*tracked.notes, *repetition.notes), tracked.turn or repetition.turn
-            repetition = dataclasses.replace(repetition, notes=notes, turn=turn)
-        given = None if tracked is None else tracked.tracked
-        if not self._give(key, prepared, place, repetition, asked, tracked=given):
-            return
-        if tracked is not None and tracked.turn is not None:
-            holds = tracked.holds()
-        else:
-            holds = self._preparer.cache.prepared(key) is prepared
-        if not holds:  # another thread has moved staging, maybe before it was remembered
+        if (
+            self._give(key, prepared, place, repetition, asked) and self._preparer.cache.prepared(key) is not prepared
+        ):  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
     def remember_shape(self, key: Key, shape: Shape, known: ShapeProgram, prepared: PreparedCall, place: Place) -> None:
@@ -243,7 +203,6 @@ class Repeats:
         asked: CallRequest | None = None,
         *,
         shape: object = None,
-        tracked: object = None,
     ) -> bool:
         """Pass a call to compiled code, if it can be repeated and no memory was allocated since it was looked up."""
         payload = self._calls.control.payload(prepared.signature)
@@ -262,7 +221,7 @@ class Repeats:
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, shape, tracked),
+            *(prepared, shape),
         )
         return True
 

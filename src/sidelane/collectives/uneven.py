@@ -14,8 +14,8 @@ from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.call_forms import CallForm, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.heap import Location, Region
-from sidelane.collectives.offers import OFFER
 from sidelane.collectives.plan import AnyAgreement
+from sidelane.collectives.pool_places import PLACES
 from sidelane.errors import MismatchError
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.posts import PostedCall
@@ -83,7 +83,7 @@ class UnevenCall(CallForm):
                 different places.
         """
         compare(control, number, posts)
-        own = [json.loads(post.differing.partition(OFFER)[0]) for post in posts]
+        own = [json.loads(post.differing.partition(PLACES)[0]) for post in posts]
         sent, expected, inputs, outputs = zip(*own, strict=True)
         for src in range(len(posts)):
             for dst in range(len(posts)):

@@ -4,7 +4,7 @@
 """Flagged words for the user's own kernels: four bytes of data with the generation that marks them as ready.
 
 A word is sent as a cell of 8 bytes, data in the low half and generation in the high half, which hardware stores and
-loads atomically (``kernels/cells.py``). There is no fence, barrier or second message: the fastest way for few bytes, at
+loads atomically (``kernels/ll.py``). There is no fence, barrier or second message: the fastest way for few bytes, at
 twice the traffic. Portable Triton.
 
 Cells are int64 in symmetric memory, zero before the first launch. A peer may be one launch ahead. So a sender has two

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from sidelane.device.layout import CELL_PAYLOAD_BYTES, MAX_BLOCKS, MAX_RANKS, SLOT_PAYLOAD_BYTES
-
-CELLS_PER_TILE, CELL_WARPS = 512, 8
-FEW_CELLS_PER_TILE = 128
-"""Cells of a tile where a launch has a block for each such tile, up to 32 KiB. A block then has a warp for each peer:
-between two GPUs a single one, which decides without others whether all cells are there. On two H200s an all-reduce of
-512 bytes takes 2.3 us, and 2.5 with large tiles (docs/lab/kernels.md)."""
+from sidelane.device.layout import MAX_BLOCKS, MAX_RANKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,42 +65,6 @@ class LaunchSite:
     def rotated(self, addresses: tuple[int, ...]) -> tuple[int, ...]:
         """Rotate addresses of all ranks to begin with this rank's, so that ranks begin with different peers."""
         return addresses[self.rank :] + addresses[: self.rank]
-
-
-def cells_launch(
-    kernel: Any,
-    site: LaunchSite,
-    output: int,
-    input: int,
-    part_bytes: int,
-    *,
-    distinct: bool,
-    constants: Mapping[str, Any],
-) -> Launch:
-    """Make the launch of a kernel that sends cells (``kernels/cells.py``), with its own ``constants``.
-
-    Raises:
-        ValueError: a part is empty or too large.
-    """
-    if not 1 <= part_bytes <= SLOT_PAYLOAD_BYTES:
-        raise ValueError(f"cells_launch: part_bytes (value={part_bytes}, allowed=1..{SLOT_PAYLOAD_BYTES})")
-    peers = 1 << max(0, site.world_size - 2).bit_length()
-    cells, warps = FEW_CELLS_PER_TILE, peers
-    if part_bytes > CELL_PAYLOAD_BYTES * cells * site.most_blocks:
-        cells, warps = CELLS_PER_TILE, CELL_WARPS
-    tiles = -(-part_bytes // (CELL_PAYLOAD_BYTES * cells))
-    shared = {
-        "N": site.world_size,
-        "PEERS": peers,
-        "CELLS": cells,
-        "ONE": tiles <= site.most_blocks,
-        "WHOLE": part_bytes % (CELL_PAYLOAD_BYTES * cells) == 0,
-        "UNIT": unit_bytes(output, input, part_bytes, most=CELL_PAYLOAD_BYTES),
-        "ALIGNED": unit_bytes(output, input, part_bytes) == 16,
-    }
-    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
-    addresses = padded(site.rotated(site.arenas))
-    return Launch(kernel, site.blocks(tiles), warps, arguments + addresses, {**shared, **constants})
 
 
 def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def get(address, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl
     if WHOLE:
         return tl.load(source)
     else:
-        return tl.load(source, mask=offsets < _count_in(tile, nbytes, UNIT, ELEMENT, TILE))
+        return tl.load(source, mask=offsets < count_in(tile, nbytes, UNIT, ELEMENT, TILE))
 
 
 @triton.jit
@@ -57,12 +57,15 @@ def put(address, values, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, W
     if WHOLE:
         tl.store(target, values)
     else:
-        tl.store(target, values, mask=offsets < _count_in(tile, nbytes, UNIT, ELEMENT, TILE))
+        tl.store(target, values, mask=offsets < count_in(tile, nbytes, UNIT, ELEMENT, TILE))
 
 
 @triton.jit
-def _count_in(tile, nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of elements of a tile in 32 bits: 64-bit masks and addresses would take too many registers."""
+def count_in(tile, nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """Return the number of elements of a tile in 32 bits: 64-bit masks and addresses would take too many registers.
+
+    It is negative for a tile beyond the end.
+    """
     there = tl.minimum(nbytes - tile * TILE, TILE).to(tl.int32)
     return count_of(there, UNIT, ELEMENT)
 

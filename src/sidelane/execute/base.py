@@ -15,8 +15,8 @@ import torch
 from sidelane.execute.submitted import SubmissionLedger
 from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.wraparound import WORD_BYTES
 
 
@@ -240,7 +240,7 @@ class Runnable(Protocol):
     """A loaded program, or several that alternate, which a communicator runs repeatedly."""
 
     @property
-    def program(self) -> Program | AnyKernelProgram | KernelCall: ...
+    def program(self) -> Program | KernelProgram | KernelCall: ...
 
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once, after the earlier work of ``place`` and before its later work.

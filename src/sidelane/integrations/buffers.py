@@ -1,4 +1,4 @@
-"""Symmetric buffers for FSDP2's calls, and the interface by which FSDP2 allocates them.
+"""Symmetric memory of a group: buffers for FSDP2's calls, and pools that programs register.
 
 ``FSDPModule.set_allocate_memory_from_process_group_for_comm`` asks a group's backend for memory. The backends behind a
 Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sidelane.errors import UnavailableError
 from sidelane.memory.storage import storage_of
 from sidelane.session import Communicator
+from sidelane.session.registered import Registration, register
 
 
 class FsdpBuffers:
@@ -72,6 +73,14 @@ class BufferSource(Protocol):
         """Return a tensor of ``numel`` elements. Collective."""
         ...
 
+    def register(self, pool: Any) -> None:
+        """Make the segments of a ``torch.cuda.MemPool`` symmetric. Collective."""
+        ...
+
+    def deregister(self, pool: Any) -> None:
+        """End the registration of a pool, on all ranks alike."""
+        ...
+
 
 class Allocating:
     """Mixin in front of a backend class of torch: its answers to requests for memory.
@@ -93,6 +102,25 @@ class Allocating:
         if source is None:
             return torch.empty(size, dtype=dtype, device=device)
         return source.take(size, dtype, torch.device(device))
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        """Make all that a ``torch.cuda.MemPool`` holds now symmetric, so that the group's calls need not stage it.
+
+        Collective. The ranks use corresponding tensors at the same offsets of their segments, as ``symm=True`` asks of
+        them with NCCL. A pool whose segments differ between the ranks, or that they cannot map, is staged, and the log
+        says why. The pool is kept until it is deregistered.
+
+        Args:
+            pool: pool of any allocator: torch's own, or the one of NCCL (``ncclMemAlloc``).
+            symm: accepted for NCCL's sake; the segments are symmetric either way.
+        """
+        if (source := self.source()) is not None:
+            source.register(pool)
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """End the registration of a pool, once the calls on its tensors have ended. On all ranks alike."""
+        if (source := self.source()) is not None:
+            source.deregister(pool)
 
 
 class Communicators(Protocol):
@@ -121,6 +149,7 @@ class GroupMemory:
     def __init__(self, size: int, communicators: Communicators) -> None:
         self._size, self._communicators = size, communicators
         self._buffers: dict[str, FsdpBuffers] = {}
+        self._registered: dict[tuple[int, int], Registration] = {}  # by the number of the pool
         self._last: int | None = None
 
     def has(self, device: torch.device) -> bool:
@@ -139,6 +168,19 @@ class GroupMemory:
                 return torch.empty(numel, dtype=dtype, device=device)
         return self._buffers.setdefault(device.type, FsdpBuffers(made)).take([numel], dtype)
 
+    def register(self, pool: Any) -> None:
+        self.deregister(pool)  # NCCL registers what has come since, too
+        device = torch.device("cuda", torch.cuda.current_device())
+        made = self._communicators.for_memory(device) if self.has(device) else None
+        if made is not None:
+            segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
+            self._registered[pool.id] = register(made, segments, pool)
+
+    def deregister(self, pool: Any) -> None:
+        found = self._registered.pop(pool.id, None)
+        if found is not None:
+            found.end()
+
     def went_elsewhere(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that another backend was given these tensors."""
         for buffers in self._buffers.values():
@@ -147,5 +189,6 @@ class GroupMemory:
                     buffers.is_not_to_come_back(tensor)
 
     def clear(self) -> None:
-        """Drop the free buffers."""
+        """Drop the free buffers and registrations."""
         self._buffers.clear()
+        self._registered.clear()

@@ -145,7 +145,6 @@ class GroupCall:
         timeout: time-out of this call; 0 for the group's.
         across: kind of collective whose steps it can take among several nodes; None for none.
         flat: name in the text that no such steps exist for it; "" for the name of the operation.
-        pieces: number of pieces of these steps, if it takes them.
         reason: reason why it takes the steps; "" if it does not.
         options: options of the communicator's method, if ``job`` is that method on the tensors themselves.
         key: key of calls like this one (``repeat``); None for calls that are not remembered.
@@ -163,7 +162,6 @@ class GroupCall:
     timeout: timedelta = NO_TIMEOUT
     across: Kind | None = None
     flat: str = ""
-    pieces: int = 1
     reason: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     key: Key | None = None

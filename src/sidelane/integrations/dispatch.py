@@ -17,10 +17,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks, ranges
+from sidelane.collectives.call_cache import all_ordinary
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.config import Config, learning
+from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
@@ -29,11 +30,12 @@ from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain, variant_of
+from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
 from sidelane.session.session import start_observers
+from sidelane.sizes import format_bytes
 
 if TYPE_CHECKING:
     from sidelane.integrations.nodes.communicator import NodesCommunicator  # groups on one node do without
@@ -42,6 +44,11 @@ SMALL_BYTES = 4096
 """Bytes of asynchronous calls up to which their works are kept a while."""
 
 MOST_KEPT = 256
+
+STAGED_BYTES = 48 << 20
+"""Bytes from which NCCL makes an all-to-all of ordinary tensors: staging takes longer. On two H200s, 64 MB take 137 us
+by NCCL, 153 staged and 101 in symmetric memory; 1 GB takes 1618, 1794 and 1401 (results/h200x2/ordinary.json). All
+other collectives are faster staged than by NCCL, at every size measured."""
 
 ABORTED = "was aborted"
 """Text for the end of a group that did not wait for its calls."""
@@ -96,6 +103,7 @@ class Dispatcher:
         # (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
         self._again: dict[Key, Again] = {}
+        self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
         self.owner = forks.Owner("process group")
         self._rank, self._name = group.rank(), ""
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
@@ -178,8 +186,7 @@ class Dispatcher:
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                fail = communicator.lane.calls.fail if isinstance(communicator, Communicator) else communicator.fail
-                fail(self._told())
+                _leave(communicator, self._told())
             communicator.close()
 
     def run_alike(
@@ -229,6 +236,8 @@ class Dispatcher:
         is_async, on_host = opts.asyncOp, device.type == "cpu"
         if is_async and on_host:
             return None  # its thread makes all decisions, while the caller goes on
+        if key[0] == "all_to_all_single" and tensors[0].nbytes >= STAGED_BYTES:
+            return None  # see _slower_staged
         if not may_be_plain(tensors):
             return None
         if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
@@ -265,7 +274,7 @@ class Dispatcher:
     def _run(self, call: GroupCall) -> dist.Work:
         self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
-        call.refusal = call.refusal or self.uses(device) or self._across(call)
+        call.refusal = call.refusal or self.uses(device) or self._across(call) or self._slower_staged(call, device)
         if (call.refusal or self._nodes.spans) and settings.current().deterministic and call.adds_floats:
             why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
             raise in_no_order(call.name, why if call.refusal else "it adds up sums of several nodes")
@@ -293,8 +302,30 @@ class Dispatcher:
         choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
-        call.pieces, call.reason = choice.pieces, choice.reason
+        call.reason = choice.reason
         return ""
+
+    def _slower_staged(self, call: GroupCall, device: str) -> str:
+        """Return the reason why the other backend makes a call on ordinary tensors, as staging takes longer; "" if not.
+
+        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
+        """
+        if call.key is None or call.name != "all_to_all_single" or call.nbytes < STAGED_BYTES:
+            return ""
+        if self.names.get(device) != "nccl" or self._nodes.spans:
+            return ""
+        if self._can_capture and torch.cuda.is_current_stream_capturing():
+            return ""
+        made = self._communicator(call.tensors[0].device)
+        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
+            return ""
+        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.lane.arguments, call.tensors):
+            return ""
+        text = f"{call.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
+        if text not in self._agreed:
+            made.lane.agree(call.name, text)
+            self._agreed.add(text)
+        return f"ordinary tensors of {format_bytes(STAGED_BYTES)} and more; in a sidelane.pool Sidelane makes it"
 
     def pass_on(self, call: GroupCall, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks, in no order with the calls of all.
@@ -332,8 +363,6 @@ class Dispatcher:
             self._make_other(call, device).wait()
             return
         assert call.job is not None
-        if not isinstance(communicator, Communicator):
-            communicator.pieces = call.pieces
         try:
             call.job(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
@@ -346,7 +375,7 @@ class Dispatcher:
             return
         choice = communicator.last_choice()
         assert choice is not None
-        self._note(call, device, SIDELANE, variant_of(choice), choice.reason)
+        self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
             self._again[call.key] = Again(communicator, call.key, call.options)
 
@@ -434,7 +463,7 @@ class Dispatcher:
         for communicator in list(self._communicators.values()):
             communicator.lane.set_timeout(timeout.total_seconds())
             if not isinstance(communicator, Communicator):
-                communicator.lookout.timeout_s = timeout.total_seconds()
+                communicator.status.timeout_s = timeout.total_seconds()
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""
@@ -447,7 +476,7 @@ class Dispatcher:
         if made is None:
             self.require()
         if made is None and not self._refusals[device]:
-            config = settings_for(device, self.timeout, spans=self._nodes.spans)
+            config = settings_for(self.timeout)
             try:
                 made = self._communicators[device] = self._make_communicator(where, config)
             except UnavailableError as error:
@@ -492,11 +521,8 @@ class Dispatcher:
         self._leave(PeerError(f"rank {self._rank} ended without waiting for its asynchronous calls", (self._rank,)))
 
     def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
-        communicator = self._communicators.get("cpu")
-        if isinstance(communicator, Communicator):
-            communicator.lane.calls.fail(error)
-        elif communicator is not None:
-            communicator.leave(error)
+        if (communicator := self._communicators.get("cpu")) is not None:
+            _leave(communicator, error)
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a call that is queued on a stream, which uses these tensors."""
@@ -508,21 +534,23 @@ class Dispatcher:
         return work
 
 
+def _leave(communicator: Communicator | NodesCommunicator, error: PeerError | KeyboardInterrupt) -> None:
+    """End a communicator because of this rank, and tell its peers."""
+    if isinstance(communicator, Communicator):
+        communicator.lane.calls.fail(error)
+    else:
+        communicator.leave(error)
+
+
 def _keyed(call: GroupCall, key: Key) -> GroupCall:
     """Return a call that is remembered by its key, if calls like it may be."""
     call.key = key if call.repeats else None
     return call
 
 
-def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:
-    """Return the settings of a group's communicator: those in force; on GPUs of one node, ranks learn by default.
-
-    Args:
-        device: type of its tensors.
-        timeout: of the group.
-        spans: the group is on several nodes.
-    """
+def settings_for(timeout: timedelta) -> Config:
+    """Return the settings of a group's communicator: those in force, with the time-out of the group."""
     config = dataclasses.replace(settings.current(), timeout_s=timeout.total_seconds())
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         config = dataclasses.replace(config, debug=True)
-    return config if spans else learning(config, device)
+    return config

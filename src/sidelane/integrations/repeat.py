@@ -14,7 +14,6 @@ import torch
 
 from sidelane.choice import Choice
 from sidelane.collectives.call_forms import own_part
-from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -67,7 +66,7 @@ class Again:
         choice = self._communicator.last_choice()
         assert choice is not None
         if choice is not self._choice:
-            self._row = (self._operation, *self._columns, SIDELANE, variant_of(choice))
+            self._row = (self._operation, *self._columns, SIDELANE, choice.candidate.variant)
             self._choice = choice
         ledger.note(self._row, choice.reason, nbytes)
 
@@ -90,9 +89,3 @@ def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch
         if tensor.dtype is not dtype or tensor.device != device or tensor.is_neg() or tensor.is_conj():
             return False
     return True
-
-
-def variant_of(choice: Choice) -> str:
-    """Name the variant of a call for people, with a word for one in which peers reached ordinary tensors."""
-    mapped = ", mapped" if choice.reason in (WENT_AHEAD, MISSED) else ""
-    return choice.candidate.variant + mapped

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sidelane.device.language import tl, triton
+from sidelane.device.memory import pointer
 from sidelane.program.collective import Reduction
 
 DTYPES = {
@@ -45,6 +46,18 @@ def combine(values, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
     for rank in tl.static_range(1, N):
         result = accumulate(result, widen(values[rank], FLOAT), OP)
     return finish(result, N, OP, FLOAT)
+
+
+@triton.jit
+def load_combined(
+    addresses, lanes, mask,
+    N: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, FLOAT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Load elements ``lanes`` from the addresses of N ranks, all before the first is used, and combine them."""
+    values = ()
+    for rank in tl.static_range(N):
+        values = values + (tl.load(pointer(addresses[rank], DTYPE, ALIGNED) + lanes, mask=mask),)
+    return combine(values, N, OP, FLOAT).to(DTYPE)
 
 
 @triton.jit

@@ -13,24 +13,33 @@ import torch
 from sidelane.modes import outside_of_modes
 
 
-class _Part:
-    """Owner of a storage's memory, which the storage keeps alive."""
+class _Bytes:
+    """Bytes at an address, as arrays describe them."""
 
-    __slots__ = ("__array_interface__", "__cuda_array_interface__", "_gone", "_whole")
+    __slots__ = ("__array_interface__", "__cuda_array_interface__")
 
-    def __init__(self, whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[], object]) -> None:
-        self._whole, self._gone = whole, gone
+    def __init__(self, address: int, nbytes: int, is_cuda: bool) -> None:
         interface: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (whole.data_ptr() + offset, False),
+            "data": (address, False),
             "strides": None,
             "version": 3,
         }
-        if whole.is_cuda:
+        if is_cuda:
             self.__cuda_array_interface__ = interface
         else:
             self.__array_interface__ = interface
+
+
+class _Part(_Bytes):
+    """Owner of a storage's memory, which the storage keeps alive."""
+
+    __slots__ = ("_gone", "_whole")
+
+    def __init__(self, whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[], object]) -> None:
+        super().__init__(whole.data_ptr() + offset, nbytes, whole.is_cuda)
+        self._whole, self._gone = whole, gone
 
     def __del__(self) -> None:
         self._gone()
@@ -47,13 +56,21 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
     """
     assert offset >= 0
     assert 0 < nbytes <= whole.nbytes - offset
-    part = _Part(whole, offset, nbytes, gone)
-    if whole.is_cuda:
-        made = torch.as_tensor(part, device=whole.device)
+    return _tensor_of(_Part(whole, offset, nbytes, gone), whole.data_ptr() + offset, whole.device)
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return bytes at an address of this process as a 1-d uint8 tensor, which does not keep them alive."""
+    return _tensor_of(_Bytes(address, nbytes, device.type == "cuda"), address, device)
+
+
+def _tensor_of(described: _Bytes, address: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        made = torch.as_tensor(described, device=device)
     else:
         with outside_of_modes():  # the dispatch mode of a pool would move the result
-            made = torch.from_numpy(np.asarray(part))
-    assert made.data_ptr() == whole.data_ptr() + offset, "a copy"
+            made = torch.from_numpy(np.asarray(described))
+    assert made.data_ptr() == address, "a copy"
     return made
 
 

@@ -6,9 +6,6 @@
    by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so before
    anything has happened, and Python does it: this file decides nothing.
 
-   So do tracked calls (sidelane.collectives.learning), staged or ahead: Python begins each of them, to post where its
-   tensors lie, and C makes it.
-
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
    is late; the executor's lock is held around them, as everywhere.
@@ -63,24 +60,10 @@ typedef struct {
     PyObject *setter;
 } Words;
 
-/* An address, and what the answer to a question about it is, for as long as it is the same memory. */
-typedef struct {
-    int (*ask)(uint64_t *number, int question, void *address);
-    uint64_t address, number;
-    int question;
-} Allocation;
-
 typedef struct {
     enum Effect what;
     PyObject *target, *name, *value;
 } Note;
-
-/* Of a call from which the ranks learn: on what condition it is as it was, and what begins it, told its signature and what
-   is posted of it. NULL: of any other call. */
-typedef struct {
-    PyObject *guards, *begin, *signature, *post;
-    int is_ahead;
-} Tracked;
 
 /* A word of the steps that follows where a tensor lies. */
 typedef struct {
@@ -102,12 +85,10 @@ typedef struct {
     PyObject *generation, *turn, *signature, *payload, *failed;
     Request request;
     long long stream;
-    int allocations, steps, words, notes;
-    Allocation *allocation; /* that the steps take for granted */
+    int steps, words, notes;
     Step *step;
     Words *word;
     Note *note;
-    Tracked tracked;
     Shape shape;
     uint64_t serial; /* of all that were remembered: an address may come again */
     int users;       /* runs that are under way */
@@ -126,7 +107,6 @@ typedef struct {
     Entry *table[TABLE];
     uint64_t remembered; /* so far */
     unsigned next_victim;
-    unsigned long long hits, tracked; /* tracked calls that went ahead; all of them */
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
     int again; /* the last call has a shape, and was made at its addresses before */
@@ -214,7 +194,6 @@ static void free_entry(Entry *entry)
     }
     PyObject *keep = entry->keep;
     PyMem_Free(entry->request.tensor);
-    PyMem_Free(entry->allocation);
     PyMem_Free(entry->step);
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
@@ -353,31 +332,6 @@ static int read_notes(Entry *entry, PyObject *notes)
     return 0;
 }
 
-/* In addition to those that there are. */
-static int read_allocations(Entry *entry, PyObject *standing)
-{
-    unsigned long long function;
-    PyObject *rows;
-    if (standing == Py_None)
-        return 0;
-    if (!PyArg_ParseTuple(standing, "KO!", &function, &PyTuple_Type, &rows))
-        return -1;
-    int (*ask)(uint64_t *, int, void *) = (int (*)(uint64_t *, int, void *))(uintptr_t)function;
-    Py_ssize_t count = PyTuple_GET_SIZE(rows), all = entry->allocations + count;
-    Allocation *longer = PyMem_Realloc(entry->allocation, (all ? all : 1) * sizeof(Allocation));
-    if (longer == NULL)
-        return PyErr_NoMemory(), -1;
-    entry->allocation = longer;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long long address, number;
-        int question;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KiK", &address, &question, &number))
-            return -1;
-        entry->allocation[entry->allocations++] = (Allocation){ask, address, number, question};
-    }
-    return 0;
-}
-
 static int read_shape(Entry *entry, PyObject *given)
 {
     PyObject *rows;
@@ -390,7 +344,7 @@ static int read_shape(Entry *entry, PyObject *given)
     shape->follower = PyMem_Calloc(count ? count : 1, sizeof(Follower));
     if (shape->follower == NULL)
         return PyErr_NoMemory(), -1;
-    if (entry->request.lists || entry->request.tensors > 2 || entry->allocations)
+    if (entry->request.lists || entry->request.tensors > 2)
         return PyErr_SetString(PyExc_ValueError, "remember: a shape is one of one or two tensors that are staged"), -1;
     for (Py_ssize_t i = 0; i < entry->request.tensors; i++)
         entry->request.tensor[i].address %= UNIT;
@@ -409,28 +363,9 @@ static int read_shape(Entry *entry, PyObject *given)
     return 0;
 }
 
-static int read_tracked(Entry *entry, PyObject *given)
-{
-    PyObject *standing;
-    Tracked *tracked = &entry->tracked;
-    if (given == NULL || given == Py_None)
-        return 0;
-    if (!PyArg_ParseTuple(given, "O!OOOpO", &PyTuple_Type, &tracked->guards, &tracked->begin, &tracked->signature,
-                          &tracked->post, &tracked->is_ahead, &standing))
-        return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tracked->guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(tracked->guards, i), 3))
-            return -1;
-    if (entry->shape.admits != NULL)
-        return PyErr_SetString(PyExc_ValueError, "remember: a tracked call is one at its addresses"), -1;
-    return read_allocations(entry, standing);
-}
-
-/* A staged tracked call, and one that goes ahead at some turn, do not replace each other. */
+/* Calls of one request at two turns do not replace each other. */
 static int same_turn(const Entry *a, const Entry *b)
 {
-    if (a->tracked.is_ahead != b->tracked.is_ahead)
-        return 0;
     if (a->turn == Py_None || b->turn == Py_None)
         return 1;
     return PyTuple_GET_ITEM(a->turn, 2) == PyTuple_GET_ITEM(b->turn, 2);
@@ -462,23 +397,22 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, standing, owner, shape=None, "
-                           "tracked=None)\n--\n\n"
+                           "signature, payload, steps, words, notes, failed, owner, shape=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *shape = NULL, *tracked = NULL;
+    PyObject *tensors, *steps, *words, *notes, *shape = NULL;
     PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOO|OO", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OO|O", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &shape, &tracked))
+                          &PyTuple_Type, &notes, &entry->failed, &owner, &shape))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -505,8 +439,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
-        read_allocations(entry, standing) || read_shape(entry, shape) ||
-        read_tracked(entry, tracked))
+        read_shape(entry, shape))
         goto fail;
     unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
@@ -622,8 +555,6 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
         int answer = same_request(&entry->request, request);
         if (answer == 1 && entry->turn != Py_None)
             answer = passes(entry->turn);
-        if (answer == 1 && entry->tracked.guards != NULL)
-            answer = all_pass(entry->tracked.guards);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -674,23 +605,6 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
         return entry;
     leave_entry(entry);
     return NULL;
-}
-
-/* 1: no memory has been freed that the steps take for granted. 0: some has, so that Python prepares the call anew. */
-static int stands(const Entry *entry)
-{
-    int all = 1;
-    if (!entry->allocations)
-        return 1;
-    Py_BEGIN_ALLOW_THREADS
-    for (int i = 0; i < entry->allocations && all; i++) {
-        uint64_t number = 0;
-        const Allocation *allocation = &entry->allocation[i];
-        int refused = allocation->ask(&number, allocation->question, (void *)(uintptr_t)allocation->address);
-        all = !refused && number == allocation->number;
-    }
-    Py_END_ALLOW_THREADS
-    return all;
 }
 
 /* 1: peers may still have to read what a post of this number replaces, so that Python waits for them. -1: an error. */
@@ -759,21 +673,6 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     if (__atomic_load_n(self->begun, __ATOMIC_RELAXED) < value)
         __atomic_store_n(self->begun, value, __ATOMIC_RELEASE);
     return 0;
-}
-
-/* Have Python begin a tracked call. 1: it may be made. 0: Python makes it, since it is to do something else from now on.
-   -1: an error. */
-static int begin_tracked(Replay *self, Entry *entry)
-{
-    PyObject *arguments[] = {entry->tracked.signature, entry->tracked.post};
-    PyObject *done = PyObject_Vectorcall(entry->tracked.begin, arguments, 2, NULL);
-    Py_XDECREF(done);
-    if (done == NULL)
-        return -1;
-    int open = entry->dropped ? 0 : is_open(self);
-    if (open == 1)
-        open = all_pass(entry->tracked.guards);
-    return open == 1 && entry->turn != Py_None ? passes(entry->turn) : open;
 }
 
 static int set_words(Entry *entry, uint64_t number)
@@ -910,9 +809,6 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
-    if (!failed && entry->tracked.guards != NULL) {
-        self->tracked++, self->hits += (unsigned)entry->tracked.is_ahead;
-    }
     failed = failed || set_words(entry, value);
     for (int i = 0; i < entry->shape.followers; i++) {
         const Follower *follower = &entry->shape.follower[i];
@@ -964,21 +860,11 @@ static enum Outcome attempt(Replay *self, const Call *call)
         entry = find_shape(self, call->request, call->tensors, stream);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
-    enum Outcome outcome = UNKNOWN;
-    if (stands(entry)) {
-        if (entry->allocations) /* to ask for them lets other threads run */
-            open = is_open(self);
-        if (open == 1 && entry->tracked.guards != NULL)
-            open = !entry->dropped;
-        if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
-            open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-        if (open == 1 && entry->tracked.guards != NULL && !PyErr_Occurred())
-            open = begin_tracked(self, entry);
-        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, call->request, call->written) : open < 0 ? -1 : 1;
-        outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
-    }
+    /* some calls early, since calls that are refused take numbers that are not begun */
+    open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
+    int repeated = open && !PyErr_Occurred() ? repeat(self, entry, call->request, call->written) : 1;
     leave_entry(entry);
-    return outcome;
+    return repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
 }
 
 /* A new tuple of all tensors, where a call has lists of one length; NULL where it has anything else, or with an error. */
@@ -1315,10 +1201,6 @@ static PyObject *replay_count(Replay *self, void *unused)
     return PyLong_FromLong(count);
 }
 
-static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->hits); }
-
-static PyObject *replay_tracked(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->tracked); }
-
 static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
 
 static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
@@ -1333,8 +1215,6 @@ static PyMethodDef replay_methods[] = {
 
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
-    {"hits", (getter)replay_hits, NULL, "How many calls went ahead.", NULL},
-    {"tracked", (getter)replay_tracked, NULL, "How many calls peers learn from.", NULL},
     {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -12,7 +12,7 @@ To keep memory busy, rows of a block are neighbours, and tiles and columns are o
 tile are on their way while a tile is added up and sent; STAGES of them are copied to shared memory asynchronously. A
 rank sends to itself, too, so that all its terms lie in one place.
 
-Two places for each sender, for even and odd generations, are enough (``kernels/cells.py``): every rank waits for
+Two places for each sender, for even and odd generations, are enough (``kernels/ll.py``): every rank waits for
 cells of every other one in each launch. Cells are 0 before the first launch.
 
 Legend: as of ``ops/gemv.py``; ``cells`` int64 [2, N, M, TP]; R the power of two from N on; a block has ``rows_each``

@@ -28,7 +28,7 @@ last row (``end_relaxed`` says why that is enough).
 
 Block b of every rank has the same rows, and waits only for the stores that blocks b make before they wait. A grid has
 no more blocks than fit on the GPU. Every rank waits for data of every other one in each launch, so that two places for
-each sender, for even and odd generations, are enough (``kernels/cells.py``).
+each sender, for even and odd generations, are enough (``kernels/ll.py``).
 
 Squares are added up in one order in both, which :func:`_squares_of_slices` and :func:`_sum_of_slices` write down.
 
@@ -47,8 +47,7 @@ from sidelane.device.flagged import keep_flagged_relaxed, put_flagged_relaxed, w
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import largest_magnitude
-from sidelane.kernels.cells import cells_there
-from sidelane.kernels.reduce_cells import elements_of, words_of
+from sidelane.kernels.ll import elements_of, words_of, words_there
 
 SLICE_BYTES = 512
 """Size of a slice in bytes: a load of 16 bytes for each thread of a warp."""
@@ -75,7 +74,7 @@ def _norm_in_cells(
     member, team, teams = tl.program_id(0) % TEAM, tl.program_id(0) // TEAM, tl.num_programs(0) // TEAM
     parts = member * PARTS + tl.arange(0, PARTS)
     lane = parts[:, None] * W + tl.arange(0, W)[None, :]
-    mask = cells_there(lane, words, WHOLE)
+    mask = words_there(lane, words, WHOLE)
     place = (generation & 1) * N
     partials = cells + 2 * N * most_tokens * words
     turns = 1 if ONE else tl.cdiv(tokens - team, teams)

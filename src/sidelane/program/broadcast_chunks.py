@@ -1,4 +1,4 @@
-"""Chunks of a broadcast that peers relay (``kernels/relay.py``). This module needs no device."""
+"""Chunks of a broadcast that peers relay (``kernels/broadcast.py``). This module needs no device."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
 from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 
 COMMAND_BYTES = 256
 """Bytes of a command of a program."""
@@ -21,18 +21,18 @@ BASE_BYTES = 4096
 """Bytes of everything else that is kept of a call: key, request, agreement, texts."""
 
 
-def program_bytes(plan: Program | AnyKernelProgram | Alternation | KernelCall) -> int:
+def program_bytes(plan: Program | KernelProgram | Alternation | KernelCall) -> int:
     """Return the bytes of a program, which all calls that run it share. They are the same on all ranks."""
     return COMMAND_BYTES * _commands(plan)
 
 
-def loaded_bytes(plan: Program | AnyKernelProgram | KernelCall) -> int:
+def loaded_bytes(plan: Program | KernelProgram | KernelCall) -> int:
     """Return the bytes of a call: the program as one rank has loaded it, and everything else that is kept."""
     world_size = 1 if isinstance(plan, KernelCall) else plan.world_size
     return BASE_BYTES + LOADED_BYTES * _commands(plan) // world_size
 
 
-def _commands(plan: Program | AnyKernelProgram | Alternation | KernelCall) -> int:
+def _commands(plan: Program | KernelProgram | Alternation | KernelCall) -> int:
     if isinstance(plan, Alternation):
         return sum(map(_commands, plan.turns))
     if isinstance(plan, Program):

@@ -2,16 +2,27 @@
 This module needs no device.
 
 The source of a kernel holds its steps, so a :class:`KernelProgram` only names the kernel and the number of thread
-blocks. Both are the same on every rank, like everything that a rank derives from an agreed call.
+blocks. Both are the same on every rank, like everything that a rank derives from an agreed call. A call with one tensor
+is a list of one, whose addresses the kernel has as arguments; those of longer lists lie in a table.
+
+In the bytes that a rank sends to another one, the tensors of a list lie behind each other, at multiples of 16 bytes;
+with three parts of 100, 0 and 300 bytes from rank to rank::
+
+    place    | part 0 | . | part 2                  |
+             0       100 112                       412
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate
 
 from sidelane.fields import an, at_least, one_of, settle, text
-from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
+from sidelane.program.batch import Batch
+from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.reduce_chunks import chunks_of
 from sidelane.program.variant import Variant
 
@@ -28,13 +39,20 @@ symmetric outputs they gain 0.9 us of 11 there, and against pulls into ordinary 
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
 64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB. Direct
-reductions in two shots among two ranks may have all of them at any size (``kernels/reduce_direct.py``)."""
+reductions in two shots among two ranks may have all of them at any size (``kernels/direct.py``)."""
 
 NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
 in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
 
 LARGE_PART_BYTES = 8 << 20
+
+LARGE_LIST_BYTES = 2 << 20
+"""Bytes from rank to rank from which the kernel of a list may have ``MOST_BLOCKS``: a block waits for rows of the
+table, too."""
+
+MOST_LISTED = 4096
+"""Largest number of tensors in a list that a kernel can search."""
 
 ALIGNMENT = 16
 """Alignment in bytes of parts in staging and of inputs that peers read; otherwise kernels go element by element."""
@@ -65,27 +83,27 @@ class Protocol(StrEnum):
     SEND = "send"
 
 
-_COLLECTIVE = an(Collective)
-PROTOCOL, LAUNCHED = one_of(Protocol), at_least(1)
-"""Rules of the fields ``protocol`` and ``blocks``."""
+_DEFINITION = an(Collective, Batch)
+_PROTOCOL, _BLOCKS = one_of(Protocol), at_least(1)
 
 
 STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND)
 """Protocols that need staging."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class KernelProgram:
-    """A collective for one kernel. Make it with :func:`kernel_program`.
+    """A collective, or a list of them, for one kernel. Make it with :func:`kernel_program`.
 
     Attributes:
-        collective: collective to run.
-        variant: ``one_shot`` or ``two_shot``, one of these on few blocks, or ``two_shot_push``.
-        protocol: way in which the bytes travel.
+        collective: collective to run, or a batch of collectives of one kind.
+        variant: ``one_shot`` or ``two_shot``, one of these on few blocks, or ``two_shot_push``; a batch has the first
+            two only.
+        protocol: way in which the bytes travel; a batch has no ``cells``, ``relay`` or ``send``.
         blocks: largest number of thread blocks of a launch.
     """
 
-    collective: Collective
+    collective: Collective | Batch
     variant: str
     protocol: Protocol
     blocks: int
@@ -93,31 +111,61 @@ class KernelProgram:
     prelaunched = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_COLLECTIVE, variant=text, protocol=PROTOCOL, blocks=LAUNCHED)
+        settle(self, collective=_DEFINITION, variant=text, protocol=_PROTOCOL, blocks=_BLOCKS)
 
     @property
     def world_size(self) -> int:
         return self.collective.world_size
 
     @property
+    def listed(self) -> bool:
+        """True for a batch, whose tensors the kernel finds in a table."""
+        return isinstance(self.collective, Batch)
+
+    @cached_property
+    def parts(self) -> tuple[Collective, ...]:
+        """Collectives of the program, one without a batch."""
+        return self.collective.parts if isinstance(self.collective, Batch) else (self.collective,)
+
+    def placed(self, part: int, span: Span) -> Span:
+        """Translate a span of one part's ``input`` or ``output`` into a span of the program's buffer."""
+        return self.collective.placed(part, span) if isinstance(self.collective, Batch) else span
+
+    @property
     def two_shot(self) -> bool:
         """True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
         return is_two_shot(self.variant)
 
-    @property
+    @cached_property
     def distinct(self) -> bool:
-        """True if each peer gets a part of its own."""
-        return is_distinct(self.collective.kind) or self.two_shot
+        """True if each peer gets a part of its own. Two shots of a batch share out tiles, not parts."""
+        return any(is_distinct(part.kind) for part in self.parts) or (self.two_shot and not self.listed)
 
-    @property
+    @cached_property
+    def reduction(self) -> Reduction | None:
+        """Reduction of all parts; None for collectives that only move bytes."""
+        return next((part.reduction for part in self.parts), None)
+
+    @cached_property
+    def root(self) -> int | None:
+        """Root of all parts; None for collectives without one."""
+        return next((part.root for part in self.parts), None)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each part that travel from one rank to another."""
+        shots = "one_shot" if self.listed else self.variant
+        return tuple(part_bytes_of(part, shots) for part in self.parts)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Offset of each part in the bytes from one rank to another, and the end of the last one with its padding."""
+        return tuple(accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in self.sizes), initial=0))
+
+    @cached_property
     def part_bytes(self) -> int:
-        """Bytes from one rank to another; for an all_reduce in two shots, those of the first shard."""
-        return part_bytes_of(self.collective, self.variant)
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of an input in bytes; of the root's, if there is a root."""
-        return self.collective.input_bytes(self.collective.root or 0)
+        """Bytes from one rank to another, of all parts together; in two shots of one part, those of the first shard."""
+        return max(map(operator.add, self.places, self.sizes), default=0) if any(self.sizes) else 0
 
     @property
     def staging_bytes(self) -> int:
@@ -126,14 +174,13 @@ class KernelProgram:
             return 0
         if self.protocol is Protocol.SEND:
             return max(1, self.world_size - 1) * chunks_of(self.part_bytes, self.blocks).peer_bytes
-        part = -(-self.part_bytes // ALIGNMENT) * ALIGNMENT
-        return part * (self.world_size if self.distinct else 1)
+        return self.places[-1] * (self.world_size if self.distinct else 1)
 
     def remote_buffers(self) -> frozenset[str]:
         """Return the callers' buffers that peers touch."""
         if self.protocol is Protocol.PUSH:
             return frozenset({Buffer.OUTPUT})
-        read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
+        read, stored = (span(0, 0, 0).buffer for span in (self.parts[0].input_span, self.parts[0].output_span))
         if self.protocol is Protocol.SEND:
             return frozenset({stored})
         if self.protocol is not Protocol.DIRECT:
@@ -142,54 +189,75 @@ class KernelProgram:
 
 
 def kernel_program(
-    collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool, blocks: int | None = None
+    collective: Collective | Batch,
+    variant: str,
+    *,
+    symmetric_input: bool,
+    symmetric_output: bool,
+    blocks: int | None = None,
 ) -> KernelProgram:
-    """Choose the kernel of a collective.
+    """Choose the kernel of a collective, or of a list of collectives.
 
     Args:
         collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks; a broadcast in
-            place.
-        variant: ``one_shot``, or ``two_shot`` for all_reduce; for reductions also with ``_narrow``, for all_reduce
-        ``two_shot_push``.
-        symmetric_input: peers can read the input.
-        symmetric_output: peers can write into the output.
+            place. A batch has collectives of one kind; reductions of one operation and dtype, broadcasts of one root.
+        variant: ``one_shot``, or ``two_shot`` for all_reduce; without a batch also with ``_narrow`` for reductions, and
+            ``two_shot_push`` for all_reduce.
+        symmetric_input: peers can read every input.
+        symmetric_output: peers can write into every output.
         blocks: largest number of thread blocks of a launch; None for a number that suits the size.
 
     Raises:
-        ValueError: too many ranks, or parts of different sizes.
+        ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
+            than their size.
     """
-    kind, n = collective.kind, collective.world_size
+    program = KernelProgram(collective, variant, Protocol.PARCELS, BLOCKS)
+    listed, parts, n = program.listed, program.parts, program.world_size
+    name = collective.name if isinstance(collective, Batch) else collective.kind
     if n > MOST_RANKS:
-        raise ValueError(f"{kind}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
-    if problem := unfit(collective):
-        raise ValueError(f"{kind}: variant {variant!r} {problem}")
-    part = part_bytes_of(collective, variant)
-    protocol = _protocol_of(collective, variant, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
-    pair = protocol is Protocol.DIRECT and n == 2 and is_two_shot(variant)
-    worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair or protocol is Protocol.SEND else BLOCKS
+        raise ValueError(f"{name}: ranks with variant {variant!r} (value={n}, allowed=1..{MOST_RANKS})")
+    if len(parts) > MOST_LISTED:
+        counts = f"value={len(parts)}, allowed=..{MOST_LISTED}"
+        raise ValueError(f"{name}: tensors with variant {variant!r} ({counts})")
+    different = {(part.kind, part.reduction, part.root) for part in parts}
+    if len(different) > 1:
+        found = "; ".join(sorted(_words(*each) for each in different))
+        raise ValueError(f"{name}: variant {variant!r} runs one collective, reduction and root (value={found})")
+    for number, part in enumerate(parts):
+        if problem := unfit(part):
+            raise ValueError(f"{name}: variant {variant!r} {problem}" + (f", in number {number}" if listed else ""))
+    protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
+    large = program.part_bytes >= (LARGE_LIST_BYTES if listed else LARGE_PART_BYTES)
+    pair = protocol is Protocol.DIRECT and n == 2 and program.two_shot and not listed
+    worthwhile = MOST_BLOCKS if large or pair or protocol is Protocol.SEND else BLOCKS
     worthwhile = NARROW_BLOCKS if Variant.of(variant).narrow else worthwhile
-    return KernelProgram(collective, variant, protocol, worthwhile if blocks is None else blocks)
+    return dataclasses.replace(program, protocol=protocol, blocks=worthwhile if blocks is None else blocks)
 
 
-def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
-    kind, part, two_shot = collective.kind, part_bytes_of(collective, variant), is_two_shot(variant)
-    if not two_shot and part <= most_cell_bytes(collective.world_size):
+def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
+    part, two_shot, listed = program.part_bytes, program.two_shot, program.listed
+    if not (listed or two_shot) and part <= most_cell_bytes(program.world_size):
         return Protocol.CELLS
-    if kind is Kind.BROADCAST and _is_worth_relaying(part, collective.world_size):
+    if not listed and program.root is not None and _is_worth_relaying(part, program.world_size):
         return Protocol.RELAY
     if not two_shot and part <= MOST_PARCEL_BYTES:
         return Protocol.PARCELS
+    kind, in_place = program.parts[0].kind, any(each.in_place for each in program.parts)
     if kind in REDUCING:
-        if Variant.of(variant).pushes and symmetric_output:
+        if Variant.of(program.variant).pushes and symmetric_output:
             return Protocol.SEND
         symmetric = symmetric_input and (symmetric_output or not two_shot)
-        direct = symmetric and part % ALIGNMENT == 0
-        direct = direct and may_be_direct(kind, variant, part, in_place=collective.in_place)
+        direct = symmetric and (listed or part % ALIGNMENT == 0)
+        direct = direct and may_be_direct(kind, program.variant, part, in_place=in_place)
         return Protocol.DIRECT if direct else Protocol.REDUCE
     if kind is Kind.BROADCAST:
         return Protocol.PUSH if symmetric_output else Protocol.STAGE
-    pushes = symmetric_output and not (kind is Kind.ALL_TO_ALL and collective.in_place)
+    pushes = symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place)
     return Protocol.PUSH if pushes else Protocol.PULL
+
+
+def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:
+    return f"{kind} {reduction or ''}".strip() + ("" if root is None else f" root {root}")
 
 
 def unfit(collective: Collective) -> str:

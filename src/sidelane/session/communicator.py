@@ -22,7 +22,7 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
-from sidelane.collectives.reach import MAPPING_OFF, Reached
+from sidelane.collectives.pool_places import Reached
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
@@ -492,11 +492,9 @@ class Communicator:
 
     @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
-        """Return how peers reach a tensor (``symmetric``, ``mapped`` or ``staged``), and why. Not collective.
+        """Return how peers reach a tensor (``symmetric`` or ``staged``), and why. Not collective.
 
-        A ``mapped`` tensor is staged nevertheless if the tensor of another rank is, and in asynchronous calls that do
-        not go ahead (docs/internals/reach.md; :meth:`last_choice` tells whether a call did). A tensor in a
-        :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
+        A tensor in a :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
 
         Raises:
             ValueError: no call accepts this tensor.
@@ -504,13 +502,8 @@ class Communicator:
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        if self._path.reach is None:  # no peers
-            return Reached("staged", MAPPING_OFF)
-        learning = self._path.learning
-        if learning is not None and tensor.nbytes and not self._path.reach.is_pooled(tensor):
-            why = learning.why(tensor)
-            return Reached("staged", why) if why else Reached("mapped", "in calls whose addresses have come again")
-        return self._path.reach.of(tensor)
+        places = self._path.places
+        return Reached("staged", "it has no peers" if places is None else places.why_staged(tensor))
 
     @leaving_modes
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:

@@ -119,9 +119,9 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
 
     Each rank places tensors independently. If the ranks allocate alike, a tensor lies at one place on all of them and
     is symmetric, like one of :meth:`Communicator.empty`. The first call with a tensor compares its places, and the host
-    waits for the peers' hosts; later calls do not. A tensor whose place differs on some rank is ``mapped``: peers reach
-    it without staging, but the host waits in every call. ``Communicator.reach`` tells which. Asynchronous calls never
-    wait for hosts: they stage tensors that were not compared before. As with all symmetric memory, the ranks must use
+    waits for the peers' hosts; later calls do not. A tensor whose place differs on some rank is staged.
+    ``Communicator.reach`` tells which. Asynchronous calls never wait for hosts: they stage tensors that were not
+    compared before. As with all symmetric memory, the ranks must use
     corresponding tensors in the same calls: a tensor that is new on one rank only raises MismatchError.
 
     On GPUs it is a ``torch.cuda.MemPool``: everything that this thread allocates inside is placed there (backward

@@ -25,10 +25,9 @@ from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import LaneMemory, SymmetricHeap
-from sidelane.collectives.learning.board import LearningBoard
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
-from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import CommunicatorClosedError, MismatchError, Page, PeerError, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
@@ -389,10 +388,7 @@ class Lane:
         )
         self.control.world_ranks = session.ranks
         self.peers = Peers(session.heap, self.arguments).of
-        maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
-        learns = session.world_size > 1 and maps
-        board = LearningBoard(exchange) if learns else None
-        self.path = CallPath(self.calls, self.arguments, self.preparer, board)
+        self.path = CallPath(self.calls, self.arguments, self.preparer)
         if log.calls.isEnabledFor(logging.INFO):
             self._log()
         if session.rank == 0 and not number:  # whose profile counts
@@ -470,10 +466,6 @@ class Lane:
             self.path.repeats.forget()
         self.backend.close()
         self.preparer.close()
-        if self.path.reach is not None:
-            self.path.reach.close()
-        if self.path.learning is not None:
-            self.path.learning.close()
         self.memory.close()
         self.control.close()
 

@@ -7,12 +7,12 @@ import dataclasses
 import click
 
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.options import StudyOptions, count, kinds, option, size_list, size_span, study_command, words
+from sidelane_lab.harness.options import StudyOptions, count, kinds, option, size_span, study_command, words
 from sidelane_lab.harness.parameters import say_rounding
 from sidelane_lab.pairs.workload import parse_workload
 
 COLLECTIVES = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-ALONE, BESIDE, CHANGING = PARTS = ("alone", "beside", "changing")
+ALONE, BESIDE = PARTS = ("alone", "beside")
 
 
 def read_pairs(context: click.Context, option: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -25,8 +25,8 @@ def read_pairs(context: click.Context, option: click.Parameter, value: tuple[str
 class OrdinaryOptions(StudyOptions):
     """Measure what collectives cost where the caller's tensors are ordinary memory.
 
-    Sidelane's auto on tensors in symmetric memory, on ordinary ones that peers map (Config.map_memory) and on such that
-    are staged, and NCCL (on CPUs Gloo): alone, next to a GEMM, and on tensors that change from call to call.
+    Sidelane's auto on tensors in symmetric memory and on ordinary ones, which are staged, and NCCL (on CPUs Gloo):
+    alone, and next to a GEMM.
     """
 
     study = "ordinary"
@@ -34,21 +34,20 @@ class OrdinaryOptions(StudyOptions):
         ("sidelane ordinary --json ordinary.json", "all of it, as JSON too"),
         ("sidelane ordinary --part alone --collective all_gather --max-bytes 64M", "one collective by itself"),
         ("sidelane ordinary --part beside --pair 8192x8192x8192_330M", "next to one GEMM"),
-        ("sidelane ordinary --part changing --changing-bytes 4M", "tensors that change from call to call"),
     )
 
     parts: tuple[str, ...] = words(
         "--part",
         PARTS,
         PARTS,
-        "Collectives alone, next to a GEMM (beside), or on tensors that change. May be repeated.",
+        "Collectives alone, or next to a GEMM (beside). May be repeated.",
         some=True,
         show_default="all",
     )
     collectives: tuple[Kind, ...] = kinds(
         COLLECTIVES,
         tuple(map(str, COLLECTIVES)),
-        "May be repeated. Next to a GEMM run all_gather and all_to_all, on tensors that change the first of these.",
+        "May be repeated. Next to a GEMM run all_gather and all_to_all.",
         show_default="all",
     )
     sizes: tuple[int, ...] = size_span(gpus=("16M", "1G"), cpus=("64K", "4M"))
@@ -61,9 +60,6 @@ class OrdinaryOptions(StudyOptions):
         show_default="8192x8192x8192 with 97M, 330M and 1.2G; on CPUs with 97M",
         callback=read_pairs,
     )
-    changing: tuple[int, ...] = size_list(
-        "--changing-bytes", "Of collectives on tensors that change. May be repeated.", gpus=("1M", "64M"), cpus=("64K",)
-    )
     warmup: int = count("--warmup", 2, "Rounds before the measured.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
 
@@ -71,8 +67,6 @@ class OrdinaryOptions(StudyOptions):
         StudyOptions.__post_init__(self)
         for pair in self.pairs:
             parse_workload(pair)
-        if min(self.changing, default=1) < 1:
-            raise ValueError(f"OrdinaryOptions: changing (value={self.changing}, allowed=1 and more)")
 
 
 ordinary = study_command("ordinary", OrdinaryOptions)

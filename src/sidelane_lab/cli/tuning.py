@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
-from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
+from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what
 from sidelane.cli.output import Written, json_option
-from sidelane.config import BESIDE, LEARN, NOTHING
+from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness.options import (
@@ -190,10 +189,9 @@ class ExplainOptions(CommandOptions):
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
         (
             "sidelane explain all_gather 64M --machine h200x2 --ordinary",
-            "how peers would reach ordinary tensors, and why",
+            "on ordinary tensors, which are staged",
         ),
         ("sidelane explain all_gather 64K --machine mi300x8 --packets", "as packets of AMD's copy engines"),
-        ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
         (
             "sidelane explain all_reduce 64M --machine h100x8x2",
             "on two nodes of eight, with the predicted time of each step",
@@ -208,14 +206,6 @@ class ExplainOptions(CommandOptions):
     in_place: bool = option("--in-place", False, "Input and output share memory.", is_flag=True)
     captured: bool = option("--graph", False, "The call is captured into a graph.", is_flag=True)
     ordinary: bool = option("--ordinary", False, "The tensors are not in symmetric memory.", is_flag=True)
-    map_memory: bool | Literal["learn"] | None = option(
-        "--map-memory",
-        None,
-        "With --ordinary: explain the call under this setting. All of them are compared.",
-        convert=lambda word: {"0": False, "1": True}.get(word, word),
-        type=click.Choice(["0", "1", LEARN]),
-        show_default="SIDELANE_MAP_MEMORY, else 0",
-    )
     beside: str = word("--beside", BESIDE, NOTHING, "What runs next to it.")
     beside_us: float | None = option(
         *("--beside-us", None, "Microseconds of a computation next to it, instead of --beside."),
@@ -260,8 +250,6 @@ class ExplainOptions(CommandOptions):
             raise ValueError("explain: --beside and --beside-us exclude each other")
         if self.machine is not None and self.profile is not None:
             raise ValueError("explain: --machine and --profile exclude each other")
-        if self.map_memory is not None and not self.ordinary:
-            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
         if self.tensors is not None and (self.tensors < 1 or self.kind not in KINDS):
             allowed = f"{', '.join(KINDS)}: 1.."
             raise ValueError(f"explain: tensors of {self.kind} (value={self.tensors}, allowed={allowed})")
@@ -269,24 +257,8 @@ class ExplainOptions(CommandOptions):
             raise ValueError(f"explain: {self.kind} has no in-place form")
 
 
-def _explain(nodes: tuple[int, ...] | None, **parameters: Any) -> None:
-    if nodes is not None:
-        explain_nodes(Kind(parameters["collective"]), nodes, **parameters)
-        return
+def _explain(**parameters: Any) -> None:
     loaded("explain.call").main(ExplainOptions(**values_of(ExplainOptions, parameters)))
 
 
-explain = command(
-    "explain",
-    _explain,
-    (ExplainOptions,),
-    heading=PREDICT,
-    besides=(
-        where(
-            "--nodes",
-            metavar="N,N,...",
-            callback=sizes_of_nodes,
-            help="Several machines instead, with so many ranks each: which part runs where, in which pieces, and why.",
-        ),
-    ),
-)
+explain = command("explain", _explain, (ExplainOptions,), heading=PREDICT)

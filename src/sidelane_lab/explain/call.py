@@ -19,22 +19,18 @@ from sidelane.cli.output import write_json
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import as_mapped
-from sidelane.config import LEARN, NOTHING
+from sidelane.config import NOTHING
 from sidelane.errors import nearest
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
-from sidelane.program.builders.confirmed import confirmed
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import hidden_shares
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.nodes import explain_on, times_as_fast
-from sidelane_lab.explain.reach import MAPPED, SAID, ReachMode, mappable, ways_of
 from sidelane_lab.explain.submitted import (
     CALLERS,
     GFX942,
@@ -84,8 +80,6 @@ class Explanation:
         status: whether Sidelane has run on such a machine, where the machine is a description; else empty.
         simulated: predicted microseconds of copy engines there, by candidate, the fastest first.
         library_us: predicted microseconds of the vendor's library there; None where there is no prediction.
-        ways: how peers would reach ordinary tensors, for each value of ``Config.map_memory``, and what would run.
-        way: which of these this is; None for tensors that are symmetric.
         packets: packets of rank 0, if they were asked for.
     """
 
@@ -100,8 +94,6 @@ class Explanation:
     status: str = ""
     simulated: tuple[tuple[Candidate, float], ...] = ()
     library_us: float | None = None
-    ways: tuple[tuple[ReachMode, Choice], ...] = ()
-    way: ReachMode | None = None
     packets: tuple[PacketQueue, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,16 +113,6 @@ class Explanation:
             "submitted": [{"to": place, "what": list(lines)} for place, lines in self.submitted],
             "summary": self.summary,
             "notes": [*self.notes, *self.by.notes],
-            "reach": [
-                {
-                    "map_memory": SAID[way.setting],
-                    "explained": way == self.way,
-                    "how": way.how,
-                    "why": way.why,
-                    "takes": _named(choice.candidate),
-                }
-                for way, choice in self.ways
-            ],
             "packets": [{"engine": str(queue.engine), "bytes": queue.to_bytes().hex()} for queue in self.packets],
         }
 
@@ -162,7 +144,8 @@ def explain(options: ExplainOptions) -> Explanation:
     """
     by, where, device_type, world_size, abilities = _where(options)
     if world_size > MAX_NODE_RANKS:
-        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
+        allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
+        raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
@@ -172,24 +155,13 @@ def explain(options: ExplainOptions) -> Explanation:
         assert described is not None
         by = _simulated(described, agreement)
     chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else described, abilities)
-    choice, way, ways = chooses(agreement), None, tuple[tuple[ReachMode, Choice], ...]()
-    if options.ordinary:
-        ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
-        setting = settings.current().map_memory if options.map_memory is None else options.map_memory
-        if setting == LEARN and device_type != CPU:
-            setting = True  # which is the same there
-        way, choice = next(entry for entry in ways if entry[0].setting == (setting or False))
-        agreement = as_mapped(agreement) if way.how == MAPPED else agreement
+    choice = chooses(agreement)
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
-    if way is not None and way.goes_ahead:
-        alone = agreement.beside == NOTHING
-        program: Program | AnyKernelProgram = dataclasses.replace(confirmed(agreement.collective), alone=alone)
-    else:
-        program = _one_of(make_program(agreement, choice.candidate, moves))
+    program: Program | KernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     packets: tuple[PacketQueue, ...] = ()
-    if isinstance(program, KernelProgram | KernelListProgram):
+    if isinstance(program, KernelProgram):
         submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
     elif has_driver:
         submitted, summary = call_lines(program, RANK, agreement.frozen)
@@ -201,12 +173,9 @@ def explain(options: ExplainOptions) -> Explanation:
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
     notes = (
         *_rounding(options, agreement),
-        *(mappable(device_type) if options.ordinary else ()),
         *(MADE_UP if packets else ()),
     )
-    found = Explanation(
-        agreement, choice, by, where, excluded, submitted, summary, notes, ways=ways, way=way, packets=packets
-    )
+    found = Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, packets=packets)
     if described is None:
         return found
     simulated, status = _predicted(described, agreement), str(described.runs)
@@ -221,8 +190,7 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
         *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
-        *([] if call.symmetric and found.way is None else ["ordinary memory"]),
-        *([f"mapped (map_memory={SAID[found.way.setting]})"] if found.way and found.way.how == MAPPED else []),
+        *([] if call.symmetric else ["ordinary memory"]),
         *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
     ]
     library = f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
@@ -240,10 +208,6 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
     if found.simulated and not found.by.where.startswith(SIMULATOR):
         times = ", ".join(f"{candidate} {us:.4g} us" for candidate, us in found.simulated)
         say(console, f"simulated there: {times}")
-    if found.ways:
-        say(console, "How peers reach ordinary tensors, by SIDELANE_MAP_MEMORY")
-        for way, choice in found.ways:
-            say(console, f"{SAID[way.setting]}: {way.how}, {choice.candidate}: {way.why}", indent=2)
     console.print()
     console.print(_table(found).to_rich())
     count = sum(len(lines) for _, lines in found.submitted)
@@ -432,6 +396,6 @@ def _library_us(machine: Machine, agreement: AnyAgreement) -> float | None:
     return library_us(machine, call.kind, call.nbytes)
 
 
-def _one_of(plan: Plan) -> Program | AnyKernelProgram:
+def _one_of(plan: Plan) -> Program | KernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.choose import FLAT
-from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
-from sidelane.program.collective import Kind
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, NodesChoice, choose
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.parameters import given
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.node_steps import (
+    IN_PLACE,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+    Step,
+    make_plan,
+    nodes_of,
+)
 from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
 from sidelane_lab.papers.numbers import write_report
 
@@ -33,6 +47,114 @@ NOTE = (
     "Not modelled: steps within a node by kernels, which start sooner than copy engines; what the library's steps "
     "within a node take beside their bytes; ranks that come late"
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExplainedStep:
+    """A step of a rank.
+
+    Attributes:
+        where: place of the step: a node or a rail.
+        what: description of the step.
+        nbytes: bytes of this rank's side; 0 for none.
+    """
+
+    where: str
+    what: str
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explained:
+    """Result of :func:`explain_nodes`.
+
+    Attributes:
+        nodes: nodes of the ranks.
+        choice: chosen way of the call, with the reason.
+        rank: rank whose steps are listed; the first of the first node.
+        steps: steps in their order; none if the call goes flat.
+        stays: bytes of scratch in symmetric memory that later calls use again.
+        scratch: bytes of other scratch.
+    """
+
+    nodes: Nodes
+    choice: NodesChoice
+    rank: int
+    steps: tuple[ExplainedStep, ...]
+    stays: int
+    scratch: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as one JSON object."""
+        return {
+            "nodes": [len(ranks) for ranks in self.nodes.members],
+            "takes": self.choice.name,
+            "reason": self.choice.reason,
+            "legal": list(self.choice.legal),
+            "pieces": self.choice.pieces,
+            "rank": self.rank,
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "scratch_that_stays_bytes": self.stays,
+            "scratch_bytes": self.scratch,
+        }
+
+
+def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str) -> Explained:
+    """Explain a call without making it; a broadcast is from rank 0.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        nodes: nodes of the ranks.
+        nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements, and to as
+            many for each rank.
+        dtype: dtype of reduced elements; elements that only move are bytes.
+    """
+    rank, choice = 0, choose(kind, nbytes, nodes)
+    if choice.name != HIERARCHICAL:
+        return Explained(nodes, choice, rank, (), 0, 0)
+    item = ELEMENT_BYTES[dtype]
+    elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
+    count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
+    plan = make_plan(kind, nodes, rank, (count,), choice.pieces)
+    stays = sum(plan.rows[name] for name in plan.sent) * item
+    scratch = sum(plan.rows.values()) * item - stays
+    return Explained(nodes, choice, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
+
+
+def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[ExplainedStep]:
+    node, place = nodes.seat(rank)
+    near, rail = f"node {node}", f"rail {place}"
+    begun = 0
+    for step in plan.steps:
+        if isinstance(step, Far):
+            what = f"begin {step.kind} {begun} of ranks {_named(nodes.rail(place))}"
+            yield ExplainedStep(rail, what, step.input.count * item)
+            begun += 1
+        elif isinstance(step, Join):
+            yield ExplainedStep(rail, f"wait for {step.number}")
+        else:
+            yield ExplainedStep("rank" if isinstance(step, Copies) else near, *_near(step, nodes.members[node], item))
+
+
+def _near(step: Step, own: Sequence[int], item: int) -> tuple[str, int]:
+    if isinstance(step, Copies):
+        return f"copy {_counted([span for span, _ in step.pairs])}", sum(span.count for span, _ in step.pairs) * item
+    if isinstance(step, NodeBroadcast):
+        roots = sorted({root for root, _ in step.parts})
+        text = (
+            f"broadcast {_counted([span for _, span in step.parts])} of ranks {_named([own[root] for root in roots])}"
+        )
+        return text, sum(span.count for _, span in step.parts) * item
+    assert isinstance(step, Near)
+    return f"{step.kind} of ranks {_named(own)}", step.input.count * item
+
+
+def _counted(spans: Sequence[ElementSpan]) -> str:
+    return f"{len(spans)} part{'s' * (len(spans) > 1)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path | None) -> None:

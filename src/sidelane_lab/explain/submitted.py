@@ -8,8 +8,7 @@ from types import MappingProxyType
 from sidelane.execute.base import Addresses
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program, Queue, describe
-from sidelane.program.kernel import Protocol
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sdma import PacketQueue, QueueWords, encode, fit
@@ -40,7 +39,7 @@ SECOND_SHOT: Mapping[Protocol, str] = MappingProxyType(
 )
 
 
-def launch_lines(program: AnyKernelProgram) -> tuple[str, ...]:
+def launch_lines(program: KernelProgram) -> tuple[str, ...]:
     """Say what a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
     how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""

@@ -16,13 +16,13 @@ import dataclasses
 from typing import Any
 
 from sidelane.integrations.nodes.choose import FLAT
-from sidelane.integrations.nodes.steps import Far, Join, Near
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, run_device
 from sidelane_lab.model.kernels import DMA_TRAFFIC, dma_gangs, library_gang
+from sidelane_lab.model.node_steps import Far, Join, Near
 from sidelane_lab.model.nodes import NodesTimes, library_times, nodes_times
 
 DTYPE = "bfloat16"

@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 
 from sidelane.integrations.nodes.choose import NodesChoice, choose
-from sidelane.integrations.nodes.explain import nodes_of
-from sidelane.integrations.nodes.steps import Step
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.node_steps import Step, nodes_of
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 

@@ -19,21 +19,6 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from sidelane.integrations.nodes.explain import nodes_of
-from sidelane.integrations.nodes.plan import make_plan
-from sidelane.integrations.nodes.steps import (
-    IN_PLACE,
-    INPUT,
-    OUTPUT,
-    Copies,
-    ElementSpan,
-    Far,
-    Join,
-    Near,
-    NodeBroadcast,
-    NodePlan,
-    Step,
-)
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
@@ -57,6 +42,21 @@ from sidelane.program.transform import lower
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import dependencies
+from sidelane_lab.model.node_steps import (
+    IN_PLACE,
+    INPUT,
+    OUTPUT,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+    Step,
+    make_plan,
+    nodes_of,
+)
 from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
 from sidelane_lab.model.world import (
     ITEM,
@@ -108,20 +108,20 @@ def planned(
     whole = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
     nodes = nodes_of([machine.gpus] * machine.nodes)
     first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
-    fold = None if full else _fold(machine, first, alike)
+    fold = None if full or kind is Kind.BROADCAST else _fold(machine, first, alike)
     world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold, moved)
     steps: tuple[tuple[Step, int, int], ...] = ()
     for rank in world.ranks:
         plan = make_plan(kind, nodes, rank, (count,), pieces)
-        found = _Planned(world, nodes, rank, plan, pieces, first.scratch).build()
+        found = _Planned(world, nodes, rank, plan, pieces, first.rows).build()
         steps = steps or found
     return world.program("hierarchical", steps)
 
 
 def _fold(machine: Machine, plan: NodePlan, alike: bool) -> Fold | None:
-    """Return the ranks that stand for all others; None if there are none: for a root, and for blocks of two sizes."""
+    """Return the ranks that stand for all others; None if there are none: for blocks of two sizes."""
     fars = [step for step in plan.steps if isinstance(step, Far)]
-    if any(step.kind is Kind.BROADCAST or step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
+    if any(step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
         return None
     # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
     alike = alike and machine.dma.host is HostThreads.RANK
@@ -161,8 +161,6 @@ class _Planned:
         """Add the queues to the world; return the steps with their stamps."""
         found: list[tuple[Step, int, int]] = []
         for number, step in enumerate(self.plan.steps):
-            if isinstance(step, Copies) and not step.pairs:
-                continue
             begin, end = 2 * number, 2 * number + 1
             found.append((step, begin, end))
             if isinstance(step, Far):
@@ -251,7 +249,8 @@ class _Planned:
             else:
                 side = step.input if span.buffer == Buffer.INPUT else step.output
                 if step.kind is Kind.SCATTER and span.rank not in (self.place, step.root):
-                    side = step.input.part(span.rank * step.output.count, step.output.count)  # where it belongs
+                    part = step.output.count
+                    side = step.input[span.rank * part : (span.rank + 1) * part]  # where it belongs
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
 

@@ -181,10 +181,9 @@ def partitions(machine: Machine) -> list[int]:
 def units_tried(machine: Machine, workload: Workload, strategy: Strategy) -> list[int]:
     """Return the units that a strategy tries in a sweep; 0 alone if it has none, or takes none from such a GEMM."""
     partition = strategy.partition
-    if partition is None or partition.units is not None:
+    if partition is None or not partition.applies(bound_of(machine, workload.gemm) is Bound.MEMORY):
         return [0]
-    keeps_all = partition.memory_bound_only and bound_of(machine, workload.gemm) is Bound.COMPUTE
-    return [0] if keeps_all else partitions(machine)
+    return partitions(machine)
 
 
 def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
@@ -270,9 +269,10 @@ def pair_kernels(
         alone: measured times alone; None: those of the description.
     """
     kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
-    taken = 0 if partition is None else swept  # a measured pair took as many, whatever its GEMM counts as
+    taken = 0 if partition is None else swept
+    # A measured pair took as many units as its row says, whatever its GEMM counts as.
     if partition is not None and alone is None:
-        taken = partition.taken(swept, bound_of(machine, workload.gemm) is Bound.MEMORY)
+        taken *= partition.applies(bound_of(machine, workload.gemm) is Bound.MEMORY)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)

@@ -110,7 +110,7 @@ def c3_study(
                 progress(f"{name} {kind}")
             workload = table_ii_workload(name, kind)
             for strategy in chosen:
-                if strategy.partition is None or strategy.partition.units is not None:
+                if strategy.partition is None:
                     rows.append(predict(machine, workload, strategy, write_back=write_back))
                     continue
                 bar = swept.setdefault((strategy.name, kind, TABLE_II[name]), {})

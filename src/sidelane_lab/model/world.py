@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from sidelane.integrations.nodes.steps import Step
 from sidelane.program import collective as define
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.node_steps import Step
 from sidelane_lab.sim import Fold, KernelPart, SimulatedRun, simulate
 
 ITEM = 4

@@ -146,7 +146,7 @@ def _partitioned(
         return []
     slower = table.slowdown()
     if not strategy.mover.takes_units:
-        given = {n: 1.0 for n in slower if strategy.partition.taken(n, bound is Bound.MEMORY) == n}
+        given = dict.fromkeys(slower, 1.0) if strategy.partition.applies(bound is Bound.MEMORY) else {}
     else:
         comm = known.comm_table(workload, (implementation,))
         given = {} if comm is None else comm.slowdown()
@@ -175,7 +175,7 @@ def _share(
 
 def _is_left_to_device(strategy: Strategy) -> bool:
     """Return True if blocks of the computation and of the collective may queue for the same units."""
-    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) not in (Means.SPLIT, Means.THREADS)
+    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) is not Means.SPLIT
 
 
 def _means(strategy: Strategy) -> Means | None:

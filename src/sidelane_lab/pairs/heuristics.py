@@ -174,8 +174,7 @@ def _library(known: Isolated) -> str | None:
 
 
 def _is_swept(strategy: Strategy) -> bool:
-    partition = strategy.partition
-    return partition is not None and partition.units is None and strategy.mover is Mover.LIBRARY
+    return strategy.partition is not None and strategy.mover is Mover.LIBRARY
 
 
 def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:

@@ -26,7 +26,7 @@ class GemmTimes:
 
     Attributes:
         gemm: shape of the GEMM.
-        means: way in which units were taken (``strategy.Means``, or ``grid``).
+        means: way in which units were taken (``MEANS`` of ``studies.tune.isolated_measure``).
         units: number of units of the device, or threads of a CPU rank.
         times_us: times in microseconds by units taken; 0 is the whole device.
     """

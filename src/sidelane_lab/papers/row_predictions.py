@@ -71,8 +71,7 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
         return (row.gemm_us + row.comm_us,)
     if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
         return ()
-    split = strategy.partition
-    if split is not None and (objection(strategy, machine) or (split.units is None and not row.units)):
+    if strategy.partition is not None and (objection(strategy, machine) or not row.units):
         return ()  # files of another version do not say how many units were taken
     pair = Workload(gemm_of(row), kind, row.bytes)
     alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)

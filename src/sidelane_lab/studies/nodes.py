@@ -22,13 +22,13 @@ from typing import Any
 
 from sidelane.cli.output import write_json
 from sidelane.integrations.nodes.choose import choose
-from sidelane.integrations.nodes.explain import nodes_of
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.verify import verify
 from sidelane_lab.harness import provenance
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.node_steps import nodes_of
 from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned

@@ -134,9 +134,8 @@ def _kind_of(node: TraceNode) -> Kind | None:
 
 
 def _replayed(machine: Machine, trace: TraceGraph, strategy: Strategy, compute_us: float) -> Replay:
-    swept = strategy.partition is not None and strategy.partition.units is None
-    fixed = 0 if strategy.partition is None else strategy.partition.taken(0, memory_bound=False)
-    made = [_Kernels(machine, trace, strategy, units) for units in (partitions(machine) if swept else [fixed])]
+    swept = [0] if strategy.partition is None else partitions(machine)
+    made = [_Kernels(machine, trace, strategy, units) for units in swept]
     runs = [run_device(machine, kernels.listed) for kernels in made]
     best = min(range(len(runs)), key=lambda place: runs[place].time_us)
     kernels, run = made[best], runs[best]

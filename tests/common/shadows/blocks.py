@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sidelane.program.collective import Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS, KernelProgram
 from sidelane.program.reduce_chunks import MOST_CHUNKS
 
 DONE = MOST_CHUNKS + 1
@@ -103,7 +102,7 @@ def reduced(dst: Span, srcs: tuple[Span, ...], reduction: Reduction | None) -> I
 
 
 def made_of(
-    program: AnyKernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int, flags: int = BLOCK_FLAGS
+    program: KernelProgram, grid: Blocks, commands: Commands, *, staging_bytes: int, flags: int = BLOCK_FLAGS
 ) -> Program:
     """The shadow of a kernel whose blocks have these commands: a queue for each block, and one for what is apart."""
     n = program.world_size

@@ -8,11 +8,10 @@ from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others
 from shadows.tensors import Tensors, Tile
 from sidelane.program.broadcast_chunks import rounds_of
 from sidelane.program.ir import Command, Program
-from sidelane.program.kernel import Protocol
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram, Protocol
 
 
-def broadcast(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def broadcast(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """``ready``: all peers run. Chunk by chunk, tiles go to their owners, who store them with the others. ``done``: so
     has everybody; with staging, the tiles of the others are copied from there.
     """

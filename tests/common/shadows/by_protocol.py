@@ -11,16 +11,15 @@ from shadows.parcels import parcels, relay
 from shadows.reducing import direct, reduce, send
 from shadows.tensors import root_of
 from sidelane.program.ir import Program
-from sidelane.program.kernel import Protocol
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram, Protocol
 
-Shadow = Callable[[AnyKernelProgram, int, int], tuple[Program, ...]]
+Shadow = Callable[[KernelProgram, int, int], tuple[Program, ...]]
 
 
-def _alike(shadow: Callable[[AnyKernelProgram, int, int], Program]) -> Shadow:
+def _alike(shadow: Callable[[KernelProgram, int, int], Program]) -> Shadow:
     """Of a kernel that does the same in all generations."""
 
-    def shadows(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+    def shadows(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
         return (shadow(program, blocks, tile_bytes),)
 
     return shadows
@@ -39,7 +38,7 @@ SHADOWS: Mapping[Protocol, Shadow] = {
 }
 
 
-def shadows_of(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def shadows_of(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """What a kernel does, as a program.
 
     Args:

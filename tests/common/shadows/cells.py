@@ -16,15 +16,15 @@ from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signal, Wait
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram
 
 
-def cells(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def cells(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: all cells go to all who need them, and are put together as they come."""
     return tuple(_cells(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _cells(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+def _cells(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
     tensors = Tensors(program, grid)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from shadows.blocks import Apart, Blocks, copied, made_of, others, rotated
 from shadows.tensors import Tensors
 from sidelane.program.ir import Command, Program
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram
 
 
-def push(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def push(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """``ready``: all peers run. Tiles go into their outputs. ``done``: they have all theirs."""
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
@@ -27,7 +27,7 @@ def push(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
     return made_of(program, grid, commands, staging_bytes=0)
 
 
-def pull(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def pull(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """Tiles go into the own staging. ``there``: so do those of the peers, and are fetched. ``read``: by all peers."""
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)

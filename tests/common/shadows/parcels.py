@@ -12,15 +12,14 @@ from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram
 
 
-def parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def parcels(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: tiles go into the places of all. ``there``: what came is put together."""
     return tuple(_parcels(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+def _parcels(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
     tensors = Tensors(program, grid)
@@ -54,16 +53,15 @@ def _parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: in
     return made_of(program, grid, commands, staging_bytes=arena_end(n))
 
 
-def relay(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def relay(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: a part for each peer goes into the root's place with it. There, it goes on into
     the peer's places with the others. ``there``: all parts are put together.
     """
     return tuple(_relay(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _relay(program: AnyKernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
-    assert isinstance(program, KernelProgram)
-    collective, n, root = program.collective, program.world_size, program.collective.root
+def _relay(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+    (collective,), n, root = program.parts, program.world_size, program.root
     assert root is not None
     grid = Blocks(n, blocks, tile_bytes)
     part = -(-program.part_bytes // ((n - 1) * tile_bytes)) * tile_bytes

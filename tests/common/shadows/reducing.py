@@ -10,11 +10,11 @@ from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.reduce_chunks import chunks_of
 
 
-def direct(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def direct(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """``ready``: all peers run. A shard of every input is reduced; in two shots for all outputs. ``done``: by all."""
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
@@ -34,7 +34,7 @@ def direct(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
     return made_of(program, grid, commands, staging_bytes=0)
 
 
-def reduce(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def reduce(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """Inputs go into the own staging. ``there``: a shard of all stagings is reduced; in two shots also into the own.
     ``done``: the results of the others are fetched. The last meeting: all have read.
     """
@@ -66,7 +66,7 @@ def reduce(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
     return made_of(program, grid, commands, staging_bytes=program.staging_bytes)
 
 
-def send(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:
+def send(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     """``ready``: all peers run. Chunk by chunk, tiles go into the stagings of their owners, who reduce the chunk before
     meanwhile, for all outputs. ``done``: by all. Chunks take turns among slots that need no signals of their own.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a call, one or a list, cut into tiles that blocks take in turn (``kernels/list_table.py``)."""
+"""The tensors of a call, one or a list, cut into tiles that blocks take in turn (``kernels/tile_table.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from shadows.blocks import Blocks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import ALIGNMENT, KernelProgram
-from sidelane.program.kernel_list import AnyKernelProgram
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Tensors:
         root: of broadcasts.
     """
 
-    def __init__(self, program: AnyKernelProgram, grid: Blocks) -> None:
+    def __init__(self, program: KernelProgram, grid: Blocks) -> None:
         self._program, self._grid = program, grid
         self.two_shot = program.two_shot
         self.shards = program.world_size if program.distinct and not self.two_shot else 1
@@ -81,7 +80,7 @@ class Tensors:
     def _numbered_together(self) -> Iterator[list[Tile]]:
         """Tensors as tiles of all their bytes: those of a list, one, or each shard of one that is reduced in shards."""
         program = self._program
-        if not isinstance(program, KernelProgram):
+        if program.listed:
             parts = zip(parts_of(program.collective), program.sizes, program.places, strict=False)
             yield [Tile(part, placed, 0, size, size, place) for (part, placed), size, place in parts]
             return
@@ -90,15 +89,15 @@ class Tensors:
             yield [Tile(part, placed, 0, size, size, 0)]
             return
         for shard in range(program.world_size):
-            length = max(0, min(size, program.total_bytes - shard * size))
+            length = max(0, min(size, part.input_bytes(0) - shard * size))
             yield [Tile(part, placed, shard * size, length, size, shard * self._stride, shard)]
 
 
-def root_of(program: AnyKernelProgram) -> int | None:
+def root_of(program: KernelProgram) -> int | None:
     """Of broadcasts."""
     return _first(program).root
 
 
-def _first(program: AnyKernelProgram) -> Collective:
+def _first(program: KernelProgram) -> Collective:
     """Of the collectives, which are alike but for their sizes."""
     return next(part for part, _ in parts_of(program.collective))

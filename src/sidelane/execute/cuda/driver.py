@@ -188,28 +188,6 @@ class Driver:
         """Free memory of :meth:`allocate`; waits for the device."""
         self.call("cuMemFree", self._api.CUdeviceptr(address))
 
-    def allocation_question(self) -> Any:
-        """Return the driver function for the questions of :meth:`allocations_in`, see ``memory.ordinary.Standing``."""
-        return require_native("cuPointerGetAttribute")
-
-    def allocations_in(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield an address in each allocation of a span, and the attribute that holds its number, unique in a process.
-
-        In memory composed by ``cuMemMap``, such as expandable segments, each piece has a number; the other attribute is
-        the number of the whole reserved range, whatever is mapped there.
-        """
-        kinds, end = self._api.CUpointer_attribute, address + nbytes
-        while address < end:
-            if self._is_piece(address):
-                yield address, _MEMORY_BLOCK_ID
-                found = self.piece_at(address)
-            else:
-                yield address, int(kinds.CU_POINTER_ATTRIBUTE_BUFFER_ID)
-                found = (self.allocation_at(address) or (0, 0, 0))[1:]
-            if not found or not found[1]:
-                return
-            address = max(address + 1, sum(found))
-
     def allocation_at(self, address: int) -> tuple[int, int, int] | None:
         """Return number, first byte and size of the allocation that holds an address; None if there is none."""
         kinds = self._api.CUpointer_attribute
@@ -239,13 +217,6 @@ class Driver:
                 return None
             found.append(value.value)
         return found[0], found[1]
-
-    def _is_piece(self, address: int) -> bool:
-        """Return True for memory that ``cuMemCreate`` made."""
-        error, handle = self._api.cuMemRetainAllocationHandle(address)
-        if not error:
-            self._api.cuMemRelease(handle)
-        return not error
 
     def allocation_number(self, address: int) -> int:
         """Return the number of the allocation that holds an address; 0 if there is none."""

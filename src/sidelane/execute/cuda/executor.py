@@ -16,7 +16,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.program.ir import Copy, Program, has_epochs
-from sidelane.program.kernel_list import AnyKernelProgram
+from sidelane.program.kernel import KernelProgram
 
 
 class CudaExecutor(CudaSite):
@@ -68,7 +68,7 @@ class CudaExecutor(CudaSite):
             self.programs.keep(loaded)
         return loaded
 
-    def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
         """Compile, load and bind the kernel of a collective. ``frozen``: it is for a graph that is being captured.
 
         Raises:

@@ -10,141 +10,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.bind import FAR, followers
+from sidelane.execute.cuda.kernel_plan import PlaceTable, arrange
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
-from sidelane.kernels import (
-    broadcast_cells,
-    broadcast_parcels,
-    broadcast_push,
-    broadcast_relay,
-    exchange_cells,
-    exchange_parcels,
-    list_broadcast_parcels,
-    list_broadcast_push,
-    list_direct,
-    list_parcels,
-    list_pull,
-    list_push,
-    parcels,
-    pull,
-    push,
-    reduce_cells,
-    reduce_direct,
-    reduce_parcels,
-    reduce_pull,
-    reduce_push,
-    relay,
-)
-from sidelane.kernels.list_table import ListPiece, ListTable
 from sidelane.native import Effect
-from sidelane.program.collective import Buffer, Collective, Span
-from sidelane.program.kernel import KernelProgram, Protocol
-from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
-
-
-def arrange_list(
-    program: KernelListProgram, executor: CudaSite, addresses: Addresses, *, frozen: bool
-) -> tuple[Launch, DeviceTable] | None:
-    """Make the launch of this rank and the table that it reads; None if there are no bytes to move.
-
-    Args:
-        program: the program.
-        executor: executor of this rank; its lock is held and its device current.
-        addresses: addresses of the buffers.
-        frozen: it is for a graph under capture.
-
-    Raises:
-        ValueError: an address is missing.
-        DriverError: the device has no memory for the table.
-    """
-    if not program.part_bytes:
-        return None
-    site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks)
-    table = ListTable.of(find_pieces(program, site, addresses), tile_bytes(program))
-    held = executor.place_table(table.values, frozen=frozen)
-    given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
-    match program.protocol:
-        case Protocol.PARCELS if program.root is not None:
-            return list_broadcast_parcels.arrange(site, table, held.address, program.root), held
-        case Protocol.PUSH if program.root is not None:
-            return list_broadcast_push.arrange(site, table, held.address, program.root, None), held
-        case Protocol.PARCELS:
-            return list_parcels.arrange(*given, reduction, distinct=distinct), held
-        case Protocol.PUSH:
-            return list_push.arrange(*given, distinct=distinct), held
-        case Protocol.DIRECT:
-            assert reduction is not None
-            return list_direct.arrange(*given, reduction, gather=program.two_shot), held
-    stagings = tuple(addresses.buffers[rank, Buffer.STAGING] for rank in range(program.world_size))
-    if program.root is not None:
-        return list_broadcast_push.arrange(site, table, held.address, program.root, stagings), held
-    staged = (stagings, program.part_bytes)
-    return list_pull.arrange(*given, *staged, reduction, distinct=distinct, gather=program.two_shot), held
-
-
-def tile_bytes(program: KernelListProgram) -> int:
-    """Return the size of the tiles of a table in bytes."""
-    match program.protocol:
-        case Protocol.PARCELS:
-            return parcels.TILE_BYTES
-        case Protocol.PUSH | Protocol.STAGE if program.root is not None:
-            return relay.TILE_BYTES
-        case Protocol.PUSH:
-            return list_push.TILE_BYTES
-        case Protocol.DIRECT:
-            return list_direct.TILE_BYTES
-    return list_pull.tile_bytes(program.reduction)
-
-
-def find_pieces(program: KernelListProgram, site: LaunchSite, addresses: Addresses) -> list[ListPiece]:
-    """Return the parts that have bytes, with their addresses on the rank of ``site``. Raises ValueError without one."""
-    batch, rank, everyone = program.collective, site.rank, range(program.world_size)
-
-    def address(part: int, span: Span) -> int:
-        there = batch.placed(part, span)
-        found = addresses.find(there.rank, there.buffer, there.offset)
-        if found is None:
-            raise ValueError(f"load: no address of buffer {span.buffer} of part {part} on rank {span.rank} ({batch})")
-        return found
-
-    def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the addresses of the peers' tensors that the kernel uses, in groups."""
-        own = rank * nbytes
-        if program.protocol is Protocol.PUSH and program.root is not None:
-            outputs = tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone)
-            return (relay.from_root(outputs, program.root),)
-        if program.protocol is Protocol.PUSH:
-            return (site.rotated(tuple(address(number, part.output_span(peer, own, nbytes)) for peer in everyone)),)
-        if program.protocol is not Protocol.DIRECT:
-            return ()
-        read = own if program.distinct else 0
-        inputs = tuple(address(number, part.input_span(peer, read, nbytes)) for peer in everyone)
-        if not program.two_shot:
-            return (inputs,)
-        return inputs, site.rotated(tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone))
-
-    return [
-        ListPiece(
-            input=address(number, part.input_span(rank, 0, nbytes)),
-            output=address(number, part.output_span(rank, 0, nbytes)),
-            nbytes=nbytes,
-            input_stride=nbytes if program.distinct else 0,
-            output_stride=nbytes if program.gathers else 0,
-            place=program.places[number],
-            groups=groups(number, part, nbytes),
-        )
-        for number, (part, nbytes) in enumerate(zip(batch.parts, program.sizes, strict=True))
-        if nbytes
-    ]
-
+from sidelane.program.kernel import KernelProgram
 
 _MOST_CALLERS = 64  # streams for which launches are remembered
 
@@ -159,19 +39,13 @@ class CudaKernel:
         frozen: it is for a graph under capture.
     """
 
-    def __init__(self, executor: CudaSite, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> None:
+    def __init__(self, executor: CudaSite, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> None:
         self.program = program
         self.addresses = addresses
         self._executor = executor
         self._frozen = frozen
-        self._launch: Launch | None = None
         self._table: DeviceTable | None = None
-        if isinstance(program, KernelListProgram):
-            arranged = arrange_list(program, executor, addresses, frozen=frozen)
-            if arranged is not None:
-                self._launch, self._table = arranged
-        else:
-            self._launch = arranger(program, executor)(addresses)
+        self._launch = arranger(program, executor, self._place_table)(addresses)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
         self._places: Places | None = None
@@ -182,7 +56,7 @@ class CudaKernel:
     @property
     def moves(self) -> bool:
         """True if :meth:`at` may work: only arguments of the kernel depend on the addresses."""
-        return isinstance(self.program, KernelProgram) and self._launch is not None and not self._frozen
+        return not self.program.listed and self._launch is not None and not self._frozen
 
     def at(self, addresses: Addresses) -> CudaKernel | None:
         """Return the same kernel at other addresses of its buffers, without calls to the driver.
@@ -285,6 +159,10 @@ class CudaKernel:
         submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
         return self._executor.ledger.entry(submitted)
 
+    def _place_table(self, values: npt.NDArray[np.int64]) -> int:
+        self._table = self._executor.place_table(values, frozen=self._frozen)
+        return self._table.address
+
     def _bind(self, handle: int) -> tuple[Bound, ...]:
         assert self._launch is not None
         if len(self._by_stream) >= _MOST_CALLERS:
@@ -297,12 +175,15 @@ class CudaKernel:
         return calls
 
 
-def arranger(program: AnyKernelProgram, site: CudaSite) -> Callable[[Addresses], Launch | None]:
-    """Return the function that makes the launch of a program for any addresses."""
-    assert isinstance(program, KernelProgram)
+def arranger(
+    program: KernelProgram, executor: CudaSite, place_table: PlaceTable | None = None
+) -> Callable[[Addresses], Launch | None]:
+    """Return the function that makes the launch of a program for any addresses. ``place_table``: for that of a list."""
 
     def at(addresses: Addresses) -> Launch | None:
-        return arrange(program, site.rank, addresses, site.board, site.features.shared_bytes)
+        shared_bytes = executor.features.shared_bytes
+        site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks, shared_bytes)
+        return arrange(program, site, addresses, place_table)
 
     return at
 
@@ -370,74 +251,3 @@ class KernelPending:
             self._executor.check()
             time.sleep(1e-4)
         self._executor.check()
-
-
-def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int, shared_bytes: int) -> Launch | None:
-    """Make the launch of one rank; None if there are no bytes to move. ``shared_bytes``: see ``LaunchSite``.
-
-    Raises:
-        ValueError: an address is missing.
-    """
-    collective, part, distinct = program.collective, program.part_bytes, program.distinct
-    if not program.total_bytes:
-        return None
-    site = LaunchSite(rank, addresses.arenas, board, program.blocks, shared_bytes)
-    buffers = addresses.buffers
-
-    def address(buffer: str, of_rank: int) -> int:
-        found = buffers.get((of_rank, buffer))
-        if found is None:
-            raise ValueError(f"load: no address of buffer {buffer} of rank {of_rank} ({collective}, {program.variant})")
-        return found
-
-    def everyone(buffer: str) -> tuple[int, ...]:
-        return tuple(address(buffer, peer) for peer in range(program.world_size))
-
-    source = collective.input_span(rank, 0, 0)
-    target = collective.output_span(rank, 0, 0)
-    input, output = (address(span.buffer, rank) + span.offset for span in (source, target))
-    if collective.root is not None:
-        return _arrange_broadcast(site, program, output, everyone)
-    match program.protocol:
-        case Protocol.CELLS if collective.reduction:
-            return reduce_cells.arrange(site, output, input, part, collective.reduction, distinct=distinct)
-        case Protocol.CELLS:
-            return exchange_cells.arrange(site, output, input, part, distinct=distinct)
-        case Protocol.PARCELS if collective.reduction:
-            return reduce_parcels.arrange(site, output, input, part, collective.reduction, distinct=distinct)
-        case Protocol.PARCELS:
-            return exchange_parcels.arrange(site, output, input, part, distinct=distinct)
-        case Protocol.PUSH:
-            return push.arrange(site, everyone(target.buffer), input, part, distinct=distinct)
-        case Protocol.PULL:
-            return pull.arrange(site, output, input, everyone(Buffer.STAGING), part, distinct=distinct)
-        case Protocol.REDUCE:
-            assert collective.reduction is not None
-            total, gather = program.total_bytes, program.two_shot
-            stagings = everyone(Buffer.STAGING)
-            return reduce_pull.arrange(site, output, input, stagings, part, total, collective.reduction, gather=gather)
-        case Protocol.SEND:
-            assert collective.reduction is not None
-            outputs, stagings = everyone(target.buffer), everyone(Buffer.STAGING)
-            return reduce_push.arrange(site, outputs, input, stagings, part, program.total_bytes, collective.reduction)
-    assert program.protocol is Protocol.DIRECT
-    assert collective.reduction is not None
-    total, gather = program.total_bytes, program.two_shot
-    outputs, inputs = everyone(target.buffer) if gather else (output,), everyone(source.buffer)
-    return reduce_direct.arrange(site, outputs, inputs, part, total, collective.reduction, gather=gather)
-
-
-def _arrange_broadcast(
-    site: LaunchSite, program: KernelProgram, data: int, everyone: Callable[[Buffer], tuple[int, ...]]
-) -> Launch:
-    part, root = program.part_bytes, program.collective.root
-    assert root is not None
-    if program.protocol is Protocol.CELLS:
-        return broadcast_cells.arrange(site, data, part, root)
-    if program.protocol is Protocol.PARCELS:
-        return broadcast_parcels.arrange(site, data, part, root)
-    if program.protocol is Protocol.RELAY:
-        return broadcast_relay.arrange(site, data, part, root)
-    staged = program.protocol is Protocol.STAGE
-    targets = everyone(Buffer.STAGING if staged else Buffer.OUTPUT)
-    return broadcast_push.arrange(site, data, targets, part, root, staged=staged)

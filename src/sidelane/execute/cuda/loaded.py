@@ -228,7 +228,6 @@ class CudaProgram:
             way.set_epoch(epoch)
             executor.driver.submit(way.calls)
             if place[1]:
-                executor.watch.recorded(self._busy)
                 executor.ledger.count(way.entry)
             elif not self._bound.plan.is_held:
                 self._note(epoch, way.entry)

@@ -40,24 +40,6 @@ def cublas_target(units: int) -> Iterator[None]:
         _check(set_target(handle, 0))  # all
 
 
-@contextlib.contextmanager
-def torch_carve_out(units: int) -> Iterator[None]:
-    """Let torch's cuBLASLt calls leave out a number of SMs, in a ``with`` block.
-
-    Raises:
-        UnavailableError: this version of torch has no such setting.
-    """
-    change: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if change is None:
-        raise UnavailableError(f"torch {torch.__version__} has no carve-out of SMs")
-    before = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
-    change(units)
-    try:
-        yield
-    finally:
-        change(before)
-
-
 @functools.cache
 def _set_target() -> Callable[[ctypes.c_void_p, int], int]:
     for name in NAMES:

@@ -28,8 +28,8 @@ from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, SubmissionLedger
 from sidelane.memory.release import submitters
 from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.once import Once
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
@@ -364,7 +364,7 @@ class CudaSite:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
 
     def failing(
-        self, calls: Sequence[Bound], program: Program | AnyKernelProgram | KernelCall
+        self, calls: Sequence[Bound], program: Program | KernelProgram | KernelCall
     ) -> Callable[[int, Any], NoReturn]:
         """Return the function that raises for a failed call of an invocation, given the call's index and error."""
 
@@ -377,7 +377,7 @@ class CudaSite:
         return failed
 
     def fail_submission(
-        self, program: Program | AnyKernelProgram | KernelCall, error: BaseException, *, captured: bool = False
+        self, program: Program | KernelProgram | KernelCall, error: BaseException, *, captured: bool = False
     ) -> None:
         """Fail after an incomplete submission, and wait for what was submitted.
 

@@ -30,67 +30,11 @@ from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.log import UnfailingLogger
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
+from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
-from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.wraparound import reached
 
 logger = UnfailingLogger(logging.getLogger(__name__))
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Captured:
-    """The memory that one captured call uses. ``is_gone``: None once it was freed."""
-
-    busy: int
-    what: str
-    is_gone: Callable[[], bool] | None
-
-
-class CapturedMemory:
-    """Memory of captured calls of one executor. Callers add to it, and the watch thread checks it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._captured: list[_Captured] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """True if there is no memory to check."""
-        return not self._captured
-
-    def add(self, busy: int, what: str, is_gone: Callable[[], bool]) -> None:
-        """Add the memory of the call that was captured last.
-
-        Args:
-            busy: number that its program writes while it runs (``WatchedProgram``); 0 for kernels, which write none.
-            what: description of the call and its tensors for warnings.
-            is_gone: returns True once some of the memory was freed. Called by another thread.
-        """
-        with self._lock:
-            for other in self._captured:
-                if other.busy == busy:
-                    # One program in two graphs: the number does not tell which of them runs.
-                    other.busy = 0
-            self._captured.append(_Captured(busy, what, is_gone))
-
-    def look(self, busy: Callable[[], int]) -> str | None:
-        """Warn of freed memory. Return the description of a call that is replayed on such memory; None if none is.
-
-        Args:
-            busy: returns the number of the running program. It is called after the check for freed memory: freeing
-                waits for running work, so that a program that runs now was replayed afterwards.
-        """
-        with self._lock:
-            captured = list(self._captured)
-        for one in captured:
-            if one.is_gone is not None and one.is_gone():
-                one.is_gone = None
-                logger.warning("%s: memory was freed with which it was captured: do not replay its graph", one.what)
-        running = busy()
-        found = [one.what for one in captured if one.is_gone is None and one.busy and one.busy == running]
-        with self._lock:  # drop calls of kernels that were warned of: their replays cannot be seen
-            self._captured = [one for one in self._captured if one.is_gone is not None or one.busy]
-        return found[0] if found else None
 
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
@@ -143,15 +87,12 @@ class DeviceWatch:
         self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
         self._first: WatchedProgram | None = None
         self._captured: list[WatchedProgram] = []
-        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of the last recorded program
         self._subject: WatchedProgram | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
         self._board = words.array[BOARD:]
-        self._last_kernel: tuple[int, tuple[AnyKernelProgram | KernelCall, bool]] | None = (
-            None  # and if it was captured
-        )
+        self._last_kernel: tuple[int, tuple[KernelProgram | KernelCall, bool]] | None = None  # and if it was captured
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
         self._stop = threading.Event()
@@ -173,17 +114,15 @@ class DeviceWatch:
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
-    def launched(self, epoch: int, program: AnyKernelProgram | KernelCall, *, captured: bool) -> None:
+    def launched(self, epoch: int, program: KernelProgram | KernelCall, *, captured: bool) -> None:
         """Note that a kernel was launched or captured."""
-        if captured:
-            self._last_busy = 0
         self._last_kernel = (epoch, (program, captured))
 
     def issue_notes(self, subject: tuple[Program, Addresses]) -> tuple[Note, ...]:
         """Return the side effects of :meth:`issued`, for compiled code."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
-    def launch_notes(self, program: AnyKernelProgram | KernelCall) -> tuple[Note, ...]:
+    def launch_notes(self, program: KernelProgram | KernelCall) -> tuple[Note, ...]:
         """Return the side effects of :meth:`launched` for a kernel that is not captured, for compiled code."""
         return ((Effect.SET_PAIR, self, "_last_kernel", (program, False)),)
 
@@ -194,14 +133,6 @@ class DeviceWatch:
     def captured(self, subject: WatchedProgram) -> None:
         """Note that a program was loaded for a graph; it writes the last ``next_busy_number``."""
         self._captured.append(subject)
-
-    def recorded(self, busy: int) -> None:
-        """Note that a program became part of a graph, in which it writes ``busy`` (:meth:`next_busy_number`)."""
-        self._last_busy = busy
-
-    def guard(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Watch the memory of the call that was captured last (:class:`CapturedMemory`)."""
-        self._captured_memory.add(self._last_busy, what, is_gone)
 
     def finished(self, epoch: int) -> bool:
         """Return True once invocation ``epoch`` has ended on this rank, or its waits were released."""
@@ -273,7 +204,6 @@ class DeviceWatch:
         if self.failure is not None:
             self._rescue.release(self.last_epoch)
             return
-        self._look_at_captured()
         self._look_at_kernels(now)
         if self.failure is not None:
             return
@@ -302,17 +232,6 @@ class DeviceWatch:
         elif not subject.captured:  # of which every look may find another replay
             absent = self._monitor.absent(subject.epoch)
             self._monitor.lasts(subject.epoch, str(subject), absent, now - self._since, self.timeout_s)
-
-    def _look_at_captured(self) -> None:
-        """Fail if a call is replayed on freed memory."""
-        if self._captured_memory.is_empty:
-            return
-        with self._driver.relaxed_capture():
-            what = self._captured_memory.look(lambda: int(self._words.array[BUSY]))
-        if what is not None:
-            text = f"{what}: rank {self._rank} replays its graph, though memory was freed with which it was captured"
-            self._monitor.abort(text, (self._rank,))
-            self.fail(SidelaneError(text))
 
     def _look_at_kernels(self, now: float) -> None:
         """Read the board: find a kernel that polls, and the time for which it has waited for the same ranks."""

@@ -136,15 +136,6 @@ class HipDriver(Driver):
     def free(self, address: int) -> None:
         self.runtime.call("hipFree", address)
 
-    def allocation_question(self) -> Any:
-        return self.runtime.functions["hipPointerGetAttribute"]
-
-    def allocations_in(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        end = address + nbytes
-        while address < end and (found := self.allocation_at(address)) is not None:
-            yield address, hip.BUFFER_ID
-            address = max(address + 1, found[1] + found[2])
-
     def allocation_at(self, address: int) -> tuple[int, int, int] | None:
         number = self.allocation_number(address)
         start, nbytes = _HANDLE(), ctypes.c_size_t()

@@ -1,10 +1,9 @@
-"""Choice of steps within and between nodes for a call: a rule, alike on all ranks."""
+"""Choice of recipes within and between nodes for a call: a rule, alike on all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from sidelane.integrations.nodes.plan import objection
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -43,16 +42,22 @@ def choose(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -
         nodes: nodes of the group.
         without: name of the operation in the text that there are no steps for it.
     """
-    why_not = f"no steps for {without}" if kind is None else objection(kind, nodes)
-    if why_not:
-        return NodesChoice(FLAT, f"{nodes}; {why_not}", (FLAT,))
+    if kind is None:
+        return NodesChoice(FLAT, f"{nodes}; no steps for {without}", (FLAT,))
+    if not nodes.even:
+        return NodesChoice(FLAT, f"{nodes}; no steps for nodes of several sizes", (FLAT,))
     both = (FLAT, HIERARCHICAL)
-    if len(nodes.members) == len(nodes.of):
+    if nodes.rails == 1:
         return NodesChoice(FLAT, f"{nodes}; nothing to do within a node", both)
     if nbytes < LEAST_BYTES:
         return NodesChoice(
             FLAT, f"{nodes}; less than {format_bytes(LEAST_BYTES)}: one call is sooner there than three", both
         )
-    pieces = max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))
+    pieces = pieces_of(nbytes)
     reason = f"{nodes}, {nodes.rails} rails, pieces: {pieces}; rather than flat, from {format_bytes(LEAST_BYTES)} on"
     return NodesChoice(HIERARCHICAL, reason, both, pieces)
+
+
+def pieces_of(nbytes: int) -> int:
+    """Return the number of pieces of a hierarchical call."""
+    return max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import functools
+import sys
+import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_thread import CallThread
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import COMPUTE, Config
@@ -21,10 +23,8 @@ from sidelane.integrations.links import Link
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.order import StreamOrder
+from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.ring import Ring
-from sidelane.integrations.works import HostWork
-from sidelane.memory import ending
 from sidelane.memory.exchange import ranks_of
 from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import Kind
@@ -59,6 +59,11 @@ class NodesLink(Link):
         rank, ranks = group.rank(), ranks_of(group)
         witness = Witness(liveness)
         self._lanes: list[NodesLane] = []
+        if choose(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
+            none: Any = SimpleNamespace(rank=rank, world_size=len(ranks))  # no call comes to it
+            self.gather, self.scatter = none, none
+            self.ring = Ring(functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
+            return
         try:
             for name in ("gather", "scatter"):
                 made = NodesCommunicator(
@@ -94,7 +99,7 @@ class NodesLink(Link):
         """Do nothing: all memory is ordinary."""
 
     def memory(self) -> MemoryUse:
-        return MemoryUse.of_all(lane.comm.near.memory() for lane in self._lanes)
+        return MemoryUse.of_all(lane.comm.own.memory() for lane in self._lanes)
 
     def close(self) -> None:
         if hasattr(self, "ring"):
@@ -107,59 +112,47 @@ class NodesLink(Link):
 class NodesLane:
     """A :class:`NodesCommunicator` whose calls may be asynchronous. Such calls query it (``order.Guard``).
 
-    Asynchronous calls run on a thread, or on a stream of a GPU; all others behind them. After a wait, the thread holds
-    no reference to the call's tensors, so a tensor that the caller then drops is freed.
-
     Args:
         comm: communicator that makes the calls.
     """
 
     def __init__(self, comm: NodesCommunicator) -> None:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
-        self._stream = StreamOrder(self) if comm.device.type == "cuda" else None
-        self._thread = CallThread()
-        ending.at_exit(self, first=True)
+        guard = weakref.proxy(self)  # connections and threads end with a lane, not when garbage is collected
+        self._order = StreamOrder(guard) if comm.device.type == "cuda" else HostOrder(guard)
 
     def all_gather(
         self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
         """See ``Communicator.all_gather``; ``beside`` was given before."""
-        return self._run(Kind.ALL_GATHER, output, input, async_op, lambda to, given: self.comm.all_gather(to, given))
+        return self._run(output, input, async_op, functools.partial(self.comm.all_gather, output, input))
 
     def reduce_scatter(
         self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
         """See ``Communicator.reduce_scatter``; ``beside`` was given before."""
-
-        def make(to: Tensors, given: Tensors) -> None:
-            self.comm.reduce_scatter(to, given, op=op)
-
-        return self._run(Kind.REDUCE_SCATTER, output, input, async_op, make)
+        return self._run(output, input, async_op, functools.partial(self.comm.reduce_scatter, output, input, op=op))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return bytes that are symmetric in this node; ordinary ones if the node has no more. Collective in a node.
 
         Nodes need not agree: a call takes either.
         """
-        found: list[torch.Tensor] = []
+        self.comm.owner.require()
+        make = functools.partial(self._made, nbytes)
+        return self._order.alone(make) if isinstance(self._order, HostOrder) else make()
 
-        def make() -> None:
-            try:
-                found.append(self.comm.near.empty(nbytes, dtype=torch.uint8))
-            except UnavailableError:
-                found.append(torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device))
-
-        self._behind(make)
-        return found[0]
+    def _made(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self.comm.own.empty(nbytes, dtype=torch.uint8)
+        except UnavailableError:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
     def close(self) -> None:
         """End it; calls under way fail. No effect in a forked copy."""
-        if self.comm.owner.is_copied:
-            return
-        self.comm.close()
-        self._thread.close()
-        if self._stream is not None:
-            self._stream.close()
+        if not self.comm.owner.is_copied:
+            self.comm.close()
+            self._order.close()
 
     def late(self) -> tuple[str, Sequence[int]]:
         """See ``order.Guard``."""
@@ -174,53 +167,14 @@ class NodesLane:
         told = PeerError(f"rank {self.rank} ended without waiting for its asynchronous calls", (self.rank,))
         self.comm.leave(told)
 
-    def end(self, until: float) -> None:
-        """End the thread at exit, as ``order.HostOrder`` does."""
-        self._thread.cancel()
-        if self._thread.end(until):
-            return
-        ending.give_up()
-        self.ends()
-        self._thread.end(time.monotonic() + ending.LEAVING_S)
-
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """See ``order.Guard``."""
         backend: Any = self.comm.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
 
-    def _run(
-        self,
-        kind: Kind,
-        output: Tensors,
-        input: Tensors,
-        async_op: bool,
-        make: Callable[[Tensors, Tensors], None],
-    ) -> dist.Work | None:
+    def _run(self, output: Tensors, input: Tensors, async_op: bool, job: Callable[[], None]) -> dist.Work | None:
         self.comm.owner.require()
-        outputs, inputs = _listed(output), _listed(input)
-        nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (outputs, inputs))
-        pieces = choose(kind, nbytes, self.comm.nodes).pieces
-
-        def job(to: Tensors, given: Tensors) -> None:
-            self.comm.pieces = pieces
-            make(to, given)
-
-        if self._stream is not None:
-            work = self._stream.run(lambda: job(output, input), (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
-            return work if async_op else None
-        if not async_op:
-            self._behind(lambda: job(output, input))
-            return None
-        future = self._thread.submit(job, output, input)
-        return HostWork(future, outputs, NO_TIMEOUT, self.late, self.interrupted)
-
-    def _behind(self, job: Callable[[], None]) -> None:
-        """Run ``job`` here, behind the asynchronous calls."""
-        self.comm.owner.require()
-        self._thread.settle()
-        job()
-
-
-def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
-    return (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        outputs, inputs = ((each,) if isinstance(each, torch.Tensor) else tuple(each) for each in (output, input))
+        work = self._order.run(job, (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
+        return work if async_op else None

@@ -17,7 +17,6 @@ from sidelane.integrations.fallback import make_other, nccl_not_ending_the_proce
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part, find_nodes
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
-from sidelane.ops.scale_out.ranks import CAPACITY
 from sidelane.session import Communicator
 
 _Part = TypeVar("_Part")
@@ -32,7 +31,6 @@ def scale_out(
     *,
     device: torch.device | str | int | None = None,
     config: Config | None = None,
-    capacity: int = CAPACITY,
 ) -> Iterator[ScaleOut]:
     """Make the ranks of a group ready for fused operators among its nodes, in a ``with`` block. Collective.
 
@@ -40,10 +38,8 @@ def scale_out(
         group: group of any backend; None for the default group.
         device: see :class:`sidelane.Communicator`.
         config: see :class:`sidelane.Communicator`; ``virtual_nodes`` counts.
-        capacity: number of slices that may wait to be sent, a power of two.
 
     Raises:
-        ValueError: the capacity is not allowed.
         UnavailableError: a node lacks what a communicator needs; on all ranks alike.
         PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
@@ -94,4 +90,4 @@ def scale_out(
             *(dist.PrefixStore("all/", store), rank, ranks, f"{name}/all"), (liveness, range(len(ranks)))
         )
         stack.callback(everyone.close)
-        yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier, capacity=capacity))
+        yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier))

@@ -1,7 +1,7 @@
-"""Connections between the ranks of different nodes: headers and bytes of slices on one, notes of the hosts on another.
+"""Connections between the ranks of different nodes, which carry what their hosts tell each other: lines of JSON.
 
-Each side of a pair sends the headers of its slices in the order of its ring, and the end of each call behind them.
-Notes tell of calls that begin, of failures, and of ranks that close.
+Notes tell of slices that leave, of calls that begin and that are over, of failures, and of ranks that close. Those from
+one rank to another keep their order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,25 +28,11 @@ STEP_S = 0.05
 """Seconds after which a blocked thread looks whether it should go on."""
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sqq")
+_HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sq")
 _MOST_NOTE_BYTES = 1 << 16
 _LISTENS_S = 1.0
 _MOST_CALLERS = 256
 """Largest number of connections that are kept open before they have said who they are; the oldest ends first."""
-
-
-class Header(NamedTuple):
-    """Header of a slice, or of the end of a call, for which it has no rows. For the fields see ``Descriptor``."""
-
-    handle: int
-    epoch: int
-    flag: int
-    place: int
-    rows: int
-    columns: int
-
-
-_HEADER = struct.Struct(f"<{len(Header._fields)}q")
 
 
 class Gone(Exception):
@@ -67,9 +53,7 @@ class FarConnections:
         timeout_s: time-out for the last of them, in seconds.
 
     Attributes:
-        data: connection for headers by rank.
-        control: connection for notes by rank.
-        gives_up: function that returns True once nothing should wait any more.
+        sockets: connections by rank.
 
     Raises:
         PeerTimeoutError: a rank did not come.
@@ -77,9 +61,7 @@ class FarConnections:
     """
 
     def __init__(self, store: dist.Store, rank: int, fars: Sequence[int], timeout_s: float) -> None:
-        self.data: dict[int, socket.socket] = {}
-        self.control: dict[int, socket.socket] = {}
-        self.gives_up: Callable[[], bool] = lambda: False
+        self.sockets: dict[int, socket.socket] = {}
         self._texts = dict.fromkeys(fars, b"")
         self._writing = forks.lock()
         if not fars:
@@ -108,80 +90,39 @@ class FarConnections:
             token_bytes = token.encode("ascii")
         except (ValueError, TypeError) as error:
             raise not_understood("scale-out", far, said) from error
-        for number, kind in enumerate((self.data, self.control)):
-            try:
-                made = socket.create_connection(place, max(STEP_S, until - time.monotonic()))
-                made.sendall(_HELLO.pack(token_bytes, rank, number))
-            except OSError as error:
-                text = f"scale-out: no connection with rank {far} at {address}: {error}"
-                raise PeerTimeoutError(text, [far]) from error
-            kind[far] = _prepared(made)
+        try:
+            made = socket.create_connection(place, max(STEP_S, until - time.monotonic()))
+            made.sendall(_HELLO.pack(token_bytes, rank))
+        except OSError as error:
+            text = f"scale-out: no connection with rank {far} at {address}: {error}"
+            raise PeerTimeoutError(text, [far]) from error
+        self.sockets[far] = _prepared(made)
 
     def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
         with contextlib.closing(_Callers(server)) as callers:
-            while missing := [far for far in fars if far not in self.data or far not in self.control]:
+            while missing := [far for far in fars if far not in self.sockets]:
                 _require_time(until, missing)
                 for made, hello in callers.heard():
-                    found, far, number = _HELLO.unpack(hello)
-                    if (
-                        not secrets.compare_digest(found, token.encode("ascii"))
-                        or far not in fars
-                        or number not in (0, 1)
-                    ):
+                    found, far = _HELLO.unpack(hello)
+                    if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars:
                         made.close()  # a stranger
                     else:
-                        (self.data, self.control)[number][far] = _prepared(made)
+                        self.sockets[far] = _prepared(made)
 
-    def send_header(self, target: int, header: Header) -> None:
-        """Send a header on its way. Raises :class:`Gone`."""
-        self.write(target, memoryview(_HEADER.pack(*header)))
-
-    def receive_header(self, source: int) -> Header:
-        """Return the next header, of which the first byte is there. Raises :class:`Gone`."""
-        words = bytearray(_HEADER.size)
-        self.read(source, memoryview(words))
-        return Header(*_HEADER.unpack(words))
-
-    def write(self, target: int, given: memoryview) -> None:
-        """Write bytes behind a header. Raises :class:`Gone`, also if nothing should wait any more."""
-        self._all(target, given, self.data[target].send, select.POLLOUT)
-
-    def read(self, source: int, into: memoryview) -> None:
-        """Read the bytes behind a header. Raises as :meth:`write`."""
-        self._all(source, into, self.data[source].recv_into, select.POLLIN)
-
-    def _all(self, rank: int, view: memoryview, step: Callable[[memoryview], int], event: int) -> None:
-        try:
-            while view:
-                try:
-                    moved = step(view)
-                except BlockingIOError:
-                    if self.gives_up():
-                        raise Gone(rank) from None
-                    poll = select.poll()
-                    poll.register(self.data[rank], event)
-                    poll.poll(STEP_S * 1000)
-                    continue
-                if not moved:
-                    raise Gone(rank)
-                view = view[moved:]
-        except (OSError, ValueError) as error:  # the second one: it was closed here
-            raise Gone(rank) from error
-
-    def note(self, targets: Sequence[int], note: dict[str, Any]) -> None:
-        """Tell ranks something short; those that are gone, or do not listen, do not matter here."""
+    def send(self, targets: Sequence[int], note: Mapping[str, Any]) -> None:
+        """Send a note; ranks that are gone, or do not listen, do not matter here."""
         words = json.dumps(note).encode() + b"\n"
         with self._writing:
             for target in targets:
                 with contextlib.suppress(OSError, ValueError):  # the second one: it was closed here
-                    _send_whole(self.control[target], words)
+                    _send_whole(self.sockets[target], words)
 
     def notes(self, source: int) -> list[dict[str, Any]]:
-        """Return what a rank has told since. Raises :class:`Gone` behind its last note."""
-        control, text = self.control[source], self._texts[source]
+        """Return what a rank has sent since. Raises :class:`Gone` behind its last note."""
+        found, text = self.sockets[source], self._texts[source]
         try:
-            while found := control.recv(_MOST_NOTE_BYTES, socket.MSG_DONTWAIT):
-                text += found
+            while more := found.recv(_MOST_NOTE_BYTES):
+                text += more
             is_gone = True
         except BlockingIOError:
             is_gone = False
@@ -197,7 +138,7 @@ class FarConnections:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        for made in (*self.data.values(), *self.control.values()):
+        for made in self.sockets.values():
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()

@@ -4,7 +4,7 @@
 """Operations of kernels with ranks of other nodes: they hand slices to the proxy, and wait for what has arrived.
 
 A kernel has two contexts: that of ``sidelane.device.context`` for the ranks of its node, to which it stores, and a
-*far context* (``ring``), a pointer to int64. ``generation`` is that of the first one. Portable Triton.
+*far context* (``words``), a pointer to int64. ``generation`` is that of the first one. Portable Triton.
 
 Words in host memory are polled by plain loads. An atomic operation of a GPU there could undo a store of the host, so
 what acquires is one on a word of the device's own memory behind the polls: it makes this program's later accesses come
@@ -15,35 +15,19 @@ from __future__ import annotations
 
 from sidelane.device import context, flags, layout
 from sidelane.device.triton_language import tl, triton
-from sidelane.ops.scale_out import ring
+from sidelane.ops.scale_out import words
 
-MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 POLLS = tl.constexpr(int(flags.POLLS))
 MOST_AHEAD = tl.constexpr(int(context.MOST_AHEAD))
 ABORT = tl.constexpr(layout.ABORT)
-RING = tl.constexpr(ring.RING)
-HEAD = tl.constexpr(ring.HEAD)
-CAPACITY = tl.constexpr(ring.CAPACITY)
-OPENED = tl.constexpr(ring.OPENED)
-DONE = tl.constexpr(ring.DONE)
-FLAGS = tl.constexpr(ring.FLAGS)
-NUMBER = tl.constexpr(ring.NUMBER)
-RANKS = tl.constexpr(ring.RANKS)
-BOARD = tl.constexpr(ring.BOARD)
-NEARS = tl.constexpr(ring.NEARS)
-TAIL = tl.constexpr(ring.TAIL)
-STOP = tl.constexpr(ring.STOP)
-ENTRIES = tl.constexpr(ring.ENTRIES)
-ENTRY_WORDS = tl.constexpr(ring.ENTRY_WORDS)
-SEQUENCE = tl.constexpr(ring.SEQUENCE)
-HANDLE = tl.constexpr(ring.HANDLE)
-EPOCH = tl.constexpr(ring.EPOCH)
-TARGET = tl.constexpr(ring.TARGET)
-FLAG = tl.constexpr(ring.FLAG)
-SOURCE = tl.constexpr(ring.SOURCE)
-PLACE = tl.constexpr(ring.PLACE)
-SHAPE = tl.constexpr(ring.SHAPE)
-END = tl.constexpr(ring.END)
+OPENED = tl.constexpr(words.OPENED)
+READY = tl.constexpr(words.READY)
+OVER = tl.constexpr(words.OVER)
+FLAGS = tl.constexpr(words.FLAGS)
+STOP = tl.constexpr(words.STOP)
+BOARD = tl.constexpr(words.BOARD)
+NEARS = tl.constexpr(words.NEARS)
+ACQUIRED = tl.constexpr(words.ACQUIRED)
 
 
 @triton.jit
@@ -64,61 +48,31 @@ def open_release(far, generation):
 
 
 @triton.jit
-def send_release(far, generation, target, flag, source, place, rows, columns):
-    """Hand a slice to the proxy, behind all accesses of this program and those that it has acquired; return its ticket.
+def send_release(far, generation, number):
+    """Hand a slice to the proxy, behind all accesses of this program and those that it has acquired.
 
-    It waits for room in the ring.
+    Releases at system scope. One program of a launch calls it for each slice.
 
     Args:
         far: far context of the kernel.
         generation: generation of this launch.
-        target: rank that gets the slice.
-        flag: number of its flag there; -1 for none.
-        source: first element of the slice in the send buffer, where it is contiguous.
-        place: first element in the output of the target.
-        rows: number of rows, which lie apart there by the stride of the handle.
-        columns: number of elements of a row.
+        number: number of the slice among those that this rank sends.
     """
     tl.debug_barrier()
-    entries = tl.load(far + RING).to(tl.pointer_type(tl.int64))
-    head = tl.load(far + HEAD).to(tl.pointer_type(tl.int64))
-    capacity = tl.load(far + CAPACITY)
-    ticket = tl.atomic_add(head, 1, sem="acq_rel", scope="sys")
-    _wait_for_tail(far, entries, ticket - capacity + 1)
-    wide = tl.full((), 0, tl.int64)
-    entry = entries + ENTRIES + ticket % capacity * ENTRY_WORDS
-    tl.store(entry + HANDLE, tl.load(far + NUMBER))
-    tl.store(entry + EPOCH, wide + generation)
-    tl.store(entry + TARGET, wide + target)
-    tl.store(entry + FLAG, wide + flag)
-    tl.store(entry + SOURCE, wide + source)
-    tl.store(entry + PLACE, wide + place)
-    tl.store(entry + SHAPE, ((wide + rows) << 32) + columns)
-    tl.debug_barrier()
-    tl.atomic_xchg(entry + SEQUENCE, ticket + 1, sem="release", scope="sys")
-    return ticket
+    ready = tl.load(far + READY).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(ready + number, generation, sem="release", scope="sys")
 
 
 @triton.jit
-def finish_acq_rel(far, generation):
-    """End the sends of this launch, and wait until they have left and all ranks of other nodes have ended theirs.
+def finish_acquire(far, generation):
+    """Wait until this rank's slices have left, and those for it are in place; ranks of one node wait for nothing.
 
-    The last program of a launch calls it, once it has acquired the others' sends. Acquires at system scope: later work
-    sees all slices of this generation that other nodes have sent.
+    The last program of a launch calls it. Acquires at system scope: later work sees all slices of this generation that
+    other nodes have sent.
     """
-    ranks = tl.load(far + RANKS).to(tl.int32)
-    if ranks > 0:
-        ticket = send_release(far, generation, END, -1, 0, 0, 0, 0)
-        entries = tl.load(far + RING).to(tl.pointer_type(tl.int64))
-        done = tl.load(far + DONE).to(tl.pointer_type(tl.int32))
-        nears = tl.load(far + NEARS).to(tl.pointer_type(tl.int32))
-        lane = tl.arange(0, MAX_RANKS)
-        for first in range(0, ranks, MAX_RANKS):
-            there = first + lane < ranks
-            is_far = tl.load(nears + first + lane, mask=there, other=0) < 0
-            _wait_for_words(far, entries, done + first + lane, is_far, generation)
-        _wait_for_tail(far, entries, ticket + 1)
-        _acquire(far)
+    over = tl.load(far + OVER)
+    if over != 0:
+        _wait_for_word(far, over.to(tl.pointer_type(tl.int32)), generation)
 
 
 @triton.jit
@@ -127,54 +81,33 @@ def wait_slice_acquire(far, flag, generation):
 
     A kernel that does so must leave room on the GPU for those of the transport (``transport``).
     """
-    entries = tl.load(far + RING).to(tl.pointer_type(tl.int64))
-    lane = tl.arange(0, MAX_RANKS)
-    words = tl.load(far + FLAGS).to(tl.pointer_type(tl.int32)) + flag + lane
-    _wait_for_words(far, entries, words, lane == 0, generation)
-    _acquire(far)
+    _wait_for_word(far, tl.load(far + FLAGS).to(tl.pointer_type(tl.int32)) + flag, generation)
 
 
 @triton.jit
-def _wait_for_tail(far, entries, wanted):
-    late = tl.load(entries + TAIL, volatile=True) < wanted
+def _wait_for_word(far, word, generation):
+    late = _is_late(word, generation)
     polls = 0
     while late:
-        late = tl.load(entries + TAIL, volatile=True) < wanted
+        late = _is_late(word, generation)
         polls += 1
         if polls % POLLS == 0:
-            late = late & _goes_on(far, entries)
+            late = late & _goes_on(far)
+    tl.debug_barrier()
+    tl.atomic_add(far + ACQUIRED, 0, sem="acq_rel", scope="sys")
     tl.debug_barrier()
 
 
 @triton.jit
-def _wait_for_words(far, entries, words, mask, generation):
-    late = _is_late(words, mask, generation)
-    polls = 0
-    while late:
-        late = _is_late(words, mask, generation)
-        polls += 1
-        if polls % POLLS == 0:
-            late = late & _goes_on(far, entries)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _is_late(words, mask, generation):
+def _is_late(word, generation):
     """Return whether a word has not reached this generation, as ``context`` compares them."""
-    found = tl.load(words, mask=mask, other=0, volatile=True)
-    late = mask & ((((found - generation) & -MOST_AHEAD) != 0) | (found == 0))
-    return tl.max(late.to(tl.int32)) != 0
+    found = tl.load(word, volatile=True)
+    return (((found - generation) & -MOST_AHEAD) != 0) | (found == 0)
 
 
 @triton.jit
-def _goes_on(far, entries):
-    """Return False once the host has told this rank's kernels to give up, by the board or by the ring."""
+def _goes_on(far):
+    """Return False once the host has told this rank's kernels to give up, by the board or by the proxy."""
     board = tl.load(far + BOARD).to(tl.pointer_type(tl.int32))
-    return (tl.load(entries + STOP, volatile=True) == 0) & (tl.load(board + ABORT, volatile=True) == 0)
-
-
-@triton.jit
-def _acquire(far):
-    head = tl.load(far + HEAD).to(tl.pointer_type(tl.int64))
-    tl.atomic_add(head, 0, sem="acq_rel", scope="sys")
-    tl.debug_barrier()
+    stop = tl.load(far + STOP).to(tl.pointer_type(tl.int32))
+    return (tl.load(stop, volatile=True) == 0) & (tl.load(board + ABORT, volatile=True) == 0)

@@ -7,12 +7,12 @@ Equivalent: as of ``ops.embedding`` (the fused operators paper, section III.A, F
 
 Any block of rank 0, on a node with rank 1; ranks 2 and 3 are on another node::
 
-    first: ready, open | bags for 2, 3 -> send buffer; last of a slice: descriptor -> ring | wait for 1 | bags for 1
-    -> 1 | bags for 0 | last: done, end -> ring, wait for the node, for the ends of 2 and 3, and for its own to leave
+    first: ready, open | bags for 2, 3 -> send buffer; last of a slice: its word | wait for 1 | bags for 1 -> 1 | bags
+    for 0 | last: done, wait for the node, for the slices of 2 and 3, and for its own to leave
 
 ``ready`` and ``done`` are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same about its output.
 No block waits for another node but the last one, once all others have ended: while it waits, the rest of the GPU is
-free for the transport. If the ring is full, blocks wait for the proxy, which needs no GPU then (``transport``).
+free for the transport.
 
 The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
 
@@ -26,7 +26,7 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +61,9 @@ from sidelane.ops.embedding_tables import (
     threads_of,
 )
 from sidelane.ops.handle import check_choice, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
+from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
+from sidelane.ops.scale_out.words import Arriving, Outgoing, Slices
 
 SLICE_BYTES = 1 << 20, 8 << 20
 """Least and largest number of bytes of a slice unless the caller sets its samples; one that all samples of all tables
@@ -119,18 +120,46 @@ class EmbeddingAcrossNodes:
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
-        counters = 2 + ranks.world_size * own * self._slices
+        slices = self._between_nodes()
+        counters = 2 + len(slices.sent)
         with telling_refusals(comm, NAME):  # there may be no memory
             self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
             self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
-        self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=sum(counts) * self._slices)
+        self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=slices)
         with telling_refusals(comm, NAME):
-            self.kernel.require_room(NAME, len(ranks.fars) * -(-own // self.slice_tables) * self._slices)
             ranks.transport.make_ready(self._whole[: self.slice_bags, : self.slice_tables * dim])
         ranks.agree(NAME, (mode, self.slice_bags, self.slice_tables, batch, dim, str(dtype)))
+
+    def _between_nodes(self) -> Slices:
+        """Return the slices of this rank and for it. Numbers count groups of tables, and in each groups of samples."""
+        ranks, tables, own = self.ranks, self.tables, self.ranks.rank
+        starts = [sum(tables.counts[:owner]) for owner in range(ranks.world_size)]
+        sent = []
+        for target in ranks.fars:
+            samples, before = tables.samples[target], sum(tables.samples[:target]) * tables.counts[own]
+            for number, (table, count, sample, part) in enumerate(self._cut(tables.counts[own], samples)):
+                first = (before + table * samples + sample * count) * tables.dim
+                sent.append(Outgoing(target, number, first, part * count * tables.dim))
+        came = {
+            source: tuple(
+                Arriving(sample * tables.width + (starts[source] + table) * tables.dim, part, count * tables.dim)
+                for table, count, sample, part in self._cut(tables.counts[source], tables.samples[own])
+            )
+            for source in ranks.fars
+        }
+        return Slices(tuple(sent), came, tables.width)
+
+    def _cut(self, tables: int, samples: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the first table, the tables, the first sample and the samples of each slice; ranks with fewer samples
+        have slices without any.
+        """
+        for table in range(0, tables, self.slice_tables):
+            for sample in range(0, self._slices * self.slice_bags, self.slice_bags):
+                part = max(0, min(self.slice_bags, samples - sample))
+                yield table, min(self.slice_tables, tables - table), sample, part
 
     def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
         """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.
@@ -140,8 +169,8 @@ class EmbeddingAcrossNodes:
             table: number of the table among those of its owner.
             sample: number of the sample among those of this rank.
         """
-        first = table // self.slice_tables * self.slice_tables
-        return (sum(self.tables.counts[:owner]) + first) * self._slices + sample // self.slice_bags
+        number = table // self.slice_tables * self._slices + sample // self.slice_bags
+        return self.kernel.slices.flag(owner, number)
 
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor, *, per_sample_weights: torch.Tensor | None = None
@@ -172,7 +201,6 @@ class EmbeddingAcrossNodes:
             self._slices,
             source=self._sends,
             landing=output,
-            stride=tables.width,
             alike=f"batch {tables.batch}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
@@ -290,21 +318,17 @@ def _embedding_all_to_all(
                 start = first_sample.to(tl.int64) * table_count + first * samples
                 place = start + sample * count + table - first
                 tl.store(sends + place * D + lane, values.to(DTYPE), mask=lane < D)
-                top = sample // SLICE * SLICE
-                slice = first * slices + sample // SLICE
-                parts = tl.minimum(SLICE, samples - top)
-                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts * count):
-                    flag = (first_table + first) * slices + sample // SLICE
-                    source = (start + top * count) * D
-                    to = top.to(tl.int64) * width + (first_table + first) * D
-                    send_release(far, generation, peer, flag, source, to, parts, count * D)
+                parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
+                slice = (turn * tl.cdiv(table_count, TABLES) + table // TABLES) * slices + sample // SLICE
+                if arrive_acq_rel(counters + 2 + slice, parts * count):
+                    send_release(far, generation, slice)
             number += programs
         number -= bags
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
         signal_all_release(context, 1, generation)  # done
         wait_all_acquire(context, 1, generation)
-        finish_acq_rel(far, generation)
+        finish_acquire(far, generation)
     end(context, generation)
 
 

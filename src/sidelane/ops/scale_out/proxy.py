@@ -1,19 +1,18 @@
-"""Proxy of a rank's kernels: a thread that sends the slices of the ring, and one that puts down what arrives.
+"""Proxy of a rank's kernels: a thread that sends the slices that are ready, and one that puts down what arrives.
 
 A slice from one node to another::
 
-    rank a   kernel: slice, descriptor -> ring | sending thread: header, bytes ------. (later) moves the tail
-    rank b   kernel: opens its output ............ | receiving thread: waits for that | bytes | flag | kernel: sees it
+    rank a   kernel: slice, its word (READY) | sending thread: note, bytes -----. (later) the call may be over
+    rank b   kernel: opens its output ........... | receiving thread: waits for that | bytes | flag | kernel: sees it
 
-Both threads have many transfers under way. The sending thread begins one for each descriptor, in the order of the ring,
-and moves the tail in the same order as they end. The receiving thread begins one for each header, in the order of each
-source, and raises their flags in that order as they end; sources do not wait for each other.
+Both threads have many transfers under way. The sending thread begins one for each slice that is ready. The receiving
+thread begins one for each note, in the order of each source, and raises their flags in that order as they end; sources
+do not wait for each other.
 
 The receiving thread puts down no byte of a call that the kernel of its own rank has not opened yet: earlier work may
 still use the output. Until then it leaves the bytes to the transport, and reads what other ranks send. The flag is a
-word in host memory, which the thread writes when the bytes are in place: this is the remote fence. The end of a call
-comes behind all of its slices, and raises a word of its sender in the same way: its header travels at once, its entry
-of the ring and its word wait for the transfers in front of it.
+word in host memory, which the thread writes when the bytes are in place: this is the remote fence. A call is over when
+all of its slices have left and arrived; the thread that sees that tells the kernel, and the other ranks.
 
 A rank tells the others of each call that it begins. So a rank that waits in vain can tell one that has not come from
 one that waits itself. The first failure that a rank learns of ends all of its calls, and it tells the others, who name
@@ -28,97 +27,92 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sidelane import forks
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.memory import ending
-from sidelane.memory.ordering import full_fence
-from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone, Header
-from sidelane.ops.scale_out.ring import END, HostRing
+from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone
 from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, Transfer
-from sidelane.program.wraparound import WORD_MASK, as_int32
+from sidelane.ops.scale_out.words import HandleWords, host_words
 
 _LOOK_S = {"cuda": 20e-6, "cpu": 500e-6}
 """Seconds between two looks at what is under way, or not open yet: CPU ranks need the processor."""
 
+_LAST_WORDS_S = 0.3
+"""Seconds in which the note of a rank may arrive behind the end of a transfer that has failed."""
+
 _SPIN_S = {"cuda": 50e-6, "cpu": 0.0}
 """Seconds in which a thread that finds nothing looks again at once: a sleep takes longer than a small transfer."""
 
-_LAST_WORDS_S = 0.3
-"""Seconds in which the note of a rank that is gone may arrive behind the end of its connection for data."""
 
-OPENED, DONE = 0, 1
-"""Indices of a handle's words in host memory; from ``DONE`` on there is one for each rank, then one for each slice."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class FarCall:
-    """A call under way.
-
-    Attributes:
-        handle: number of the operator's handle.
-        epoch: generation of its launch.
-        words: the handle's words in host memory.
-        first_flag: index of the first slice's flag among them.
-        source: elements that are sent, one-dimensional.
-        landing: elements that arrive, one-dimensional.
-        stride: distance of a slice's rows there, in elements.
-        missing: ranks whose end has not come.
-        is_sent: all slices of this rank have left.
-        since: time at which it was first seen to be open.
-        number: number of the call among all of this rank, from 1.
-        over: set once nothing of the call is left to do.
-    """
+class Header(NamedTuple):
+    """Note of a slice that leaves: its handle, the generation of the launch, and its number for this target."""
 
     handle: int
     epoch: int
-    words: npt.NDArray[np.int32]
-    first_flag: int
-    source: torch.Tensor
-    landing: torch.Tensor
-    stride: int
-    missing: set[int]
-    is_sent: bool = False
-    since: float | None = None
-    number: int = 0
-    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    number: int
+
+
+class FarCall:
+    """A call under way.
+
+    Args:
+        handle: number of the operator's handle.
+        epoch: generation of its launch.
+        words: words of the handle.
+        source: elements that are sent, one-dimensional.
+        landing: elements that arrive, one-dimensional.
+
+    Attributes:
+        unsent: which slices have not been taken to be sent.
+        leaving: number of slices that have not left.
+        missing: number of slices that have not come, by their sender; no entry if all have.
+        number: number of the call among all of this rank, from 1.
+        since: time at which it was first seen to be open.
+        over: set once nothing of the call is left to do.
+    """
+
+    def __init__(
+        self, handle: int, epoch: int, words: HandleWords, source: torch.Tensor, landing: torch.Tensor
+    ) -> None:
+        self.handle, self.epoch, self.words, self.source, self.landing = handle, epoch, words, source, landing
+        self.unsent = words.unsent()
+        self.leaving = int(self.unsent.sum())
+        coming = {sender: sum(part.rows > 0 for part in some) for sender, some in words.slices.came.items()}
+        self.missing = {sender: count for sender, count in coming.items() if count}
+        self.number = 0
+        self.since: float | None = None
+        self.over = threading.Event()
 
     @property
     def is_open(self) -> bool:
         """True once the kernel lets others write."""
-        return int(self.words[OPENED]) & WORD_MASK == self.epoch
+        return self.words.is_open(self.epoch)
 
-    def target(self, header: Header) -> torch.Tensor | None:
-        """Return the elements of a slice that arrives, [rows, columns]; None if there are none such."""
-        place, rows, columns = header.place, header.rows, header.columns
-        last = place + (rows - 1) * self.stride + columns
-        if min(place, rows - 1, columns - 1) < 0 or last > self.landing.numel():
-            return None
-        start = self.landing.storage_offset() + place
-        return self.landing.as_strided((rows, columns), (self.stride, 1), start)
+    def target(self, source: int, number: int) -> torch.Tensor:
+        """Return the elements of a slice that arrives, [rows, columns].
+
+        Raises:
+            PeerError: there is no such slice.
+        """
+        slices = self.words.slices
+        some = slices.came[source]
+        if not 0 <= number < len(some) or not some[number].rows:
+            raise PeerError(f"scale-out: rank {source} sent slice {number} (allowed=0..{len(some) - 1})", (source,))
+        first, rows, columns = some[number]
+        return self.landing.as_strided((rows, columns), (slices.stride, 1), self.landing.storage_offset() + first)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A slice that is sent or that arrives, or the end of a call behind such ones.
-
-    Attributes:
-        call: its call.
-        transfer: transfer of its bytes; None for an end.
-        flag: number of the flag that it raises here; -1 for none.
-    """
+class _Arrival:
+    """A slice that arrives: its call, its number for this rank, and the transfer of its bytes."""
 
     call: FarCall
-    transfer: Transfer | None
-    flag: int = -1
-
-    def is_done(self) -> bool:
-        """Return True once :meth:`Transfer.finish` need not wait."""
-        return self.transfer is None or self.transfer.is_done()
+    number: int
+    transfer: Transfer
 
 
 class _Pause:
@@ -143,20 +137,20 @@ class _Pause:
 
 
 class Proxy:
-    """The two threads of a rank; see the module. They begin with the first call.
+    """The two threads of a rank; see the module. A call is over before the next one begins.
 
     Args:
         rank: number of this rank in the group.
         fars: ranks on other nodes.
         links: connections with them.
         transport: moves the bytes.
-        ring: ring of this rank's kernels.
         device: device of the kernels.
         timeout_s: time-out of a call, from the time when its kernel opens its output.
         failed: function that is called once, with the error that ends everything.
 
     Attributes:
         failure: the error that has ended everything; None if there is none.
+        stop: word of host memory, not 0 once waits of kernels for other nodes end: what they move is garbage.
     """
 
     def __init__(
@@ -165,35 +159,31 @@ class Proxy:
         fars: Sequence[int],
         links: FarConnections,
         transport: SliceTransport,
-        ring: HostRing,
         device: torch.device,
         timeout_s: float,
         failed: Callable[[PeerError], None],
     ) -> None:
-        self._rank, self._fars, self._links, self._transport, self._ring = rank, tuple(fars), links, transport, ring
+        self._rank, self._fars, self._links, self._transport = rank, tuple(fars), links, transport
         self._timeout_s, self._failed, self._look_s = timeout_s, failed, _LOOK_S[device.type]
         self._device = device
         self.failure: PeerError | None = None
+        self.stop = host_words(1, device)
         self._owner = forks.Owner("proxy of a rank of several nodes")
         self._failing = forks.rlock()
-        self._calls: dict[tuple[int, int], FarCall] = {}
-        self._to_send: collections.deque[FarCall] = collections.deque()
+        self._call: FarCall | None = None
         self._comes = threading.Condition(forks.lock())
-        self._begun = dict.fromkeys(fars, 0)  # number of calls that each has told of
-        self._count = self._sent = 0  # number of calls of this rank, and of those that have left
-        self._leaving: collections.deque[_UnderWay] = collections.deque()
-        self._arriving: dict[int, collections.deque[_UnderWay]] = {far: collections.deque() for far in fars}
-        self._broken: list[collections.deque[_UnderWay]] = []  # what arrived from ranks that are gone
-        self._held: dict[int, Header] = {}  # of calls that are not open yet, or beyond the window
-        self._closed: dict[int, int] = {}  # ranks that have said so, and how many calls they have sent all slices of
-        self._acknowledged_by: set[int] = set()  # ranks that have what this one has sent
-        self._acknowledged_to: set[int] = set()  # ranks that know that this one has what they have sent
+        self._begun = self._sent = 0  # number of calls of this rank, and of those whose slices have left
+        self._begun_by, self._over_by = dict.fromkeys(fars, 0), dict.fromkeys(fars, 0)
+        self._leaving: collections.deque[Transfer] = collections.deque()
+        self._told: dict[int, collections.deque[Header]] = {far: collections.deque() for far in fars}
+        self._arriving: dict[int, collections.deque[_Arrival]] = {far: collections.deque() for far in fars}
+        self._broken: list[collections.deque[_Arrival]] = []  # what arrived from ranks that are gone
+        self._closed: set[int] = set()  # ranks that have said so
         self._lost: set[int] = set()  # ranks whose notes have ended
-        self._drained: set[int] = set()  # ranks of which all data has been read
         self._watched = 0.0
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        links.gives_up = transport.gives_up = self._gives_up
+        transport.gives_up = self._gives_up
 
     def start(self) -> None:
         """Start the threads, if there are other nodes."""
@@ -212,31 +202,31 @@ class Proxy:
         if not self._fars:
             call.over.set()
             return
-        call.number = self._count + 1
-        self._calls[call.handle, call.epoch] = call
-        self._count = call.number  # behind the call, which it lets others wait for
+        assert self._call is None, "the call before is over"
+        call.number = self._begun + 1
         with self._comes:
-            self._to_send.append(call)
+            self._call = call
             self._comes.notify()
-        self._links.note(self._fars, {"begun": self._count})
+        self._begun = call.number
+        self._links.send(self._fars, {"begun": call.number})
+        self._end_if_over(call)  # with no slices at all
 
-    def fail(self, error: PeerError, *, tells: bool = True) -> PeerError:
-        """End everything, if nothing has before; return the error that has. ``tells``: the other nodes hear of it."""
+    def fail(self, error: PeerError) -> PeerError:
+        """End everything, if nothing has before, and tell the other nodes; return the error that has."""
         with self._failing:
             if self.failure is not None:
                 return self.failure
             self.failure = error
-        self._ring.give_up()
-        if tells:
-            is_late = isinstance(error, PeerTimeoutError)
-            self._links.note(self._fars, {"ranks": list(error.ranks), "why": str(error)[:2000], "late": is_late})
+        self.stop[0] = 1
+        is_late = isinstance(error, PeerTimeoutError)
+        self._links.send(self._fars, {"ranks": list(error.ranks), "why": str(error)[:2000], "late": is_late})
         self._failed(error)
         with self._comes:
             self._comes.notify()
         return error
 
     def close(self, until: float | None = None) -> None:
-        """End the threads, and close the connections, once this rank's calls are over and the others have what it has
+        """End the threads, and close the connections, once this rank's call is over and the others have what it has
         sent: the end of a connection, and of NCCL's communicators, takes what is under way with it. Idempotent.
 
         Args:
@@ -245,14 +235,14 @@ class Proxy:
         if self._stop.is_set():
             return
         until = time.monotonic() + self._timeout_s if until is None else until
-        while self._calls and self._is_waiting(until):
+        while self._call is not None and self._is_waiting(until):
             time.sleep(self._look_s)
-        self._links.note(self._fars, {"closed": self._sent})
-        while set(self._fars) - self._acknowledged_by - self._lost and self._is_waiting(until):
+        self._links.send(self._fars, {"closed": True})
+        while self._behind() and self._is_waiting(until):
             time.sleep(self._look_s)
         self._stop.set()
-        if self._calls:
-            self._ring.give_up()
+        if self._call is not None:
+            self.stop[0] = 1
         with self._comes:
             self._comes.notify()
         for thread in self._threads:
@@ -260,18 +250,20 @@ class Proxy:
                 thread.join(10)
         self._transport.close()
         self._links.close()
-        self._leaving.clear()  # only now, as the transport used their memory
-        self._arriving.clear()
-        self._broken.clear()
-        self._calls.clear()
-        self._to_send.clear()
+        for each in (self._leaving, self._arriving, self._broken):  # only now, as the transport used their memory
+            each.clear()
+        self._call = None
         self._failed = lambda error: None  # these refer to objects that refer to this one
-        self._links.gives_up = self._transport.gives_up = _always
+        self._transport.gives_up = _always
 
     def end(self, until: float) -> None:
         """End at exit of the interpreter; a forked copy leaves the connections to the process that made them."""
         if not self._owner.is_copied:
             self.close(until)
+
+    def _behind(self) -> list[int]:
+        """Return the ranks that may still need what this one has sent."""
+        return [far for far in self._fars if self._over_by[far] < self._sent and far not in self._lost]
 
     def _is_waiting(self, until: float) -> bool:
         """Return True if the others may still answer before ``until``."""
@@ -285,28 +277,38 @@ class Proxy:
         except Exception as error:
             if not self._stop.is_set():
                 text = f"scale-out: rank {self._rank}: its proxy failed: {type(error).__name__}: {error}"
-                self.fail(PeerError(text, (self._rank,)))
+                self.fail(error if isinstance(error, PeerError) else PeerError(text, (self._rank,)))
 
     def _gives_up(self) -> bool:
-        """Return True once nothing should wait any more. The receiving thread also looks at the time-out, wherever it
-        waits.
-        """
+        """Return True once nothing should wait any more. It also looks at the time-out."""
         now = time.monotonic()
-        if len(self._threads) > 1 and threading.current_thread() is self._threads[1] and now > self._watched + STEP_S:
+        if now > self._watched + STEP_S:
             self._watched = now
             self.watch()
         return self._stop.is_set() or self.failure is not None
+
+    def _end_if_over(self, call: FarCall) -> None:
+        with self._failing:
+            if call.leaving or call.missing or call.over.is_set():
+                return
+            self._call = None
+            call.words.end(call.epoch)
+            call.over.set()
+        self._links.send(self._fars, {"over": call.number})
 
     # --- the sending thread -------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         pause = _Pause(self._device)
         while not self._gives_up():
-            if not self._leaving and not self._to_send:
-                self._wait_for_a_call()
+            call = self._call
+            if call is None or not call.leaving:
+                with self._comes:
+                    if self._call is call and self.failure is None and not self._stop.is_set():
+                        self._comes.wait(10 * STEP_S)
                 continue
             try:
-                began, ended = self._begin_next(), self._release_ended()
+                began, ended = self._begin_sending(call), self._end_sending(call)
             except Gone:
                 return  # the receiving thread sees it, too, or the time-out ends the call
             if began or ended:
@@ -314,42 +316,24 @@ class Proxy:
             else:
                 pause.take()
 
-    def _wait_for_a_call(self) -> None:
-        with self._comes:
-            while not self._to_send and not self._gives_up():
-                self._comes.wait(10 * STEP_S)
+    def _begin_sending(self, call: FarCall) -> bool:
+        """Begin to send slices that are ready; return False if there is none, or no room in the window."""
+        ready = call.words.take_ready(call.epoch, call.unsent, WINDOW - len(self._leaving))
+        for target, number, first, size in ready:
+            self._links.send([target], {"slice": Header(call.handle, call.epoch, number)})
+            self._leaving.append(self._transport.send(target, call.source[first : first + size]))
+        return bool(ready)
 
-    def _begin_next(self) -> bool:
-        """Begin to send the next descriptor of the ring; return False if there is none, or no room in the window."""
-        if not self._to_send or len(self._leaving) >= WINDOW or (found := self._ring.take()) is None:
-            return False
-        call = self._to_send[0]
-        assert (found.handle, found.epoch) == (call.handle, call.epoch), (found, call)
-        if found.target == END:
-            for far in self._fars:
-                self._links.send_header(far, Header(found.handle, found.epoch, -1, 0, 0, 0))
-            self._to_send.popleft()
-            self._leaving.append(_UnderWay(call, None))
-        else:
-            header = Header(found.handle, found.epoch, found.flag, found.place, found.rows, found.columns)
-            self._links.send_header(found.target, header)
-            values = call.source[found.source : found.source + found.rows * found.columns]
-            self._leaving.append(_UnderWay(call, self._transport.send(found.target, values)))
-        return True
-
-    def _release_ended(self) -> bool:
-        """Give entries back whose slices have left, in the order of the ring; return False if there were none."""
+    def _end_sending(self, call: FarCall) -> bool:
+        """Count the slices that have left, in the order of their transfers; return False if there were none."""
         ended = False
         while self._leaving and self._leaving[0].is_done():
-            left, ended = self._leaving[0], True
-            if left.transfer is not None:
-                left.transfer.finish()
+            self._leaving[0].finish()
             self._leaving.popleft()
-            self._ring.release()
-            if left.transfer is None:
-                left.call.is_sent = True
-                self._sent = left.call.number
-                self._forget_if_over(left.call)
+            call.leaving, ended = call.leaving - 1, True
+            if not call.leaving:
+                self._sent = call.number
+                self._end_if_over(call)
         return ended
 
     # --- the receiving thread -----------------------------------------------------------------------------------------
@@ -358,114 +342,88 @@ class Proxy:
         pause = _Pause(self._device)
         with selectors.DefaultSelector() as selector:
             for far in self._fars:
-                selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
-                selector.register(self._links.control[far], selectors.EVENT_READ, (far, False))
+                selector.register(self._links.sockets[far], selectors.EVENT_READ, far)
             while not self._gives_up():
-                looks = bool(self._held) or any(self._arriving.values())
+                looks = any(self._told.values()) or any(self._arriving.values())
                 found = selector.select(0 if looks else STEP_S)
                 for key, _ in found:
-                    far, is_data = key.data
                     try:
-                        if not is_data:
-                            self._read_notes(far)
-                        elif (header := self._links.receive_header(far)) and not self._begin_arrival(far, header):
-                            self._held[far] = header
-                            selector.unregister(key.fileobj)
-                    except Gone as gone:
+                        self._read_notes(key.data)
+                    except Gone:
                         selector.unregister(key.fileobj)
-                        if not is_data:
-                            self._lost.add(far)
-                        self._lose(gone.rank, is_data=is_data)
-                ended = [far for far in self._fars if self._end_arrivals(far)]
-                for far, header in list(self._held.items()):
-                    if self._begin_arrival(far, header):
-                        del self._held[far]
-                        selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
-                if found or ended:
+                        self._lose(key.data)
+                moved = [far for far in self._fars if self._begin_arrivals(far) | self._end_arrivals(far)]
+                if found or moved:
                     pause.end()
                 elif looks:
                     pause.take()
-                self._acknowledge()
 
-    def _begin_arrival(self, source: int, header: Header) -> bool:
-        """Begin to receive a slice, or note the end of a call behind those under way; return False if the call is not
-        open yet, or there is no room in the window.
+    def _read_notes(self, far: int) -> None:
+        for note in self._links.notes(far):
+            match note:
+                case {"slice": [int(handle), int(epoch), int(number)]}:
+                    self._told[far].append(Header(handle, epoch, number))
+                case {"begun": int(number)}:
+                    self._begun_by[far] = number
+                case {"over": int(number)}:
+                    self._over_by[far] = number
+                case {"closed": True}:
+                    self._closed.add(far)
+                case _:
+                    kind = PeerTimeoutError if note.get("late") else PeerError
+                    self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
+
+    def _begin_arrivals(self, source: int) -> bool:
+        """Begin to receive the slices of which a rank has told; return False if there is none, its call is not open
+        yet, or there is no room in the window.
         """
-        call = self._calls.get((header.handle, header.epoch))
-        if call is None or not call.is_open:
-            return False
-        if not header.rows:
-            self._arriving[source].append(_UnderWay(call, None))
-            return True
-        values = call.target(header)
-        if values is None or not -1 <= header.flag < len(call.words) - call.first_flag:
-            raise PeerError(f"scale-out: rank {source} sent {header}, beyond what this rank has", (source,))
-        if sum(map(len, self._arriving.values())) >= WINDOW:
-            return False
-        try:
-            self._arriving[source].append(_UnderWay(call, self._transport.receive(source, values), header.flag))
-        except Gone as gone:
-            self._lose_arrivals(gone.rank)
-        return True
+        told, began = self._told[source], False
+        while told:
+            call, header = self._call, told[0]
+            if call is None or header[:2] != (call.handle, call.epoch) or not call.is_open:
+                break
+            if sum(map(len, self._arriving.values())) >= WINDOW:
+                break
+            values = call.target(source, header.number)
+            try:
+                transfer = self._transport.receive(source, values)
+            except Gone as gone:
+                self._lose_arrivals(gone.rank)
+                break
+            self._arriving[source].append(_Arrival(call, header.number, transfer))
+            told.popleft()
+            began = True
+        return began
 
     def _end_arrivals(self, source: int) -> bool:
-        """Raise the flags of what has arrived from a rank, in the order of its headers; return False if there was
+        """Raise the flags of what has arrived from a rank, in the order of its notes; return False if there was
         nothing.
         """
         arriving, ended = self._arriving[source], False
         try:
-            while arriving and arriving[0].is_done():
+            while arriving and arriving[0].transfer.is_done():
                 came, ended = arriving[0], True
-                if came.transfer is not None:
-                    came.transfer.finish()
+                came.transfer.finish()
                 arriving.popleft()
-                full_fence()  # the bytes are in place before the flag
-                if came.flag >= 0:
-                    came.call.words[came.call.first_flag + came.flag] = as_int32(came.call.epoch)
-                if came.transfer is None:
-                    came.call.words[DONE + source] = as_int32(came.call.epoch)
-                    came.call.missing.discard(source)
-                    self._forget_if_over(came.call)
+                call = came.call
+                call.words.raise_flag(source, came.number, call.epoch)
+                call.missing[source] -= 1
+                if not call.missing[source]:
+                    del call.missing[source]
+                    self._end_if_over(call)
         except Gone as gone:
             self._lose_arrivals(gone.rank)
         return ended
 
     def _lose_arrivals(self, source: int) -> None:
-        """Learn that a transfer has failed: no end of a call comes behind it."""
+        """Learn that a transfer has failed: nothing arrives behind it."""
         self._broken.append(self._arriving[source])  # whose memory the transport may still use
         self._arriving[source] = collections.deque()
-        self._lose(source, is_data=True)
+        self._told[source].clear()
+        self._lose(source)
 
-    def _acknowledge(self) -> None:
-        """Tell ranks that close once this one has all that they have sent."""
-        for far, sent in self._closed.items():
-            if far in self._acknowledged_to or self._count < sent:
-                continue
-            if all(far not in call.missing for call in list(self._calls.values()) if call.number <= sent):
-                self._acknowledged_to.add(far)
-                self._links.note([far], {"acknowledged": True})
-
-    def _forget_if_over(self, call: FarCall) -> None:
-        if call.is_sent and not call.missing:
-            self._calls.pop((call.handle, call.epoch), None)
-            call.over.set()
-
-    def _read_notes(self, far: int) -> None:
-        for note in self._links.notes(far):
-            if "begun" in note:
-                self._begun[far] = int(note["begun"])
-            elif "closed" in note:
-                self._closed[far] = int(note["closed"])
-            elif "acknowledged" in note:
-                self._acknowledged_by.add(far)
-            else:
-                kind = PeerTimeoutError if note.get("late") else PeerError
-                self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
-
-    def _lose(self, far: int, *, is_data: bool) -> None:
-        """Learn that a connection has ended: its rank has told why, or has died."""
-        if is_data:
-            self._drained.add(far)
+    def _lose(self, far: int) -> None:
+        """Learn that a connection, or a transfer, has ended: its rank has told why, or has died."""
         until = time.monotonic() + _LAST_WORDS_S
         while far not in self._closed and self.failure is None and time.monotonic() < until:
             try:
@@ -473,34 +431,33 @@ class Proxy:
             except Gone:
                 break
             time.sleep(self._look_s)
-        if self._stop.is_set() or self.failure is not None:
-            return
-        if far not in self._closed:
+        self._lost.add(far)
+        if far not in self._closed and not self._stop.is_set():
             self.fail(PeerError(f"scale-out: rank {far} died: its connection with rank {self._rank} ended", (far,)))
 
     def watch(self) -> None:
         """End a call whose peers have closed, or do not come in time. Any thread may look: those of the proxy may be in
         a call of the driver that does not return.
         """
-        now = time.monotonic()
-        for call in list(self._calls.values()):
-            if not call.is_open and call.since is None:
-                continue
-            call.since = now if call.since is None else call.since
-            ended = {far for far in self._drained & self._closed.keys() if not self._arriving[far]}
-            if gone := sorted(call.missing & ended):
-                self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
-            elif now - call.since > self._timeout_s:
-                self.fail(self._late(call, now - call.since))
+        call, now = self._call, time.monotonic()
+        if call is None or (call.since is None and not call.is_open):
+            return
+        call.since = now if call.since is None else call.since
+        gone = [far for far in sorted(call.missing) if far in self._lost]
+        gone = [far for far in gone if not self._arriving[far] and not self._told[far]]
+        if gone:
+            self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
+        elif now - call.since > self._timeout_s:
+            self.fail(self._late(call, now - call.since))
 
     def _late(self, call: FarCall, waited_s: float) -> PeerTimeoutError:
-        absent = [far for far in sorted(call.missing) if self._begun[far] < call.number]
+        missing = sorted(call.missing)
+        absent = [far for far in missing if self._begun_by[far] < call.number]
         text = f"scale-out: rank {self._rank} waited {waited_s:.1f} s"
         if absent:
             return PeerTimeoutError(f"{text} for ranks {absent} of other nodes, which have not come", absent)
-        ranks = sorted(call.missing)
-        if ranks:
-            return PeerTimeoutError(f"{text} for slices of ranks {ranks}, which have come", ranks)
+        if missing:
+            return PeerTimeoutError(f"{text} for slices of ranks {missing}, which have come", missing)
         return PeerTimeoutError(f"{text} for its own slices to leave", (self._rank,))
 
 

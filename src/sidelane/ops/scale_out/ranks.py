@@ -23,16 +23,13 @@ from sidelane.errors import (
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.persistent import lasting
 from sidelane.ops.handle import is_captured
-from sidelane.ops.scale_out import ring
+from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import FarConnections, Gone
-from sidelane.ops.scale_out.proxy import DONE, FarCall, Proxy
-from sidelane.ops.scale_out.ring import CONTEXT_WORDS, HostRing, host_words
+from sidelane.ops.scale_out.proxy import FarCall, Proxy
 from sidelane.ops.scale_out.transport import SliceTransport
+from sidelane.ops.scale_out.words import HandleWords, Slices
 from sidelane.program.wraparound import WORD_MASK
 from sidelane.session import Communicator
-
-CAPACITY = 4096
-"""Number of descriptors that a ring has room for."""
 
 _GRACE_S = 1.0
 """Seconds in which the cause of a failure on this node may arrive from another one."""
@@ -50,18 +47,17 @@ class ScaleOut:
         group: all ranks; it needs a store only.
         nodes: number of the node of each rank.
         transport: moves slices between nodes.
-        capacity: number of descriptors that the ring has room for, a power of two.
 
     Attributes:
         device, config: those of ``near``.
         fars: ranks on other nodes, those behind this one first.
         nears: number of each rank on this node; -1 for ranks on other ones.
         order: ranks in the order in which a kernel sends: other nodes first, this rank last.
+        transport, proxy: what moves the slices.
         kept: operators' objects, by their own keys, until :meth:`close`.
         operator_number: number by which operators of PyTorch know it; None before it has one.
 
     Raises:
-        ValueError: the capacity is not allowed.
         PeerError, PeerTimeoutError: a rank of another node did not come.
     """
 
@@ -72,7 +68,6 @@ class ScaleOut:
         nodes: Sequence[int],
         *,
         transport: SliceTransport,
-        capacity: int = CAPACITY,
     ) -> None:
         rank = group.rank()
         self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
@@ -87,17 +82,16 @@ class ScaleOut:
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._handles, self._is_closed = tuple(own), 0, False
         self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
-        self.ring = HostRing(capacity, self.device)
         links = dist.PrefixStore("links/", self._exchange.store)
         self._links = FarConnections(links, rank, self.fars, self.config.timeout_s)
         self.transport = transport
         try:
-            self._proxy = Proxy(
-                *(rank, self.fars, self._links, self.transport, self.ring, self.device),
+            self.proxy = Proxy(
+                *(rank, self.fars, self._links, self.transport, self.device),
                 timeout_s=self.config.timeout_s,
                 failed=self._end_near,
             )
-            self._proxy.start()
+            self.proxy.start()
         except BaseException:
             self._links.close()
             raise
@@ -113,8 +107,8 @@ class ScaleOut:
         self.owner.require()
         if self._is_closed:
             raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
-        if self._proxy.failure is not None:
-            raise _anew(self._proxy.failure)
+        if self.proxy.failure is not None:
+            raise _anew(self.proxy.failure)
 
     def exchange(self, what: str, word: Any) -> list[Any]:
         """Return the words of all ranks, in their order: JSON, with tuples for lists. Collective.
@@ -131,9 +125,9 @@ class ScaleOut:
         try:
             return self._exchange(what, lambda: word)
         except PeerError as error:
-            raise _anew(self._proxy.fail(error)) from error
+            raise _anew(self.proxy.fail(error)) from error
         except MismatchError as error:
-            self._proxy.fail(PeerError(str(error), (self.rank,)))
+            self.proxy.fail(PeerError(str(error), (self.rank,)))
             raise
 
     def all_to_all(
@@ -157,7 +151,7 @@ class ScaleOut:
         if unlike:
             shown = f"value={said[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
             mismatch = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank} ({shown})"
-            self._proxy.fail(PeerError(mismatch, unlike))
+            self.proxy.fail(PeerError(mismatch, unlike))
             raise MismatchError(mismatch)
         with self.naming(), contextlib.suppress(Gone):
             transfer = self.transport.exchange(output, given, output_split_sizes, input_split_sizes)
@@ -172,7 +166,7 @@ class ScaleOut:
         # Connections tell which rank has died. A rank that is stuck does not come again.
         self.exchange("an all-to-all among nodes, which failed", 0)
         failed = PeerError(f"scale-out: rank {self.rank}: an all-to-all among nodes failed", (self.rank,))
-        raise _anew(self._proxy.fail(failed))
+        raise _anew(self.proxy.fail(failed))
 
     def agree(self, what: str, word: Any) -> None:
         """Raise unless all ranks say the same. Collective.
@@ -190,13 +184,13 @@ class ScaleOut:
         if unlike:
             shown = f"value={said[unlike[0]]!r}, allowed=as {said[self.rank]!r} on rank {self.rank}"
             mismatch = f"{what}: rank {unlike[0]} has other arguments ({shown})"
-            self._proxy.fail(PeerError(mismatch, unlike))
+            self.proxy.fail(PeerError(mismatch, unlike))
             raise MismatchError(mismatch)
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
         text = f"{name}: rank {self.rank} refused it: {type(error).__name__}: {error}"
-        self._proxy.fail(PeerError(text, (self.rank,)))
+        self.proxy.fail(PeerError(text, (self.rank,)))
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -205,14 +199,14 @@ class ScaleOut:
         try:
             yield
         except (PeerError, CommunicatorClosedError) as error:
-            if self._proxy.failure is not None:
-                raise _anew(self._proxy.failure) from error
+            if self.proxy.failure is not None:
+                raise _anew(self.proxy.failure) from error
             raise self._explain(error) from error
         except Exception as error:
-            self._proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
+            self.proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
             raise
         except KeyboardInterrupt:
-            self._proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
+            self.proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
             raise
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -225,18 +219,14 @@ class ScaleOut:
         self._handles += 1
         return self._handles
 
-    def begin(self, call: FarCall) -> None:
-        """Register a call with the proxy; its kernel is launched next."""
-        self._proxy.begin(call)
-
     def wait_for(self, call: FarCall) -> None:
         """Block the host until all slices of a call have left and arrived; the kernel then ends by itself.
 
         Streams share few hardware channels (``execute/cuda/release.py``). What the host queued behind a kernel that
         waits for the proxy could hold up the proxy's own commands, and so could the loading of another kernel.
         """
-        while not (call.over.wait(_STEP_S) or self._is_closed or self._proxy.failure is not None):
-            self._proxy.watch()
+        while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
+            self.proxy.watch()
             if self.device.type == "cuda":
                 backend: Any = self.near.lane.backend
                 if backend.executor.watch.failure is not None:
@@ -259,7 +249,7 @@ class ScaleOut:
         self._is_closed = True
         self.kept.clear()
         self._exchange.look = None  # which refers to this object
-        self._proxy.close()
+        self.proxy.close()
 
     def __enter__(self) -> ScaleOut:
         return self
@@ -268,13 +258,13 @@ class ScaleOut:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, PeerError):
-            self._proxy.fail(PeerError(f"rank {self.rank} left: {type(error).__name__}: {error}", (self.rank,)))
+            self.proxy.fail(PeerError(f"rank {self.rank} left: {type(error).__name__}: {error}", (self.rank,)))
         self.close()
 
     def _explain(self, error: SidelaneError) -> SidelaneError:
         """Return the error that all ranks raise for one of the node's communicator."""
         until = time.monotonic() + _GRACE_S
-        while self.fars and self._proxy.failure is None and time.monotonic() < until:
+        while self.fars and self.proxy.failure is None and time.monotonic() < until:
             if isinstance(error, PeerError) and not isinstance(error, PeerTimeoutError):
                 time.sleep(0.01)  # another node may know the rank at fault
             else:
@@ -282,7 +272,7 @@ class ScaleOut:
         named = PeerError(str(error), [self._own[other] for other in getattr(error, "ranks", ())])
         if isinstance(error, PeerTimeoutError):
             named = PeerTimeoutError(str(error), named.ranks)
-        return _anew(self._proxy.fail(named))
+        return _anew(self.proxy.fail(named))
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
@@ -294,48 +284,34 @@ class ScaleOut:
 
 
 class FarKernel:
-    """A kernel of an operator among several nodes, with its flags on this node and in host memory. Collective.
+    """A kernel of an operator among several nodes, with its flags on this node and its words. Collective.
 
     Args:
         ranks: ranks of the operator.
         kernel: function that ``triton.jit`` made. Its first arguments are the context and the far context.
         flags: number of flags within the node.
-        slices: number of slices that arrive from other nodes and have flags; may differ between ranks.
+        slices: slices between nodes, none if there is one node.
 
     Attributes:
         far: far context, for consumers of slices.
+        slices: see above.
     """
 
-    def __init__(self, ranks: ScaleOut, kernel: Any, *, flags: int, slices: int = 0) -> None:
-        self._ranks, device = ranks, ranks.device
+    def __init__(self, ranks: ScaleOut, kernel: Any, *, flags: int, slices: Slices) -> None:
+        self._ranks, self.slices, device = ranks, slices, ranks.device
         with ranks.naming():
             self._kernel = ranks.near.load_kernel(kernel, flags=flags)
         self.context = self._kernel.context
         self._number, self._epoch = ranks.next_handle(), 0
-        self._first_flag = DONE + ranks.world_size
-        # Waits for slices load one more row of lanes.
-        self._words = host_words(self._first_flag + slices + 8, torch.int32, device)
+        self._words = HandleWords(slices, device)
         self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
-        words = [0] * CONTEXT_WORDS
-        words[ring.RING], words[ring.HEAD] = ranks.ring.tensor.data_ptr(), ranks.ring.head.data_ptr()
-        words[ring.CAPACITY], words[ring.RANKS] = ranks.ring.capacity, ranks.world_size if ranks.fars else 0
-        words[ring.NUMBER] = self._number
-        words[ring.OPENED] = self._words.data_ptr()
-        words[ring.DONE] = words[ring.OPENED] + 4 * DONE
-        words[ring.FLAGS] = words[ring.OPENED] + 4 * self._first_flag
-        words[ring.BOARD], words[ring.NEARS] = ranks.near.lane.backend.board, self._nears.data_ptr()
-        self.far = lasting(device, lambda: torch.tensor(words, dtype=torch.int64, device=device))
-
-    def require_room(self, name: str, slices: int) -> None:
-        """Refuse a call of so many slices if programs that wait for room could keep the transport from running.
-
-        Raises:
-            ValueError: the ring is too small.
-        """
-        room = self._ranks.ring.capacity - 1  # the end takes a place, too
-        if self._ranks.transport.uses_compute_units and slices > room:
-            allowed = f"up to {room}, the ring's capacity but one: larger slices, or a larger capacity"
-            raise ValueError(f"{name}: slices for other nodes (value={slices}, allowed={allowed})")
+        there = self._words.addresses() | {
+            words.STOP: ranks.proxy.stop.data_ptr(),
+            words.BOARD: ranks.near.lane.backend.board,
+            words.NEARS: self._nears.data_ptr(),
+        }
+        row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
+        self.far = lasting(device, lambda: torch.tensor(row, dtype=torch.int64, device=device))
 
     def launch(
         self,
@@ -343,7 +319,6 @@ class FarKernel:
         *arguments: Any,
         source: torch.Tensor,
         landing: torch.Tensor,
-        stride: int,
         alike: str,
         **options: Any,
     ) -> None:
@@ -354,7 +329,6 @@ class FarKernel:
             arguments: arguments behind the two contexts.
             source: elements that are sent to other nodes, contiguous.
             landing: elements that arrive from other nodes, contiguous.
-            stride: distance of a slice's rows there, in elements.
             alike: text that must be the same on all ranks of the node.
             options: constants, and options of Triton's launcher.
 
@@ -367,12 +341,8 @@ class FarKernel:
         if is_captured(ranks.near):
             raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
         self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        words = self._words.numpy()
-        ends = set(ranks.fars)
-        call = FarCall(
-            *(self._number, self._epoch, words, self._first_flag, source.view(-1), landing.view(-1), stride, ends)
-        )
-        ranks.begin(call)
+        call = FarCall(self._number, self._epoch, self._words, source.view(-1), landing.view(-1))
+        ranks.proxy.begin(call)
         with ranks.naming():
             self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)
             ranks.wait_for(call)

@@ -5,7 +5,7 @@ ranks.
 
 A transport whose kernels reach the network card themselves (IBGDA, the device API of NCCL's GPU-initiated networking)
 would have its place here too: its ``send`` would be a function of ``device`` in place of ``send_release``, with the
-flag written behind the data by the card, and without ring and proxy. It is not built.
+flag written behind the data by the card, and without proxy. It is not built.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ class SliceTransport(Protocol):
     transfers under way. Those from one rank to another keep their order.
 
     Attributes:
-        uses_compute_units: it runs kernels on the GPU. Then no program of an operator may wait for it while others
-            occupy the GPU: a ring must have room for all slices of a call.
         gives_up: function that returns True once it should wait no longer, and raise ``Gone``.
     """
 
-    uses_compute_units: bool
     gives_up: Callable[[], bool]
 
     def attach(self) -> None:
@@ -145,7 +142,6 @@ class GroupTransport:
 
     def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         self._groups, self._rank, self._device = (up, down), rank, device
-        self.uses_compute_units = device.type == "cuda"
         self.gives_up: Callable[[], bool] = lambda: False
         self._staging = _Staging()
 

@@ -27,14 +27,6 @@ class FlagRole(StrEnum):
     ENTRY = "entry"
     EXIT = "exit"
     LOCAL = "local"
-    CONFIRMED = "confirmed"
-
-
-CONFIRMATIONS = 496
-"""Index of the first of 16 flags by which owners confirm the place of their bytes (``confirmed``). They are signalled
-before the reader has been heard, so no program may use them for anything else. The ring of
-``examples/own_algorithm.py`` has 481 flags among 16 ranks; of more than 512 a GPU could not say which one is missing
-(``execute/cuda/release.py``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +59,6 @@ class FlagPlan:
         >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
         (1, <FlagRole.EXIT: 'exit'>)
         """
-        if flag.index >= CONFIRMATIONS:
-            return 0, FlagRole.CONFIRMED
         if flag.index >= self.handshakes:
             return 0, FlagRole.LOCAL
         phase, index = divmod(flag.index, 2 * self.world_size)
@@ -77,11 +67,6 @@ class FlagPlan:
     def local(self, rank: int, queue: int) -> Flag:
         """Return the flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""
         return Flag(rank, self.handshakes + queue)
-
-    @staticmethod
-    def confirmed(owner: int, reader: int) -> Flag:
-        """Return the flag by which ``owner`` tells ``reader`` that its bytes are in place."""
-        return Flag(reader, CONFIRMATIONS + owner)
 
     def _entry(self, partner: int, mover: int, phase: int) -> Flag:
         return Flag(mover, 2 * self.world_size * phase + partner)

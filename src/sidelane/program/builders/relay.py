@@ -14,7 +14,7 @@ ranks that write to a third one have half of its link each, and wait for each ot
 chunk each, so that one copies while the other signals and waits.
 
 The floor is ``S / B`` for S bytes over a link of B, plus ``n - 2`` times the time of a chunk; without relays
-``(n - 1) S / B``. The algorithm is our own; kernels relay over all links at once (``kernels/relay.py``).
+``(n - 1) S / B``. The algorithm is our own; kernels relay over all links at once (``kernels/broadcast.py``).
 """
 
 from __future__ import annotations

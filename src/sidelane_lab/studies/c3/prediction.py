@@ -108,9 +108,8 @@ def _compare(machine: Machine, row: C3Row) -> Compared:
     between = bool(given) and in_between(measured, given)
     if reason := objection(strategy, machine):
         return Compared(row, note=reason, given_us=given_us, between=between)
-    swept = strategy.partition is not None and strategy.partition.units is None
     try:
-        found = predict(machine, workload_of(row), strategy, units=row.units if swept else None)
+        found = predict(machine, workload_of(row), strategy, units=None if strategy.partition is None else row.units)
     except ValueError as problem:
         return Compared(row, note=str(problem), given_us=given_us, between=between)
     ends = (found.time_us,) if found.other_us is None else (found.time_us, found.other_us)

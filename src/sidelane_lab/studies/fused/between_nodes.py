@@ -5,9 +5,9 @@ A program of its own, as each rank stands for a node: the study ``fused`` is for
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --standalone --nproc-per-node 2 \
         -m sidelane_lab.studies.fused.between_nodes results.json [predicted.json ...]
 
-Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call. A way that the ring
-has no room for is a row with a note. Files of ``sidelane fused --machine ... --json``, one or more shapes each, stand
-next to what was measured. Each row names its transport: files up to 29 November 2026 have a second one, TCP.
+Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call. Files of ``sidelane
+fused --machine ... --json``, one or more shapes each, stand next to what was measured. Each row names its transport:
+files up to 29 November 2026 have a second one, TCP.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(path: Path | None = None, predicted: Sequence[Path] = ()) -> None:
     rows: list[dict[str, object]] = []
     config = Config(virtual_nodes=tuple(range(dist.get_world_size())))
     shapes = ON_CPUS if on_cpu else ON_GPUS
-    with scale_out(config=config, capacity=_capacity(shapes, dist.get_world_size())) as ranks:
+    with scale_out(config=config) as ranks:
         for shape in shapes:
             for row in _rows(ranks, shape):
                 rows.append(row)
@@ -122,27 +122,10 @@ def compare(rows: Sequence[Mapping[str, Any]], predicted: Sequence[Path]) -> lis
     return found
 
 
-def _most_slices(shape: tuple[int, int, int], cut: int, ranks: int) -> int:
-    """Return the number of slices of so many samples that a rank sends to other nodes, each a node of its own."""
-    batch, tables, _ = shape
-    return (ranks - 1) * tables * -(-batch // ranks // cut)
-
-
-def _capacity(shapes: Sequence[tuple[int, int, int]], ranks: int) -> int:
-    """Return a capacity of the ring that all ways have room in, if there is one."""
-    from sidelane.ops.scale_out.ranks import CAPACITY
-    from sidelane.ops.scale_out.ring import MOST_CAPACITY
-
-    most = max(_most_slices(shape, cut, ranks) for shape in shapes for cut in SLICE_BAGS if cut)
-    return min(MOST_CAPACITY, max(CAPACITY, 1 << most.bit_length()))  # more than that, as the end takes a place, too
-
-
 def _rows(ranks: Any, shape: tuple[int, int, int]) -> list[dict[str, object]]:
     batch, tables, pooling = shape
     fixed = {"transport": "group", "ranks": ranks.world_size, "batch": batch, "tables": tables, "pooling": pooling}
-    room = ranks.ring.capacity - 1
-    cuts = [cut for cut in SLICE_BAGS if cut is None or _most_slices(shape, cut, ranks.world_size) <= room]
-    ways, expected = _ways(ranks, *shape, cuts)
+    ways, expected = _ways(ranks, *shape)
     errors = {name: _error(run(), expected()) for name, run in ways.items() if "alone" not in name}
     calls, rounds = {}, {}
     for name, run in ways.items():
@@ -158,19 +141,13 @@ def _rows(ranks: Any, shape: tuple[int, int, int]) -> list[dict[str, object]]:
         for name in order.sample(sorted(ways), len(ways)):
             if number < rounds[name]:
                 times[name].append(_sample(ranks, ways[name], calls[name]))
-    found: list[dict[str, object]] = [
+    return [
         {**fixed, "way": name, "us": statistics.median(spent), "least_us": min(spent), "max_rel_err": errors.get(name)}
         for name, spent in times.items()
     ]
-    for cut in (cut for cut in SLICE_BAGS if cut not in cuts):
-        note = f"not run: more than the {room} slices that the ring has room for"
-        found.append({**fixed, "way": f"fused, slices of {cut}", "us": None, "max_rel_err": None, "note": note})
-    return found
 
 
-def _ways(
-    ranks: Any, batch: int, tables: int, pooling: int, cuts: Sequence[int | None]
-) -> tuple[Mapping[str, Run], Run]:
+def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[str, Run], Run]:
     """Return the ways by name, and what makes the result of the last call in float64."""
     from sidelane.ops.scale_out import EmbeddingAcrossNodes
     from sidelane_lab.studies.fused.embedding_cases import (
@@ -197,7 +174,7 @@ def _ways(
     sent, received = (torch.zeros(n, part, tables, dim, **options) for _ in range(2))
     out = torch.zeros(part, n, tables, dim, **options)
     pool = BagKernel(ranks, some, batch)
-    handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in cuts}
+    handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in SLICE_BAGS}
 
     def bags() -> torch.Tensor:
         return pool(lists.by_table().reshape(-1), offsets, sent)

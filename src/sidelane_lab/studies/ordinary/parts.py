@@ -1,19 +1,18 @@
-"""The parts of the study: collectives alone, next to a GEMM, and on tensors that change from call to call.
+"""The parts of the study: collectives alone, and next to a GEMM.
 
-All ways of a case take turns round by round. Each is checked, let learn, timed and checked once more.
+All ways of a case take turns round by round. Each is checked, timed and checked once more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall, Tensors, check_call
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.pairs.ideal import ideal_speedup, speedup
@@ -21,25 +20,10 @@ from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
 from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.studies.collectives import bus_gbps, calls_per_sample, checked, hides_launches
-from sidelane_lab.studies.ordinary.programs import SETTLING, ChangingProgram, Room
-from sidelane_lab.studies.ordinary.rows import LEARNED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
-from sidelane_lab.studies.ordinary.ways import LEARNING_CALLS, PLACES, Way
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow
+from sidelane_lab.studies.ordinary.ways import PLACES, Way
 
 GEMM = "gemm"
-TOGETHER_EVERY = 4
-"""Learning calls, behind which hosts wait for their devices. Hosts that are 16 calls apart learn nothing
-(docs/internals/reach.md), and then most of the rounds would time calls that are staged."""
-
-CALLS, FEW_CALLS = 10, 2
-"""Calls of a sample on tensors that change, and of one whose tensors lie in new segments."""
-
-ROUNDS, FEW_ROUNDS = 15, 5
-"""Rounds at most. Calls in new segments map memory, and keep it; ranks that find nothing that comes again in a thousand
-calls stage them from then on."""
-
-HOST_CALLS, FEW_HOST_CALLS = 25, 5
-"""Calls of which the host's median counts."""
-
 Times = Sequence[float]
 Said = tuple[str, str]
 """The variant that a way ran its last call as, and why."""
@@ -161,86 +145,16 @@ class Parts:
                 columns |= RoundTimes(rounds[GEMM].times_us, best, own, both.times_us).columns()
             yield row_of(case, way, variant, both, problem, _with_late(reason, both), **columns)
 
-    def changing(self, case: Case) -> Iterator[OrdinaryRow]:
-        """Run every program of ``SETTLING`` in every way, one after another. Collective.
-
-        Symmetric tensors do not move: all ranks allocate them together. They have the program that repeats only.
-        """
-        rooms: dict[str, Room] = {}
-        lacking: dict[str, Problem] = {}
-        with self.meter.on_stream():
-            for name, way in self.ways.items():
-
-                def make(name: str = name, way: Way = way) -> None:
-                    rooms[name] = Room(way, case)
-
-                problem = self.meter.run(f"memory of {name}", make)
-                if problem is not None:
-                    lacking[name] = problem
-        self.meter.finish("allocating")  # outside: symmetric memory is cleared on the default stream
-        for change in SETTLING:
-            taking = {name: way for name, way in self.ways.items() if change == REPEATED or name != SYMMETRIC}
-            with self.meter.on_stream():
-                yield from self._change(change, taking, case, rooms, {n: lacking[n] for n in taking if n in lacking})
-
-    def _change(
-        self,
-        change: str,
-        ways: Mapping[str, Way],
-        case: Case,
-        rooms: Mapping[str, Room],
-        problems: dict[str, Problem],
-    ) -> Iterator[OrdinaryRow]:
-        few, programs, said = change == NEW_SEGMENT, dict[str, ChangingProgram](), dict[str, Said]()
-        for name in [name for name in ways if name not in problems]:
-            program = ChangingProgram(change, ways[name], case, rooms[name])
-            label = f"{name}, {change}"
-            problem = self._checked(label, program, case) or self.meter.run(label, program.settle)
-            if problem is None:
-                programs[name] = program
-            else:
-                problems[name] = problem
-        calls = FEW_CALLS if few else CALLS
-
-        def stock(number: int) -> None:
-            for program in programs.values():
-                program.stock(calls)
-            self.meter.finish(f"before round {number} of {change}")
-
-        jobs = {name: Job(program.run, repeats=calls, calls=calls) for name, program in programs.items()}
-        repeats = min(self.repeats, FEW_ROUNDS if few else ROUNDS)
-        rounds = self.meter.rounds(jobs, warmup=min(self.warmup, 1), repeats=repeats, on_round=stock) if jobs else {}
-        host_us = self._host_times(change, programs, FEW_HOST_CALLS if few else HOST_CALLS)
-        for name, program in programs.items():
-            said[name] = program.way.said()
-            problem = self._checked(f"{name}, {change}", program, case)
-            objection = None if problem else self.meter.attempt(program.objection)
-            if problem is not None or objection:
-                problems[name] = problem or Problem(objection or "")
-            program.close()
-        for name, way in ways.items():
-            variant, reason = said.get(name, ("", ""))
-            note, problem = f"{variant}: {reason}" if variant else "", problems.get(name)
-            host = host_us[name] if problem is None else None
-            yield row_of(case, way, change, rounds.get(name), problem, note, host_us=host)
-
     def _rounds(self, jobs: Mapping[Any, Job]) -> dict[Any, Rounds]:
         return self.meter.rounds(jobs, warmup=self.warmup, repeats=self.repeats) if jobs else {}
 
     def _ready(self, way: Way, prepared: ReadyCall) -> Problem | None:
-        """Check a call, and repeat it until its ranks know what comes. Collective.
+        """Check a call. Collective.
 
         Returns:
             What is wrong, also if peers do not reach the tensors in the way that the row would claim.
         """
-
-        def learn() -> None:
-            for number in range(LEARNING_CALLS if way.reach == LEARNED else 1):
-                prepared.run()
-                if number % TOGETHER_EVERY == 0:
-                    self.meter.finish(prepared.label)
-
-        problem = checked(self.meter, prepared, next(self.seeds)) or self.meter.run(prepared.label, learn)
+        problem = checked(self.meter, prepared, next(self.seeds)) or self.meter.run(prepared.label, prepared.run)
         if problem is None:
             objection = self.meter.attempt(lambda: way.objection(prepared.tensors))
             problem = None if objection is None else Problem(objection)
@@ -259,29 +173,6 @@ class Parts:
             said[candidate] = way.said()
         else:
             problems[candidate] = problem
-
-    def _host_times(self, change: str, programs: Mapping[str, ChangingProgram], calls: int) -> dict[str, float]:
-        """Return the microseconds that a call takes the slowest rank's host, by way. Collective."""
-        times: dict[str, list[float]] = {name: [] for name in programs}
-        for _ in range(calls):
-            for name, program in programs.items():
-                program.stock(1)
-                self.meter.finish(f"{name}, {change}")
-                self.meter.agree(None)  # hosts come together, so that a wait for them is short
-                began = time.perf_counter_ns()
-                program.run()
-                times[name].append((time.perf_counter_ns() - began) / 1e3)
-                self.meter.finish(f"{name}, {change}")
-        return {name: max(map(statistics.median, self.meter.of_all_ranks(mine))) for name, mine in times.items()}
-
-    def _checked(self, label: str, program: ChangingProgram, case: Case) -> Problem | None:
-        """Make the next call on fresh input and poisoned output, and compare. Collective."""
-
-        def tensors() -> Tensors:
-            program.stock(1)
-            return program.tensors
-
-        return check_call(self.meter, label, case, tensors, program.run, next(self.seeds))
 
 
 def candidates_for(ways: Mapping[str, Way], case: Case, places: tuple[bool, ...]) -> dict[Entrant, Way]:

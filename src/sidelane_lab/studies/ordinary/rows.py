@@ -21,25 +21,21 @@ from sidelane_lab.studies.collectives import CollectiveRow
 
 SYMMETRIC, LEARNED, MAPPED, STAGED = "symmetric", "learned", "mapped", "staged"
 REACHES = (SYMMETRIC, LEARNED, MAPPED, STAGED, "")
-REPEATED, ROTATING, MISSED, NEW_ADDRESS, NEW_SEGMENT = "repeated", "rotating", "missed", "new_address", "new_segment"
-CHANGES = (REPEATED, ROTATING, MISSED, NEW_ADDRESS, NEW_SEGMENT)  # MISSED: in files of before 27 November 2026
+CHANGES = ("repeated", "rotating", "missed", "new_address", "new_segment")
+"""Tensors that change from call to call, in files of before 29 November 2026; so are ``LEARNED`` and ``MAPPED``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrdinaryRow(CollectiveRow):
-    """A collective on tensors in some kind of memory: alone, next to a GEMM, or on tensors that change from call to
-    call. A row next to a GEMM names one, and one of tensors that change says how they do as its ``variant``.
+    """A collective on tensors in some kind of memory: alone, or next to a GEMM, which the row names then.
 
     Attributes:
         implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` have ordinary tensors.
-        variant: variant that ``auto`` chose. For tensors that change it says how they do: ``repeated``: not at all;
-            ``rotating``: eight pairs of tensors in turn; ``missed``: in one call, behind calls that went ahead with
-            others; ``new_address``: at an address that is new in every call, in one segment; ``new_segment``: in a
-            segment that is new in every call.
+        variant: variant that ``auto`` chose; for tensors that change, how they do (:data:`CHANGES`).
         time_us: time of a call, or of both together next to a GEMM, median over the rounds of the slowest rank.
         bus_gbps: bus bandwidth; null next to a GEMM.
         note: reason of the last choice (``Communicator.last_choice``), or why there is no time.
-        reach: way in which peers reach the tensors: ``symmetric``, ``mapped`` or ``staged``; empty for a library.
+        reach: way in which peers reach the tensors: ``symmetric`` or ``staged``; empty for a library.
         gemm: GEMM that ran beside it; empty if it ran alone.
         m: rows of that GEMM; null if there is none.
         n: columns of that GEMM; null if there is none.

@@ -1,8 +1,8 @@
 """The cost of collectives where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
 
-Three parts: collectives alone (``alone``), next to a GEMM (``pairs``), and on tensors that change (``changing``). The
-ways that are compared are in ``ways``; all of a case take turns round by round in one process, the slowest rank counts,
-and outputs are compared before and behind.
+Two parts: collectives alone (``alone``), and next to a GEMM (``pairs``). The ways that are compared are in ``ways``;
+all of a case take turns round by round in one process, the slowest rank counts, and outputs are compared before and
+behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.ordinary import ALONE, BESIDE, CHANGING, OrdinaryOptions
+from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
@@ -45,12 +45,10 @@ class OrdinaryPlan:
     Attributes:
         alone: cases.
         pairs: with the case of each.
-        changing: cases.
     """
 
     alone: tuple[Case, ...]
     pairs: tuple[tuple[Workload, Case], ...]
-    changing: tuple[Case, ...]
 
     @property
     def reserved(self) -> tuple[Case, ...]:
@@ -78,7 +76,6 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
     return OrdinaryPlan(
         cases(options.collectives, options.sizes_on(device.type)) if ALONE in options.parts else (),
         tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
-        cases(moving[:1], options.sizes_on(device.type, "changing")) if CHANGING in options.parts else (),
     )
 
 
@@ -87,9 +84,9 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     if rank.device.type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
     plan = plan_of(rank, options)
-    sender.steps = len(plan.alone) + len(plan.pairs) + len(plan.changing)
+    sender.steps = len(plan.alone) + len(plan.pairs)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sender.rounded((*options.sizes, *options.changing), rounded)
+    sender.rounded(options.sizes, rounded)
     roster, ways = make_ways(rank, make_meter(rank, options.step_s), options.step_s)
     if plan.reserved:
         roster.reserve(
@@ -106,9 +103,6 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     for workload, case in plan.pairs:
         sender.step(workload.name)
         yield from parts.pair(workload, case, lanes)
-    for case in plan.changing:
-        sender.step(f"{case.kind} {format_bytes(case.nbytes)} on tensors that change")
-        yield from parts.changing(case)
     roster.close()
 
 
@@ -119,10 +113,8 @@ STUDY = Study(
         "Sidelane's auto on tensors that peers reach in different ways, and NCCL (Gloo on CPUs) on ordinary ones. "
         "Medians over rounds of the slowest rank; the fastest is bold. 'library over it': the library's time over "
         "that of the line. Next to a GEMM the collective is released first, on its own stream; % of ideal is the "
-        "strict one of the C3 study, with the fastest collective of the table. Tensors that change: rotating, "
-        "eight pairs in turn; missed, a call at another address behind calls that went ahead; new_address, in one "
-        "segment; new_segment, memory that no peer has seen. host: until a call returns, with an idle device; on "
-        "CPUs a call returns when it is done. The notes are what Communicator.last_choice says."
+        "strict one of the C3 study, with the fastest collective of the table. The notes are what "
+        "Communicator.last_choice says."
     ),
     row=OrdinaryRow,
     tables=ordinary_tables,

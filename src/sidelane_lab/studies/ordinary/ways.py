@@ -1,13 +1,10 @@
 """Ways to have a collective done that differ in the memory of the caller's tensors, each with tensors of its own.
 
     symmetric   Sidelane's ``auto`` on tensors of ``Communicator.empty``
-    learned     the same on ordinary tensors with ``map_memory="learn"``: peers reach large ones whose addresses come
-                again, and no host waits for it (docs/internals/reach.md)
-    mapped      the same with ``map_memory=True`` on CPU ranks, whose peers reach them in every call
-    staged      the same on ordinary tensors without it, the default of GPUs
+    staged      the same on ordinary tensors
     library     NCCL on ordinary tensors; on CPU ranks Gloo
 
-Each of Sidelane's has a communicator of its own: what its ranks learn of addresses is theirs.
+Each of Sidelane's has a communicator of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.collectives.plan import AUTO
-from sidelane.config import COMPUTE, LEARN, NOTHING
+from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, nothing_to_wait_for
@@ -33,7 +30,7 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.studies.ordinary.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
+from sidelane_lab.studies.ordinary.rows import STAGED, SYMMETRIC
 
 PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
     {
@@ -44,12 +41,6 @@ PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
     }
 )
 """Where calls are measured: out of place, in place."""
-
-MODES: Mapping[str, Any] = MappingProxyType({SYMMETRIC: False, LEARNED: LEARN, MAPPED: True, STAGED: False})
-"""Values of ``Config.map_memory``."""
-
-LEARNING_CALLS = 96
-"""Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
 
 
 class OwnWay(Implementation):
@@ -66,8 +57,7 @@ class OwnWay(Implementation):
     def __init__(self, reach: str, communicator: Communicator) -> None:
         self.reach, self.communicator = reach, communicator
         self._beside, self.device = NOTHING, communicator.device
-        # On CPUs a call blocks its caller, and an asynchronous one is staged whatever it is given: so a thread makes
-        # it where a computation is to run next to it.
+        # On CPUs a call blocks its caller, so a thread makes it where a computation is to run next to it.
         self._thread = ThreadPoolExecutor(1) if communicator.device.type == "cpu" else None
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
@@ -77,8 +67,7 @@ class OwnWay(Implementation):
         """Allocate bytes as this way has them. Collective where they are symmetric."""
         if self.reach == SYMMETRIC:
             return self.communicator.empty(nbytes, dtype=torch.uint8)
-        made = super().memory(nbytes)
-        return made.share_memory_() if self.reach in (LEARNED, MAPPED) and not made.is_cuda else made
+        return super().memory(nbytes)
 
     def bind(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], object]:
         output, input = tensors.output, tensors.input
@@ -103,7 +92,7 @@ class OwnWay(Implementation):
         """Say why peers do not reach these tensors as they should; known behind the first call."""
         for tensor in (tensors.output, tensors.input):
             found = self.communicator.reach(tensor) if tensor is not None else None
-            if found is not None and found.how != self.reach and self.reach in (SYMMETRIC, MAPPED):
+            if found is not None and found.how != self.reach:
                 return f"not {self.reach}, but {found}"
         return None
 
@@ -187,19 +176,13 @@ def make_ways(
         roster.add(name, step)
 
     def own(reach: str) -> Way:
-        return OwnWay(reach, _communicator(rank, reach, timeout_s, group))
+        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=NOTHING)
+        return OwnWay(reach, Communicator(group, device=rank.device, config=config))
 
-    for reach in MODES:
-        if reach == MAPPED and rank.device.type != "cpu":
-            continue  # there it is what learned is
+    for reach in (SYMMETRIC, STAGED):
         add(reach, functools.partial(own, reach))
     add("gloo" if rank.device.type == "cpu" else "nccl", lambda: _library(rank, meter, group))
     return roster, {name: way for name, way in made.items() if name in roster.implementations}
-
-
-def _communicator(rank: Rank, reach: str, timeout_s: float, group: dist.ProcessGroup | None) -> Communicator:
-    config: Any = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=NOTHING, map_memory=MODES[reach])
-    return Communicator(group, device=rank.device, config=config)
 
 
 def _library(rank: Rank, meter: Meter, group: dist.ProcessGroup | None) -> LibraryWay:

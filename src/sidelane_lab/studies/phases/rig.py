@@ -46,7 +46,7 @@ class Rig:
 
     def __init__(self, rank: Rank, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN, map_memory=False)
+        config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN)
         self._session = Session(device=rank.device, config=config)
         self._backend = self._session.lane().backend
         # Stamps are no part of what all executors have in common.

@@ -12,7 +12,9 @@ from sidelane_lab.harness.table import MISSING, Table, number
 
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
 EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"
-ORDINARY, LEARNED, POOLED = "ordinary", "learned", "pooled"
+ORDINARY, POOLED = "ordinary", "pooled"
+LEARNED = "learned"
+"""Ordinary tensors whose addresses Sidelane learnt, in files of before 29 November 2026."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class GroupRow(FlatRow):
             for Sidelane with ``fsdp.enable``.
         bytes: gathered bytes of an all-gather, the whole buffer of the others; null of first uses.
         implementation: process group: ``sidelane``, or the library's (``nccl``, on CPUs ``gloo``).
-        tensors: ``ordinary``; ``learned``: ordinary ones with ``Config.map_memory="learn"``; ``pooled``: made in a
+        tensors: ``ordinary``, or ``pooled``: made in a
             ``sidelane.pool`` of the group's communicator.
         launch: ``eager``; ``async``: with ``async_op=True``, waited for at once; ``graph``: calls of one CUDA graph;
             ``first``.

@@ -295,8 +295,8 @@ STUDY = Study(
     name="process_group",
     title="Calls of torch.distributed, by the process group",
     legend=(
-        "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. learned: ordinary ones, with "
-        "map_memory=learn; pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of"
+        "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. "
+        "pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of"
         " the slowest rank; the fastest is bold. host: until a repeated call returns, behind a device that spins. "
         "async: waited for at once; graph: calls of one CUDA graph. First use: from making the group to the end of"
         " its first calls, and from a sharded model to the end of its first step, with an NCCL (Gloo) that is "

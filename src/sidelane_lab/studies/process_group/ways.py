@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane import config as settings
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.ledger import report as report_of_groups
 from sidelane.integrations.process_group import SidelaneGroup
@@ -20,7 +19,7 @@ from sidelane.session.pools import pool
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.cli.process_group import OPERATIONS
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.studies.process_group.rows import ASYNC, LEARNED, ORDINARY, POOLED
+from sidelane_lab.studies.process_group.rows import ASYNC, ORDINARY, POOLED
 
 KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))
 
@@ -119,10 +118,6 @@ class StudyGroups:
         self._rank = rank
         self._made: dict[str, dist.ProcessGroup] = {}
         self._room, self._pooled = (0, 0), list[GroupTensors]()
-        self._settings = {
-            ORDINARY: dataclasses.replace(settings.current(), map_memory=False),
-            LEARNED: dataclasses.replace(settings.current(), map_memory="learn"),
-        }
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         """Say how large pooled tensors are at most: they are made once."""
@@ -130,14 +125,13 @@ class StudyGroups:
 
     def way(self, implementation: str, tensors: str) -> GroupWay:
         """A way that names these."""
-        learns = tensors == LEARNED
-        key = f"{implementation}, learning" if learns else implementation
-        if key not in self._made:
-            self._made[key] = made = self.make(implementation)
+        if implementation not in self._made:
+            self._made[implementation] = made = self.make(implementation)
             if implementation == SIDELANE:
-                with settings.override(self._settings[LEARNED if learns else ORDINARY]):
-                    self.communicator_of(made)
-        return GroupWay(implementation, tensors, self._made[key], self._in_pool() if tensors == POOLED else None)
+                self.communicator_of(made)
+        return GroupWay(
+            implementation, tensors, self._made[implementation], self._in_pool() if tensors == POOLED else None
+        )
 
     def make(self, implementation: str) -> dist.ProcessGroup:
         """A new group of all ranks."""
@@ -166,5 +160,5 @@ class StudyGroups:
 def wanted(names: tuple[str, ...], device_type: str) -> list[tuple[str, str]]:
     """Implementations and memory of a study, the library first."""
     library = library_of(device_type)
-    every = [(library, ORDINARY), *((SIDELANE, tensors) for tensors in (ORDINARY, LEARNED, POOLED))]
+    every = [(library, ORDINARY), *((SIDELANE, tensors) for tensors in (ORDINARY, POOLED))]
     return [(name, tensors) for name, tensors in every if not names or name in names]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from sidelane.c3.strategies import Means
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
 from sidelane.cli.output import STDOUT
@@ -24,7 +23,7 @@ from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
 from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
-from sidelane_lab.studies.tune.isolated_measure import Bench, IsolatedBatch
+from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
@@ -105,7 +104,7 @@ def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
     where = "cpu" if rank.device.type == "cpu" else "gpu"
     gemms = [_sized(parse_gemm(text, options.dtype), rank, options) for text in options.gemms]
     batches = [IsolatedBatch(MEMORY, nbytes=MEMORY_BYTES[where])]
-    batches += [IsolatedBatch(GEMM, gemm, means=means) for gemm in gemms for means in Means]
+    batches += [IsolatedBatch(GEMM, gemm, means=means) for gemm in gemms for means in MEANS]
     if rank.world_size > 1:
         sizes = dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes)
         paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)

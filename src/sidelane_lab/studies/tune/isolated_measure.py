@@ -39,6 +39,14 @@ K = TypeVar("K", bound=Hashable)
 TAKE_UNITS = ("nccl", SM)
 """Implementations whose kernels can be given units."""
 
+CARVE_OUT, GRID, THREADS = "carve_out", "grid", "threads"
+MEANS = (*map(str, Means), CARVE_OUT, GRID, THREADS)
+"""Names of ways to take units from a GEMM: strategies' ways; a request to torch; fewer blocks of a kernel of ours; on a
+CPU, fewer threads."""
+
+CHANGE = "_set_sm_carveout_experimental"
+"""Name of torch's request to cuBLASLt."""
+
 HIDE_LAUNCH_US = 300.0
 
 
@@ -125,11 +133,11 @@ class Bench:
         yield self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
 
     def _gemm(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
-        means, run = Means(batch.means), self._filled(batch)
+        means, run = batch.means, self._filled(batch)
         launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
         why_not = self._meter.attempt(functools.partial(self._objection, means))
-        if why_not is not None and means is not (Means.THREADS if self._on_cpu else Means.SPLIT):
+        if why_not is not None and means != (THREADS if self._on_cpu else Means.SPLIT):
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
             return
 
@@ -156,14 +164,17 @@ class Bench:
         run.fill(next(self._seeds))
         return run
 
-    def _objection(self, means: Means) -> str:
+    def _objection(self, means: str) -> str:
         """Say why no units can be taken from a GEMM so; empty if they can."""
-        if (means is Means.THREADS) != self._on_cpu:
+        if (means == THREADS) != self._on_cpu:
             return f"not on {'CPUs' if self._on_cpu else 'GPUs'}"
         if not self._on_cpu and self._partitions is None:
             return self._no_partitions
-        if self._partitions is not None and means is not Means.GRID:
-            return self._partitions.objection(Partition(means=means))
+        if means == CARVE_OUT:
+            able = hasattr(torch._C, CHANGE) and torch.version.hip is None
+            return "" if able else f"torch {torch.__version__} has no carve-out of SMs here"
+        if self._partitions is not None and means != GRID:
+            return self._partitions.objection(Partition(means=Means(means)))
         return "" if self._taken() else f"a rank has {self._units} here"
 
     def _taken(self) -> tuple[int, ...]:
@@ -172,11 +183,11 @@ class Bench:
             return tuple(1 << k for k in range(self._units.bit_length()) if 1 << k < self._units)
         return shares(Partition(), self._units, memory_bound=False) if self._partitions else ()
 
-    def _launch(self, run: GemmRun, means: Means, units: int) -> Callable[[], object]:
+    def _launch(self, run: GemmRun, means: str, units: int) -> Callable[[], object]:
         """Return what runs the GEMM without ``units``."""
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
-        if means is Means.GRID:
+        if means == GRID:
             from sidelane_lab.shaping.launch import ShapedGemm
 
             kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
@@ -185,8 +196,10 @@ class Bench:
             return run.run
         assert self._partitions is not None
         assert self._lanes is not None
-        lanes = self._partitions.lanes(Partition(means=means), units, self._lanes, confine=True)
-        return functools.partial(_on_lane, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
+        if means == CARVE_OUT:
+            return functools.partial(_on_lane, None, run.run, functools.partial(torch_carve_out, units))
+        lanes = self._partitions.lanes(Partition(means=Means(means)), units, self._lanes, confine=True)
+        return functools.partial(_on_lane, lanes.gemm if means == Means.SPLIT else None, run.run, lanes.limited)
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -434,6 +447,18 @@ def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:
     torch.set_num_threads(threads - fewer)
     run.run()
     torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def torch_carve_out(units: int) -> Iterator[None]:
+    """Let torch's cuBLASLt calls leave out a number of SMs, in a ``with`` block, where torch has such a setting."""
+    change: Callable[[int | None], None] = getattr(torch._C, CHANGE)
+    before = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
+    change(units)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def _on_lane(

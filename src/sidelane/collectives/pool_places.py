@@ -1,0 +1,198 @@
+"""Comparison of the places of tensors in pools: a tensor that all ranks have at one place of a pool is symmetric.
+
+In a pool (``session/pools.py``) each rank places tensors by itself, so no rank knows where those of its peers lie. In
+the first call with a tensor each rank posts the place of its storage and waits for the posts of its peers. All ranks
+read the same posts, so they decide alike: a tensor at one place is symmetric from then on, as long as its storage
+lives; any other one is staged. Each rank remembers this by the storage and not by its address, so memory that is
+allocated again at the same address is compared anew. ``docs/internals/reach.md`` says why this is safe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sidelane.collectives.arguments import Request
+from sidelane.collectives.heap import ComparedStorages, SymmetricHeap
+from sidelane.program.collective import REDUCING, Buffer
+
+PLACES = " places "
+"""Separator in a post between what the call itself exchanges and the places of its tensors in pools."""
+
+BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
+
+Place = tuple[str, int, int] | None
+"""Name of a pool, offsets in bytes of a storage and of the tensor in it; None for a tensor that is not compared."""
+
+Outcomes = tuple[str | None, ...]
+"""Results of a comparison, by tensors or pairs and ``BUFFERS``: empty for a storage at one place on all ranks, else the
+reason why it is staged; None for a tensor that some rank does not compare."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reached:
+    """The way in which peers reach a tensor.
+
+    Attributes:
+        how: ``symmetric`` or ``staged``.
+        why: the reason, for ``staged``; else empty.
+    """
+
+    how: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.why}" if self.why else self.how
+
+
+class PostedPlaces(NamedTuple):
+    """The places that a rank posts with a call.
+
+    Attributes:
+        text: the places, for its peers.
+        storages: storages of the compared tensors, in the order of :data:`Outcomes`.
+    """
+
+    text: str
+    storages: tuple[torch.UntypedStorage | None, ...]
+
+
+class PoolPlaces:
+    """The comparisons of one lane.
+
+    Args:
+        heap: heap with the pools.
+        compared: remembers the results.
+    """
+
+    def __init__(self, heap: SymmetricHeap, compared: ComparedStorages) -> None:
+        self._heap, self._compared = heap, compared
+
+    def why_staged(self, tensor: torch.Tensor) -> str:
+        """Return the reason why a tensor in no symmetric place is staged."""
+        if self._heap.pool_at(tensor.data_ptr()) is None:
+            return "it is ordinary memory (allowed=tensors of Communicator.empty, or made in a sidelane.pool)"
+        return self._compared.why_not(tensor)
+
+    def posted(
+        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
+    ) -> PostedPlaces | None:
+        """Return what this rank posts with a call; None if it has no tensor to compare.
+
+        Args:
+            requests: the rank's request for each tensor or pair.
+            tensors: the caller's tensors.
+            most_text: largest number of characters. The tensors of a call that would need more are staged.
+        """
+        found = self._to_compare(requests, tensors)
+        if all(tensor is None for tensor in found):
+            return None
+        places: list[Place] = []
+        for tensor in found:
+            pool = None if tensor is None else self._heap.pool_at(tensor.data_ptr())
+            if tensor is None or pool is None:
+                places.append(None)
+            else:
+                storage = tensor.untyped_storage().data_ptr() - pool.start
+                places.append((pool.name, storage, tensor.data_ptr() - pool.start))
+        text = json.dumps(places, separators=(",", ":"))
+        if len(text) > most_text:
+            return None
+        return PostedPlaces(text, tuple(None if tensor is None else tensor.untyped_storage() for tensor in found))
+
+    def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Return True if a call has tensors in pools that the ranks must compare."""
+        if not self._heap.pools:
+            return False
+        return any(tensor is not None for tensor in self._to_compare(requests, tensors))
+
+    def settle(self, texts: Sequence[str], requests: Sequence[Request]) -> tuple[list[Request] | None, Outcomes]:
+        """Compare the places that all ranks have posted for a call that they have agreed on.
+
+        Args:
+            texts: text of each rank; empty for a rank that compares nothing.
+            requests: requests of this rank.
+
+        Returns:
+            The requests with the tensors that are symmetric, None if there are none; and the argument of :meth:`note`.
+        """
+        if not all(texts):
+            return None, ()
+        rows: list[list[Place]] = [json.loads(text) for text in texts]
+        columns = list(zip(*rows, strict=True))
+        outcomes = tuple(_outcome(column) for column in columns)
+        at_one_place = [
+            outcome == "" and all(place == column[0] for place in column)
+            for outcome, column in zip(outcomes, columns, strict=True)
+        ]
+        reached = [
+            self._reached(request, at_one_place[2 * number : 2 * number + 2]) for number, request in enumerate(requests)
+        ]
+        return reached if any(at_one_place) else None, outcomes
+
+    def note(self, posted: PostedPlaces, outcomes: Outcomes) -> None:
+        """Remember the results of a comparison by storage."""
+        for storage, outcome in zip(posted.storages, outcomes, strict=False):
+            if storage is not None and outcome is not None:
+                self._compared.note(storage, outcome)
+
+    def _to_compare(
+        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the tensor of each request and buffer that is in a pool, new to this lane, and reached by peers."""
+        there = {
+            # In an in-place call a rank's part may begin where the whole does, and it is the whole that is compared.
+            tensor.data_ptr(): tensor
+            for tensor in sorted((one for one in tensors if one is not None and one.nbytes), key=_nbytes)
+        }
+        found: list[torch.Tensor | None] = []
+        for request in requests:
+            for buffer in BUFFERS:
+                region = request.region(buffer)
+                tensor = there.get(region.address) if region.nbytes else None
+                is_read = buffer is Buffer.OUTPUT or request.collective.kind in REDUCING
+                is_new = (
+                    tensor is not None
+                    and (is_read or not request.output.symmetric)
+                    and self._heap.pool_at(region.address) is not None
+                    and self._compared.is_new(tensor)
+                )
+                found.append(tensor if is_new else None)
+        return found
+
+    def _reached(self, request: Request, at_one_place: Sequence[bool]) -> Request:
+        """Return a request with the symmetric regions of its tensors, output first, where they are at one place."""
+        output, input = (
+            self._heap.place(region) if is_symmetric else region
+            for region, is_symmetric in zip(
+                (request.region(Buffer.OUTPUT), request.region(Buffer.INPUT)), at_one_place, strict=True
+            )
+        )
+        if not request.collective.in_place:
+            return dataclasses.replace(request, output=output, input=input)
+        if request.whole is request.output:  # the other one is a part of it
+            return dataclasses.replace(request, output=output)
+        return dataclasses.replace(request, input=input)
+
+
+def _outcome(column: Sequence[Place]) -> str | None:
+    """Compare the places of one tensor's storage on all ranks. See :data:`Outcomes` for the result."""
+    if any(place is None for place in column):
+        return None
+    storages = [(place[0], place[1]) for place in column if place is not None]
+    for rank, storage in enumerate(storages):
+        if storage != storages[0]:
+            return f"it lies at {_words(storages[0])} on rank 0 and at {_words(storage)} on rank {rank}"
+    return ""
+
+
+def _words(storage: tuple[str, int]) -> str:
+    return f"byte {storage[1]} of {storage[0]}"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes

@@ -1,0 +1,254 @@
+"""GPU memory that others have allocated and peers map: ``cudaMalloc`` allocations, and memory mapped in pieces.
+
+Torch's allocator uses both (expandable segments are pieces), and so does ``ncclMemAlloc``. The driver numbers
+allocations and never reuses a number. Memory that is freed while peers have it mapped stays until they unmap it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sidelane import forks
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.virtual import VirtualMemory
+from sidelane.memory.available import lacking
+from sidelane.memory.descriptors import DescriptorServer, SharedDescriptor, fetch
+
+PREFIX = "@"
+"""Prefix of the handles of spans; handles of other memory do not begin with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of this process that others can map.
+
+    Attributes:
+        name: unique name as long as any process has the allocation mapped.
+        handle: printable handle by which another process maps it.
+        start: address of its first byte in this process.
+        nbytes: size in bytes.
+        kept: object that must live as long as peers may map it.
+    """
+
+    name: str
+    handle: str
+    start: int
+    nbytes: int
+    kept: object = dataclasses.field(default=None, repr=False, compare=False)
+
+
+class PhysicalMemory(NamedTuple):
+    """Memory of one ``cuMemCreate``: first byte, size in bytes, and the handle that is retained."""
+
+    start: int
+    nbytes: int
+    handle: int
+
+
+class MappedSpan:
+    """Adjacent pieces, whose handles are released with the last reference to this object."""
+
+    def __init__(self, memory: VirtualMemory, pieces: tuple[PhysicalMemory, ...]) -> None:
+        self.memory, self.pieces = memory, pieces
+        self.token = f"s{next(_numbers)}"
+        forks.finalize(self, _release, memory, pieces)  # the end of a process releases all
+
+    def parts(self) -> list[SharedDescriptor]:
+        return [
+            SharedDescriptor(piece.nbytes, functools.partial(self.memory.export, piece.handle)) for piece in self.pieces
+        ]
+
+
+class OpenedSpan:
+    """A span of another process. It is unmapped with the last reference to this object."""
+
+    def __init__(self, memory: VirtualMemory, start: int, sizes: Sequence[int]) -> None:
+        self.start = start
+        forks.finalize(self, _close, memory, start, tuple(sizes), len(sizes))
+
+
+def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | str:
+    """Return the span that holds ``nbytes`` (> 0) from an address on, or the reason why peers cannot map it."""
+    pieces: list[PhysicalMemory] = []
+    try:
+        end, at = address + nbytes, address
+        while at < end:
+            found = memory.range_at(at)
+            if found is None:
+                _release(memory, pieces)
+                return "the driver knows no allocation at its address"
+            pieces.append(PhysicalMemory(*found, memory.retain(found[0])))
+            at = found[0] + found[1]
+        key = (memory.index, *pieces)
+        with _making:
+            span = _spans.get(key)
+            if span is not None:
+                _release(memory, pieces)  # which the span has retained before
+            elif not all(memory.is_shareable(piece.handle) for piece in pieces):
+                _release(memory, pieces)
+                return (
+                    "it was made without file descriptors to share it by (torch: TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1)"
+                )
+            else:
+                span = _spans[key] = MappedSpan(memory, tuple(pieces))
+                _by_token[span.token] = span
+            handle = f"{_server().address}/{span.token}"
+    except DriverError as error:
+        _release(memory, pieces)
+        return f"the driver does not export its memory, as that of its own pools ({error})"
+    except OSError as error:
+        return f"its file descriptors cannot be passed: {lacking(error)}"
+    start = span.pieces[0].start
+    return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, kept=span)
+
+
+def open_span(memory: VirtualMemory, handle: str) -> OpenedSpan:
+    """Map a span of another process.
+
+    Raises:
+        UnavailableError: its owner does not send it, or the driver cannot map it.
+    """
+    address, _, token = handle.partition("/")
+    # The range is reserved as a whole, so that all sizes must be known first.
+    sizes = [size for size, _ in fetch(address, token)]
+    try:
+        start = memory.reserve(sum(sizes))
+        places = list(itertools.accumulate(sizes, initial=start))
+        mapped = 0
+        try:
+            for mapped, (nbytes, descriptor) in enumerate(fetch(address, token)):
+                memory.map(places[mapped], nbytes, descriptor)
+        except BaseException:
+            _close(memory, start, sizes, mapped)
+            raise
+    except DriverError as error:
+        raise UnavailableError(f"{token} cannot be mapped: {error}") from error
+    return OpenedSpan(memory, start, sizes)
+
+
+def _parts_of(token: str) -> Sequence[SharedDescriptor]:
+    span = _by_token.get(token)
+    if span is None:
+        raise UnavailableError("it has been freed")
+    return span.parts()
+
+
+def _server() -> DescriptorServer:
+    global _answering
+    if _answering is None:
+        _answering = DescriptorServer(_parts_of)
+    return _answering
+
+
+def _release(memory: VirtualMemory, pieces: Sequence[PhysicalMemory]) -> None:
+    with contextlib.suppress(DriverError):  # the device has failed before
+        for piece in pieces:
+            memory.release(piece.handle)
+
+
+def _close(memory: VirtualMemory, start: int, sizes: Sequence[int], mapped: int) -> None:
+    # What may be under way there has ended, as in ``_close_allocation``.
+    with contextlib.suppress(DriverError):  # the device has failed before
+        places = itertools.accumulate(sizes, initial=start)
+        for place, nbytes in itertools.islice(zip(places, sizes, strict=False), mapped):
+            memory.unmap(place, nbytes)
+        memory.give_back(start, sum(sizes))
+
+
+_numbers = itertools.count(1)
+_spans: weakref.WeakValueDictionary[tuple[object, ...], MappedSpan] = weakref.WeakValueDictionary()
+"""Spans of this process, for all lanes, by device and pieces."""
+_by_token: weakref.WeakValueDictionary[str, MappedSpan] = weakref.WeakValueDictionary()
+_making = forks.lock()
+_answering: DescriptorServer | None = None
+
+
+@forks.in_copies
+def _know_nothing() -> None:
+    """Forget, in a forked copy, the spans of the parent and the server that sends them."""
+    global _answering
+    _answering = None
+    _spans.clear()
+    _by_token.clear()
+
+
+class OpenedAllocation:
+    """An allocation of another process. It is unmapped with the last reference to this object."""
+
+    def __init__(self, driver: Driver, start: int) -> None:
+        self.start = start
+        forks.finalize(self, _close_allocation, driver, start)  # the end of a process unmaps all
+
+
+class ExportedMemory:
+    """Memory of this process for peers to map, and theirs.
+
+    Args:
+        driver: driver of the device.
+        virtual: its calls for memory that is mapped in pieces; None: such memory is not exported.
+    """
+
+    def __init__(self, driver: Driver, virtual: VirtualMemory | None) -> None:
+        self._driver, self._virtual = driver, virtual
+
+    def number_of(self, address: int) -> int:
+        """Return the driver's number of the allocation at an address; later allocations have larger ones."""
+        return self._driver.allocation_number(address)
+
+    def allocation_of(self, address: int, nbytes: int) -> Allocation | str:
+        """Return the allocation that holds bytes (> 0), or the reason why peers cannot map it."""
+        found = self._driver.allocation_at(address)
+        if found is not None:
+            number, start, size = found
+            with contextlib.suppress(DriverError):  # it is composed of pieces
+                handle = self._driver.export(start)
+                if address + nbytes > start + size:
+                    return "it lies in several allocations"
+                return Allocation(f"{os.getpid()}:{number}", handle.hex(), start, size)
+        if self._virtual is None:
+            return "the driver exports no memory that is mapped in pieces"
+        return span_of(self._virtual, address, nbytes)
+
+    def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
+        """Map an allocation of another process on this machine, until the last reference to the result is dropped.
+
+        Raises:
+            UnavailableError: it cannot be mapped.
+        """
+        with _opening:
+            found = opened.get((self._driver.index, handle, name))
+            if found is None:
+                try:
+                    if handle.startswith(PREFIX):
+                        assert self._virtual is not None, "ranks of one machine export spans alike, or none does"
+                        found = open_span(self._virtual, handle)
+                    else:
+                        found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))
+                except DriverError as error:
+                    raise UnavailableError(f"allocation {name} cannot be mapped: {error}") from error
+                opened[self._driver.index, handle, name] = found
+            return found
+
+
+def _close_allocation(driver: Driver, start: int) -> None:
+    # What may be under way there has ended: its owner has freed it, and waited for its peers' copies before, or the
+    # lane is closed.
+    try:
+        with driver.current():
+            driver.close_exported(start)
+    except DriverError:  # the device has failed before
+        pass
+
+
+opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = weakref.WeakValueDictionary()
+"""Memory of other processes that this one has mapped, for all lanes, by device, handle and name."""
+
+_opening = forks.lock()

@@ -1,0 +1,309 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""Collectives of few bytes by the LL protocol: words of data with their own flags, one pass, no handshake.
+
+    rank 0   input -> flagged words in slot 0 of every peer | wait for words in own slots -> (reduce ->) output
+    rank 1   input -> flagged words in slot 1 of every peer | wait for words in own slots -> (reduce ->) output
+
+A flagged word is an aligned cell of 8 bytes: 4 low bytes of data and 4 high bytes of generation. Hardware stores and
+loads such a cell atomically, so that a reader that finds the awaited generation has found the data, too. It needs
+neither a fence nor a second message, doubles the bytes on the link, and is the fastest protocol for few bytes. (The
+technique is NCCL's protocol "LL".)
+
+A rank has two slots for each sender, for even and odd generations. Two suffice, however far ranks run ahead. A rank
+writes generation g + 2 after its kernel of g + 1 has ended, so after it received data of g + 1 from every peer. A peer
+sends these from its kernel of g + 1, which its stream starts when its kernel of g has ended. So the peer has read all
+data of generation g in the slot to which g + 2 is written. The argument has two conditions for every generation: each
+rank waits for data from each peer, and the kernels of a rank never overlap. In a broadcast the root receives no data::
+
+    root    data -> flagged words into its slot on every peer | all here?
+    others  wait for words in the root's slot -> data         | all here?
+
+``all here``: each rank signals at its beginning that its kernel runs, and waits for the same signal of all, which has
+usually come by then. The wait keeps ranks from running two generations ahead.
+
+Equivalent, on rank r, where part r of an input is all of it unless each rank gets its own part::
+
+    output[s] = part r of the input of rank s               all_gather, all_to_all
+    output = reduce over ranks s of part r of the input of rank s      all_reduce, reduce_scatter
+    data = data of the root                                 broadcast
+
+In place is allowed: a block sends all bytes that it overwrites before it writes.
+
+Legend: N ranks; PEERS the power of two from N - 1 on; DISTINCT if each rank gets its own part; WORDS a tile; ONE if no
+block has more tiles; WHOLE if all tiles are full; OP is empty where bytes only move; UNIT and ALIGNED as in ``memory``.
+"""
+
+from __future__ import annotations
+
+from sidelane.device import layout
+from sidelane.device.flagged import cells_of
+from sidelane.device.flags import (
+    POLLS,
+    addresses_of,
+    end_generation,
+    next_generation,
+    relaxed_signal,
+    relaxed_wait,
+    say_who_is_late,
+    told_to_give_up,
+)
+from sidelane.device.language import tl, triton
+from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
+from sidelane.device.memory import load_words, pointer, store_words
+from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
+from sidelane.program.collective import Reduction
+
+CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
+SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
+
+WORDS_PER_TILE, WARPS = 512, 8
+FEW_WORDS_PER_TILE = 128
+"""Words of a tile where a launch has a block for each such tile, up to 32 KiB. A block then has a warp for each peer:
+between two GPUs a single one, which decides without others whether all words are there. On two H200s an all-reduce of
+512 bytes takes 2.3 us, and 2.5 with large tiles (docs/lab/kernels.md)."""
+
+
+def arrange(
+    site: LaunchSite, output: int, input: int, part_bytes: int, reduction: Reduction | None, *, distinct: bool
+) -> Launch:
+    """Make the launch that moves or reduces one part for each pair of ranks.
+
+    Args:
+        site: rank, arenas and blocks of the launch.
+        output: address of ``world_size`` parts, or of one that is reduced.
+        input: address of one part, or of ``world_size`` parts if ``distinct``.
+        part_bytes: 1 to ``SLOT_PAYLOAD_BYTES``, whole elements.
+        reduction: operation and dtype; None where bytes only move.
+        distinct: each peer gets its own part (all_to_all, reduce_scatter), else all get the same.
+
+    Raises:
+        ValueError: a part is too large or empty.
+    """
+    blocks, warps, constants = _tiles(site, part_bytes, unit_bytes(output, input, part_bytes))
+    constants |= {"DISTINCT": distinct, **reduction_constants(reduction)}
+    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
+    return Launch(_ll, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
+
+
+def arrange_broadcast(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
+    """Make the launch that sends the bytes of the root to all other ranks.
+
+    Args:
+        site: rank, arenas and blocks of the launch.
+        data: address of the bytes, on this rank.
+        nbytes: 1 to ``SLOT_PAYLOAD_BYTES``.
+        root: rank whose bytes all ranks get.
+
+    Raises:
+        ValueError: there are too many bytes, or none.
+    """
+    blocks, warps, constants = _tiles(site, nbytes, unit_bytes(data, nbytes))
+    del constants["PEERS"], constants["ONE"]
+    arguments = (data, nbytes, site.rank, root, site.board)
+    return Launch(_ll_broadcast, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
+
+
+def _tiles(site: LaunchSite, part_bytes: int, unit: int) -> tuple[int, int, dict[str, object]]:
+    """Return the number of thread blocks and of warps, and the constants that follow from the size of a part.
+
+    Raises:
+        ValueError: a part is empty or too large.
+    """
+    if not 1 <= part_bytes <= layout.SLOT_PAYLOAD_BYTES:
+        raise ValueError(f"ll: part_bytes (value={part_bytes}, allowed=1..{layout.SLOT_PAYLOAD_BYTES})")
+    peers = 1 << max(0, site.world_size - 2).bit_length()
+    words, warps = FEW_WORDS_PER_TILE, peers
+    if part_bytes > layout.CELL_PAYLOAD_BYTES * words * site.most_blocks:
+        words, warps = WORDS_PER_TILE, WARPS
+    tile_bytes = layout.CELL_PAYLOAD_BYTES * words
+    tiles = -(-part_bytes // tile_bytes)
+    constants: dict[str, object] = {
+        "N": site.world_size,
+        "PEERS": peers,
+        "WORDS": words,
+        "ONE": tiles <= site.most_blocks,
+        "WHOLE": part_bytes % tile_bytes == 0,
+        "UNIT": min(unit, layout.CELL_PAYLOAD_BYTES),
+        "ALIGNED": unit == 16,
+    }
+    return site.blocks(tiles), warps, constants
+
+
+@triton.jit
+def slot(arena, generation, sender, N: tl.constexpr):
+    """Return the address of the slot for ``sender`` in an arena of N ranks."""
+    return arena + CELLS_OFFSET + ((generation & 1) * N + sender).to(tl.int64) * SLOT_BYTES
+
+
+@triton.jit
+def words_there(index, words, WHOLE: tl.constexpr):
+    """Return which ``index`` are below ``words``; with WHOLE all, which lets the compiler make wide accesses."""
+    return tl.full(index.shape, True, tl.int1) if WHOLE else index < words
+
+
+@triton.jit
+def elements_of(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr):
+    """Convert int32[W] to wide[W, 2] for elements of 2 bytes, wide[W] for 4, wide[W / 2] for 8."""
+    if ELEMENT_BYTES == 2:
+        pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+        return widen(pair.to(DTYPE, bitcast=True), FLOAT)
+    elif ELEMENT_BYTES == 4:
+        return widen(words.to(DTYPE, bitcast=True), FLOAT)
+    else:
+        low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
+        return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+    """Convert wide values to words: the inverse of :func:`elements_of`."""
+    if ELEMENT_BYTES == 2:
+        low, high = tl.split(values.to(DTYPE).to(tl.int16, bitcast=True))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    elif ELEMENT_BYTES == 4:
+        return values.to(DTYPE).to(tl.int32, bitcast=True)
+    else:
+        return tl.reshape(tl.join(values.to(tl.int32), (values >> 32).to(tl.int32)), (values.shape[0] * 2,))
+
+
+@triton.jit
+def _ll(
+    output, input, part_bytes, stride, rank, board,
+    p0, p1, p2, p3, p4, p5, p6, p7,
+    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, ONE: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    peers = (p0, p1, p2, p3, p4, p5, p6, p7)
+    generation = next_generation(p0)
+    own_input = input + rank * stride
+    count = (part_bytes + 3) // 4
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    step = tl.num_programs(0) * WORDS
+    tiles = 1 if ONE else tl.cdiv(count - first, step)
+    lanes = tl.arange(0, WORDS)
+
+    for tile in range(tiles):
+        index = first + tile * step + lanes
+        there = words_there(index, count, WHOLE)
+        if OP == "" or not DISTINCT:
+            words = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
+            if OP == "":
+                own = words
+        for turn in tl.static_range(1, N):
+            if DISTINCT:
+                peer = (rank + turn) % N
+                words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
+            _put(slot(peers[turn], generation, rank, N), index, words, generation, there)
+        if OP == "":
+            store_words(output + rank * part_bytes, index, own, part_bytes, there, UNIT, ALIGNED, WHOLE)
+
+    # A barrier of threads: others may have read above the bytes that are written below.
+    end_generation(p0, generation)
+    turns = tl.arange(0, PEERS)[:, None]
+    senders = (rank + 1 + turns) % N
+    spent = tl.full((), 0, tl.int32)
+    for tile in range(tiles):
+        index = first + tile * step + lanes
+        there = words_there(index, count, WHOLE)
+        mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
+        if OP != "":
+            own = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
+        words, spent = _wait(slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent)
+        if OP == "":
+            store_words(
+                output + senders * part_bytes, index[None, :], words, part_bytes, mask, UNIT, False, WHOLE
+            )  # fmt: skip
+        else:
+            # Rows one by one, in the order of the ranks.
+            senders_there = tl.where(turns < N - 1, senders, -1)
+            result = _elements_from(0, senders_there, words, rank, own, DTYPE, ELEMENT_BYTES, FLOAT)
+            for sender in tl.static_range(1, N):
+                more = _elements_from(sender, senders_there, words, rank, own, DTYPE, ELEMENT_BYTES, FLOAT)
+                result = accumulate(result, more, OP)
+            result = words_of(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
+            store_words(output, index, result, part_bytes, there, UNIT, ALIGNED, WHOLE)
+
+
+@triton.jit
+def _ll_broadcast(
+    data, nbytes, rank, root, board,
+    p0, p1, p2, p3, p4, p5, p6, p7,
+    N: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    peers = (p0, p1, p2, p3, p4, p5, p6, p7)
+    generation = next_generation(p0)
+    spent = tl.full((), 0, tl.int32)
+    relaxed_signal(addresses_of(peers, N), rank, generation, 0, N)
+    count = (nbytes + 3) // 4
+    start = tl.program_id(0).to(tl.int64) * WORDS
+    step = tl.num_programs(0) * WORDS
+    if rank == root:
+        lanes = tl.arange(0, WORDS)
+        while start < count:
+            index = start + lanes
+            there = words_there(index, count, WHOLE)
+            words = load_words(data, index, nbytes, UNIT, ALIGNED, WHOLE)
+            for turn in tl.static_range(1, N):
+                _put(slot(peers[turn], generation, rank, N), index, words, generation, there)
+            start += step
+    else:
+        sender = tl.zeros([1, 1], tl.int64) + root
+        while start < count:
+            index = start + tl.arange(0, WORDS)[None, :]
+            there = words_there(index, count, WHOLE)
+            words, spent = _wait(slot(p0, generation, 0, N), sender, index, there, generation, board, spent)
+            store_words(data, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
+            start += step
+    relaxed_wait(p0, generation, board, spent, 0, N)
+    end_generation(p0, generation)
+
+
+@triton.jit
+def _put(slot_address, index, words, generation, mask):
+    """Send int32 ``words`` as flagged words ``index``. Relaxed: they arrive in any order."""
+    tl.store(pointer(slot_address, tl.int64, True) + index, cells_of(words, generation), mask=mask)
+
+
+@triton.jit
+def _wait(slot_address, ranks, index, mask, generation, board, spent):
+    """Wait for flagged words ``index`` (int[1, W]) from ``ranks`` (int[R, 1]), and return their data, int32[R, W].
+
+    Relaxed: other memory is not ordered. Elements outside of ``mask`` are undefined, and all are undefined if the host
+    has told the kernel to give up.
+
+    Returns:
+        The data, and ``spent`` (see ``flags``).
+    """
+    places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (SLOT_BYTES // 8) + index
+    cells = tl.load(places, mask=mask, other=0, volatile=True)
+    late = _late(cells, mask, generation)
+    polls = 0
+    while (tl.max(late) != 0) & (spent == 0):
+        cells = tl.load(places, mask=mask, other=0, volatile=True)
+        late = _late(cells, mask, generation)
+        polls += 1
+        if polls % POLLS == 0:
+            say_who_is_late(board, tl.reshape(ranks, late.shape), late, generation)
+            spent = told_to_give_up(board)  # the warps decide together: they computed late together
+    return cells.to(tl.int32), spent
+
+
+@triton.jit
+def _late(cells, mask, generation):
+    """Return 1 for each rank with a missing word, int32[R]."""
+    return tl.max((mask & ((cells >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _elements_from(
+    sender, senders, words, rank, own, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Return the wide elements of one sender, whose row of ``words`` is the sum over rows that are 0 but for it."""
+    row = tl.sum(tl.where(senders == sender, words, 0), axis=0)
+    return elements_of(tl.where(rank == sender, own, row), DTYPE, ELEMENT_BYTES, FLOAT)
+
+
+KERNELS = (_ll, _ll_broadcast)

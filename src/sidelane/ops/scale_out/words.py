@@ -1,0 +1,147 @@
+"""Words between a kernel and the proxy of its rank: which slices are ready to leave, and which have arrived.
+
+A handle has its words in host memory, 32 bits each. They hold generations of launches, so none is ever reset::
+
+    kernel   OPENED: its output may be written | READY, one for each slice that it sends: the slice may leave
+    host     OVER: all slices have left and arrived | FLAGS, one for each slice that arrives: the slice is in place
+
+Each word has one writer. On a GPU they are pinned host memory, where no atomic operation of the GPU would be atomic for
+the host. What a slice is (``Slices``) both sides know from the handle: a word needs no description beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidelane.memory.ordering import full_fence
+from sidelane.memory.persistent import lasting
+from sidelane.memory.release import Kept
+from sidelane.program.wraparound import as_int32
+
+OPENED, READY, OVER, FLAGS, STOP, BOARD, NEARS, ACQUIRED = range(8)
+"""Indices of the 64-bit words of a kernel's far context: addresses of a handle's words, OVER 0 if all ranks are on this
+node; of the word that is not 0 once all waits end; of the board; of each rank's number on this node (-1: elsewhere);
+and a word on which programs acquire."""
+
+CONTEXT_WORDS = 8
+
+LINE_WORDS = 16
+"""Words of a cache line. Words of the kernel and words of the host have lines of their own."""
+
+
+class Outgoing(NamedTuple):
+    """A slice that this rank sends. ``number``: among those for its ``target``. It has ``size`` elements of the send
+    buffer from ``first`` on; none if there is no such slice.
+    """
+
+    target: int
+    number: int
+    first: int
+    size: int
+
+
+class Arriving(NamedTuple):
+    """A slice that arrives: ``rows`` of ``columns`` elements of the output, of which the first one is at ``first``; no
+    rows if there is no such slice.
+    """
+
+    first: int
+    rows: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slices:
+    """The slices of a handle.
+
+    Attributes:
+        sent: those that this rank sends, in the order of their words.
+        came: those that arrive, by their sender, in the order of their numbers.
+        stride: distance of the rows of an arriving slice, in elements.
+    """
+
+    sent: tuple[Outgoing, ...]
+    came: Mapping[int, tuple[Arriving, ...]]
+    stride: int
+
+    def flag(self, source: int, number: int) -> int:
+        """Return the number of the flag of a slice among those that arrive."""
+        before = itertools.takewhile(lambda item: item[0] != source, self.came.items())
+        return sum(len(some) for _, some in before) + number
+
+
+class HandleWords:
+    """The words of a handle, in host memory.
+
+    Args:
+        slices: slices of the handle.
+        device: device of its kernel.
+    """
+
+    def __init__(self, slices: Slices, device: torch.device) -> None:
+        self.slices = slices
+        self._over = -(-(1 + len(slices.sent)) // LINE_WORDS) * LINE_WORDS
+        arriving = sum(map(len, slices.came.values()))
+        self._tensor = host_words(self._over + 1 + arriving, device)
+        self._words: npt.NDArray[np.int32] = self._tensor.numpy()
+        self._exists = np.array([slice.size > 0 for slice in slices.sent], bool)
+        self.flags = {source: self._over + 1 + slices.flag(source, 0) for source in slices.came}
+
+    def addresses(self) -> dict[int, int]:
+        """Return the addresses of the words, by their indices in a far context."""
+        first = self._tensor.data_ptr()
+        over = first + 4 * self._over
+        return {OPENED: first, READY: first + 4, OVER: over if self.slices.came else 0, FLAGS: over + 4}
+
+    def is_open(self, epoch: int) -> bool:
+        """Return True once the kernel lets others write in this generation."""
+        return int(self._words[0]) == as_int32(epoch)
+
+    def unsent(self) -> npt.NDArray[np.bool_]:
+        """Return which slices there are, for :meth:`take_ready`."""
+        return self._exists.copy()
+
+    def take_ready(self, epoch: int, unsent: npt.NDArray[np.bool_], most: int) -> list[Outgoing]:
+        """Return up to so many slices of a generation that may leave, and take them from ``unsent``."""
+        ready = self._words[1 : 1 + len(unsent)] == as_int32(epoch)
+        numbers = np.flatnonzero(ready & unsent)[:most].tolist()
+        if numbers:
+            unsent[numbers] = False
+            full_fence()  # their bytes are read behind their words
+        return [self.slices.sent[number] for number in numbers]
+
+    def raise_flag(self, source: int, number: int, epoch: int) -> None:
+        """Tell the kernel that a slice is in place."""
+        full_fence()
+        self._words[self.flags[source] + number] = as_int32(epoch)
+
+    def end(self, epoch: int) -> None:
+        """Tell the kernel that all slices of a generation have left and arrived."""
+        full_fence()
+        self._words[self._over] = as_int32(epoch)
+
+
+class _PinnedWords(Kept):
+    """Owner of pinned words, for ``numpy``, whose array keeps it: kernels may poll or write them after the last
+    reference, so they are released behind the idle device (``memory/release.py``).
+    """
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, words: torch.Tensor, device: torch.device) -> None:
+        super().__init__(words.untyped_storage(), device)
+        self.__array_interface__: dict[str, Any] = words.numpy().__array_interface__
+
+
+def host_words(count: int, device: torch.device) -> torch.Tensor:
+    """Return words of host memory, int32 zeros, which kernels of the device reach by the same address."""
+    pinned = device.type == "cuda"
+    words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned))
+    return torch.from_numpy(np.asarray(_PinnedWords(words, device))) if pinned else words

@@ -1,0 +1,105 @@
+"""What ranks do with memory of another allocator that they have registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pieces import BYTES, MadeUpPieces, NoOtherMemory
+
+from sidelane import Communicator, Config
+from sidelane.execute.cuda.exported import ExportedMemory
+from sidelane.session.registered import register
+
+SIZES = (3 * BYTES, 5 * BYTES, 3 * BYTES)
+"""Bytes of the segments, in the order in which all ranks make them; two are of one size."""
+
+
+class Numbered(NoOtherMemory):
+    """Numbers of allocations as a driver gives them: in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def allocation_number(self, address: int) -> int:
+        return self.addresses.index(address) + 1
+
+
+def segments_of(pieces: MadeUpPieces, driver: Numbered, rank: int) -> list[torch.Tensor]:
+    """Make the segments; on odd ranks they lie the other way round."""
+    holes = [] if rank % 2 == 0 else [pieces.tensor(nbytes, torch.uint8) for nbytes in SIZES[:2]]
+    made = []
+    for nbytes in SIZES:
+        made.append(pieces.tensor(nbytes, torch.uint8))  # at the lowest free place
+        driver.addresses.append(made[-1].data_ptr())
+        if holes:
+            holes.pop()
+    return made
+
+
+def exporting(comm: Communicator, **options: Any) -> tuple[MadeUpPieces, Numbered]:
+    """Let a communicator of CPU ranks export memory that is made up."""
+    pieces, driver = MadeUpPieces(16, **options), Numbered()
+    backend: Any = comm.lane.backend
+    backend.exported = ExportedMemory(driver, pieces)  # type: ignore[arg-type]
+    return pieces, driver
+
+
+def staging(comm: Communicator) -> int:
+    return comm.lane.preparer._staging.nbytes
+
+
+def symmetric(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
+    """Collectives on registered memory, and again behind its registration: how it is reached, the bytes of staging, and
+    mappings that are left."""
+    said = []
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        pieces, driver = exporting(comm)
+        segments = segments_of(pieces, driver, rank)
+        made = register(
+            comm, [(each.data_ptr(), each.nbytes) for each in sorted(segments, key=torch.Tensor.data_ptr)], pieces
+        )
+        assert (made.nbytes, made.why) == (sum(SIZES), "")
+        count = 64
+        output, input = segments[1].view(torch.int32)[: n * count], segments[0].view(torch.int32)[5 : 5 + count]
+        total = segments[2].view(torch.float32)[3:1003]
+        for registered in (True, False):
+            staged = 0
+            if not registered:
+                comm.synchronize()
+                dist.barrier(group)
+                made.end()
+            for step in range(4):
+                output.fill_(-1)
+                input.copy_(torch.arange(count, dtype=torch.int32) + 1000 * step + 100 * rank)
+                total.fill_(step + rank)
+                variant = ("auto", "b2b", "pcpy", "auto")[step]
+                comm.all_gather(output, input, variant=variant)
+                if step == 0:
+                    staged = staging(comm)  # before the reductions, which need some
+                comm.all_reduce(total)
+                expected = torch.arange(count, dtype=torch.int32) + 1000 * step
+                for peer, part in enumerate(output.view(n, count)):
+                    assert torch.equal(part, expected + 100 * peer), (registered, step, peer)
+                assert torch.equal(total, torch.full_like(total, n * step + sum(range(n)))), (registered, step)
+            said.append((comm.reach(output).how, staged, len(pieces.mapped)))
+    return said
+
+
+def refused(group: dist.ProcessGroup, why: str) -> str:
+    """Register what cannot be symmetric on one rank: the reason, on each of them; calls are right all the same."""
+    with Communicator(group, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+        options = {"mapping": {"refuses": 0}, "exporting": {"shareable": False}}.get(why, {}) if rank == 1 else {}
+        pieces, driver = exporting(comm, **options)
+        segments = segments_of(pieces, driver, rank)
+        if why == "sizes" and rank == 1:
+            segments = segments[:2]
+        made = register(comm, [(each.data_ptr(), each.nbytes) for each in segments], pieces)
+        assert made.nbytes == 0
+        output, input = torch.empty(n, 8), segments[0].view(torch.float32)[:8].fill_(rank)
+        comm.all_gather(output, input)
+        assert torch.equal(output, torch.arange(float(n))[:, None].expand(n, 8))
+        return made.why
