@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator, noting
 
+import sidelane
 from sidelane import Communicator, ops
 from sidelane.choice.fused import SPLIT, Method
 from sidelane.choice.selection import Selection
@@ -160,6 +164,43 @@ def results_passed_on(group: dist.ProcessGroup, rounds: int) -> int:
             draws.late()
             assert torch.equal(way(came), x), (number, ways.index(way))
     return rounds
+
+
+def walks(group: dist.ProcessGroup) -> dict[str, int]:
+    """Return the number of Python functions that a cached call of each operator enters, by method, without the control
+    block, backend and executor of CPU ranks and without the interpreted kernel.
+    """
+    sources, found = Path(sidelane.__file__).parent, {}
+    backend = "collectives/backend_cpu.py", "collectives/call_thread.py"
+    left_out = tuple(str(sources / room) for room in ("memory", "execute", "device", *backend))
+    kernels = {name for module in (gemm, dispatch_gemm) for name, made in vars(module).items() if hasattr(made, "fn")}
+    with communicator(group) as comm:
+        n = comm.world_size
+        x, weight, options = torch.ones(2 * n, 16), torch.ones(16, 16), {"most_rows": 2 * n, "tiles": TILES}
+        calls: dict[str, Callable[[], object]] = {}
+        for op, method in itertools.product((ops.gemm_all_to_all, ops.all_to_all_gemm), ("fused", "split", "auto")):
+            call = functools.partial(op, comm, x, weight, [[2] * n] * n, method=method, **options)
+            calls[f"{op.__name__} {method}"] = call
+        for op in (ops.gemm_reduce_scatter, ops.gemm_all_reduce, ops.all_gather_gemm):
+            calls[op.__name__] = functools.partial(op, comm, x, weight, method="split")
+        for name, call in calls.items():
+            for _ in range(3):
+                call()
+            entered: set[CodeType] = set()
+
+            def note(frame: FrameType, event: str, _: object, entered: set[CodeType] = entered) -> None:
+                path = frame.f_code.co_filename
+                is_ours = path.startswith(str(sources)) and not path.startswith(left_out)
+                if event == "call" and is_ours and frame.f_code.co_name not in kernels:
+                    entered.add(frame.f_code)
+
+            sys.setprofile(note)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+            found[name] = len(entered)
+    return found
 
 
 def results_apart(group: dist.ProcessGroup) -> list[str]:

@@ -12,6 +12,8 @@ from group_world import leave
 from marks import long
 from ranks import RankPool, crew
 
+from sidelane.integrations.nodes.topology import Nodes
+
 FEW = (torch.float32, torch.uint8)
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 1, 0), (0, 0, 1, 1, 2, 2), (0, 1, 1), long((0, 0, 0, 0, 1, 1, 1, 1))]
 """Nodes of ranks: neighbours and not, three nodes, nodes of several sizes, which go flat, and nodes of four ranks."""
@@ -41,6 +43,16 @@ def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...])
 )
 def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
     pool.run(case, len(layout), layout)  # type: ignore[arg-type]
+
+
+def test_nodes_are_those_that_names_say() -> None:
+    nodes = Nodes.named(["b", "a", "b", "b", "a"])
+    assert nodes.members == ((0, 2, 3), (1, 4)) and nodes.rails == 2 and not nodes.even and nodes.spans
+    assert nodes.coordinates(3) == (0, 2) and nodes.rail(1) == (2, 4) and str(nodes) == "2 nodes of 3, 2 ranks"
+    assert not Nodes.named(["x"]).spans
+    for of in ((), (1,), (0, 2), (0, -1)):
+        with pytest.raises(ValueError, match=r"Nodes: of \(value=.*allowed="):
+            Nodes(of)
 
 
 def test_the_dead_are_named(tmp_path: Path) -> None:

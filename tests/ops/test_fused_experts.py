@@ -17,6 +17,9 @@ import fused_tokens
 
 from sidelane.ops.pipelined_gemm import MOST_TABLES
 
+MOST_FUNCTIONS = 45
+"""Largest number of Python functions of a cached call (issue 66)."""
+
 
 @pytest.mark.parametrize(("world_size", "calls"), [long(2, 8), (3, 4), long(3, 8)])
 def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int, calls: int) -> None:
@@ -95,6 +98,12 @@ def test_counts_of_the_host_in_captures(four: Crew) -> None:
         # What is unfused moves its rows by the kernel of the combine.
         assert combine == "fused fused split split split split fused fused split"
         assert dispatch == "fused fused split split split split fused fused split |"
+
+
+def test_a_cached_call_takes_a_short_walk(four: Crew) -> None:
+    """Functions of Python up to the backend of CPU ranks, which enters about 40 more to post and check a call."""
+    for found in four.run(fused_gemms.walks, 2, timeout_s=110):
+        assert max(found.values()) <= MOST_FUNCTIONS, found
 
 
 def test_programs_that_a_graph_holds_stay(four: Crew) -> None:

@@ -98,6 +98,13 @@ def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str, is_fused: bool) 
             assert words in text and (how != "late" or text.startswith("PeerTimeoutError")), text
 
 
+@pytest.mark.parametrize("how", ["refused", long("leaves")])
+def test_the_rank_at_fault_is_named_on_one_node(four: Crew, how: str) -> None:
+    """Where no connection between nodes tells of it."""
+    (ranks, text), _ = four.run(cases.fails, 2, (0, 0), 1, how, False)
+    assert ranks == (1,) and "rank 1: " in text and "late" not in text, text
+
+
 @pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 0)), long((0, 0, 1, 1))], ids=str)
 def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
     assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [10] * len(layout)

@@ -68,7 +68,6 @@ class LateTransfer:
 
 class LateTransport:
     def __init__(self, rank: int, late: Late) -> None:
-        self.gives_up: Callable[[], bool] = lambda: False
         self._rank, self._late = rank, late
         self._numbers = {kind: [itertools.count() for _ in range(8)] for kind in ("sent", "received")}
 
@@ -95,12 +94,22 @@ class LateTransport:
         pass
 
 
+def meeting(store: dist.Store, rank: int, size: int) -> Callable[[object], list[object]]:
+    """An exchange between the ranks of a test."""
+
+    def meet(own: object) -> list[object]:
+        store.set(f"at/{rank}", json.dumps(own))
+        return [json.loads(store.get(f"at/{other}")) for other in range(size)]
+
+    return meet
+
+
 class Rank:
     """A rank on a node of its own, with as many slices for each other one; its transfers end when ``late`` says so."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, slices: int, timeout_s: float, late: Late) -> None:
         self.rank, self.fars, self.slices = rank, [far for far in range(size) if far != rank], slices
-        self.links = FarConnections(store, rank, self.fars, timeout_s)
+        self.links = FarConnections(rank, self.fars, meeting(store, rank, size), timeout_s)
         self.errors: list[PeerError] = []
         transport: SliceTransport = LateTransport(rank, late)
         self.proxy = Proxy(
@@ -449,7 +458,7 @@ def test_strangers_keep_no_rank_from_the_meeting(behave: Callable[[socket.socket
             behave(stranger)
 
     def meet(rank: int) -> None:
-        if rank == 2:  # who has come before rank 1
+        if rank == 2:  # who comes before rank 1
             store.wait(["at/0"])
             port = json.loads(store.get("at/0"))[1]
             strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(number)]
@@ -457,9 +466,12 @@ def test_strangers_keep_no_rank_from_the_meeting(behave: Callable[[socket.socket
                 threading.Thread(target=be, args=(stranger,), daemon=True).start()
             came.set()
         else:
-            if rank == 1:
-                assert came.wait(20)
-            found[rank] = FarConnections(store, rank, [1 - rank], 10.0)
+            found[rank] = FarConnections(rank, [1 - rank], lambda own: late(rank, own), 10.0)
+
+    def late(rank: int, own: object) -> list[object]:
+        heard = meeting(store, rank, 2)(own)
+        assert rank == 0 or came.wait(20)
+        return heard
 
     came = threading.Event()
     each(3, meet)

@@ -10,11 +10,12 @@ import pytest
 from marks import long
 from refusals import refused
 
+from sidelane.integrations.nodes import collectives
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Copy, Program, Wait
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import named, parse
-from sidelane_lab.model.node_steps import Copies, Far, make_plan, nodes_of
+from sidelane_lab.model.node_steps import Copies, Far, NodeBroadcast, make_plan, nodes_of
 from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
@@ -168,6 +169,26 @@ def test_the_far_steps_of_a_program_are_those_of_the_plan():
                     passed = {Kind.ALL_REDUCE: 6 / 4, Kind.BROADCAST: 3 / 4}.get(kind, 3 / 4)
                     plan_bytes += larger * passed
         assert crossing(program, 8) == plan_bytes
+
+
+def test_the_third_piece_has_the_scratch_of_the_first():
+    """Two are under way at once."""
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL):
+        whole, cut = (make_plan(kind, nodes_of([2, 2]), 0, (800,), pieces).sizes for pieces in (1, 8))
+        assert 4 * sum(cut.values()) <= sum(whole.values()) + 100, (kind, whole, cut)
+
+
+def test_large_pieces_begin_at_whole_vectors(monkeypatch):
+    """As with tensors of 16384 elements and more, whose pieces begin at multiples of 256."""
+    monkeypatch.setattr(collectives, "CUT_AT", 4)
+    counts = (301, 5, 257)
+    steps = make_plan(Kind.ALL_GATHER, nodes_of([2, 2]), 0, counts, 8).steps
+    rows = {row for step in steps if isinstance(step, NodeBroadcast) for _, row in step.parts}
+    begins = [row.offset % counts[row.tensor] for row in rows if counts[row.tensor] > 256]
+    assert len(begins) > 4 * 8 and all(begin % 4 == 0 for begin in begins), begins
+    for tensor, count in enumerate(counts):
+        covered = sorted((row.offset, row.end) for row in rows if row.tensor == tensor)
+        assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])] and covered[-1][1] == 4 * count
 
 
 def crossing(program: Program, gpus: int) -> int:

@@ -83,7 +83,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
-from sidelane.ops.timeline import Timeline, stamps_of
+from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
@@ -211,7 +211,7 @@ class EmbeddingAllToAll(KernelHandle):
         comm, tables = self.comm, self.tables
         again = again if out is None else None
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
-        if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
+        if self._repeats(again, tensors):
             return self._output
         output, place = self._output, self._place
         if out is not None:

@@ -27,6 +27,7 @@ is negative if ``NO_ROOM`` among these numbers is a row of zeros, which is sent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,11 +60,15 @@ from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
 from sidelane.program.pieces import SPLIT_GEMM
 from sidelane.session import Communicator
+from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+PLACES = range(2, 8)
+"""Places of x, weight, counts, places of experts' rows, terms and factors among the kernel's arguments after the
+context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -167,12 +172,18 @@ class GemmAllToAll(KernelHandle):
         factors: torch.Tensor | None = None,
         sends_zeros: bool = False,
         alike: str = "",
+        again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
         """Run the operator with checked arguments; rows without a weight come from or go to ``groups``, or
         are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
-        must be the same on every rank.
+        must be the same on every rank. ``again``: launch of calls with these layouts and options.
         """
-        comm, experts, x = self.comm, experts_of(weight, counts), apart_from(self._output, x)
+        comm, experts, moved = self.comm, experts_of(weight, counts), None if groups is None else groups.moved
+        tensors = x, weight, counts, moved, terms, factors
+        if (other := apart_from(self._output, x)) is not x:
+            x, again = other, None  # of another layout, maybe
+        if self._repeats(again, tensors):
+            return self._output
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)
@@ -184,7 +195,7 @@ class GemmAllToAll(KernelHandle):
                 x,
                 weight,
                 counts,
-                None if groups is None else groups.moved,
+                moved,
                 terms,
                 factors,
                 x.shape[0] if terms is None else terms.shape[0],
@@ -197,6 +208,7 @@ class GemmAllToAll(KernelHandle):
                 self.most_rows,
                 stamps,
                 x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
+                again=None if again is None or stamps is not None else (again, tensors),
                 alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
                 REMOTE_FIRST=order == REMOTE_FIRST,
                 EP=power_of_two(experts or 1),
@@ -269,12 +281,15 @@ def gemm_all_to_all(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order)
+            again = RepeatedLaunch(PLACES)
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
 
         def unfused(pieces: int) -> Launch:
-            send = rows_sender(comm, NAME, most_rows, columns, dtype)
+            send = functools.partial(
+                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=RepeatedLaunch(PLACES)
+            )
             if routed.experts is None:
-                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts), order)
+                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts))
             if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
                 groups = ExpertGroups(routed.on_device(counts), comm.rank, x.shape[0], are_sent=True)
                 groups.product(groups.in_order(x.detach()), weight.detach())
@@ -283,9 +298,9 @@ def gemm_all_to_all(
                 there = routed.on_device(counts)
                 with torch.no_grad():
                     if not routed.grouped:
-                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there, order)
+                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there)
                     groups = ExpertGroups(there, comm.rank, x.shape[0], are_sent=True)
-                    return send(groups.product(groups.in_order(x), weight), None, there, order, groups)
+                    return send(groups.product(groups.in_order(x), weight), None, there, groups=groups)
 
             return launch
 

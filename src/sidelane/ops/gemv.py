@@ -35,7 +35,7 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.operands import apart_from, check_neighbours
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall, Sizes
-from sidelane.ops.timeline import Timeline, stamps_of
+from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
@@ -115,7 +115,7 @@ class GemvAllReduce(KernelHandle):
         elif (other := apart_from(out, x)) is not x:
             x, again = other, None  # of another layout, maybe
         tensors = out, weight, x, scale
-        if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
+        if self._repeats(again, tensors):
             return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
 from sidelane.errors import UnavailableError
+from sidelane.ops.timeline import Timeline
 from sidelane.session import Communicator
-from sidelane.session.own_kernel import OwnKernel
+from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 
 H = TypeVar("H")
 
@@ -45,7 +46,14 @@ INTERPRETED_PROGRAMS = 3
 class KernelHandle:
     """A kernel, and the other resources of an operator for a shape."""
 
+    comm: Communicator
     _kernel: OwnKernel
+
+    def _repeats(self, again: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Make the cached launch on tensors. False without one, and while a timeline is recorded: nothing was done."""
+        if again is None or not again.runs or Timeline in self.comm.kept:
+            return False
+        return self._kernel.repeat(again, tensors)
 
     def close(self) -> None:
         """Release flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""

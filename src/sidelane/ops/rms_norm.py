@@ -31,7 +31,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
-from sidelane.ops.timeline import Timeline, stamps_of
+from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
@@ -142,7 +142,7 @@ class AllReduceRmsNorm(KernelHandle):
         scales = scale is not None and scale.dim() == 2
         rows = y, total, x, x if residual is None else residual, weight
         tensors = *rows, quantized, None if scales else scale, scale if scales else None
-        if again is not None and again.runs and Timeline not in self.comm.kept and self._kernel.repeat(again, tensors):
+        if self._repeats(again, tensors):
             return y, total
         # Without a row's stride, which may be odd if there is one only.
         words = [row.view(-1).view(torch.int32) for row in rows] if self.schedule == CELLS else rows

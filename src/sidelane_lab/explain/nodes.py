@@ -116,13 +116,13 @@ def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str) -> Explaine
     elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
     count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
     plan = make_plan(kind, nodes, rank, (count,), choice.pieces)
-    stays = sum(plan.rows[name] for name in plan.sent) * item
-    scratch = sum(plan.rows.values()) * item - stays
+    stays = sum(plan.sizes[name] for name in plan.sent) * item
+    scratch = sum(plan.sizes.values()) * item - stays
     return Explained(nodes, choice, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
 
 
 def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[ExplainedStep]:
-    node, place = nodes.seat(rank)
+    node, place = nodes.coordinates(rank)
     near, rail = f"node {node}", f"rail {place}"
     begun = 0
     for step in plan.steps:

@@ -100,21 +100,26 @@ class NodePlan:
 
     Attributes:
         steps: steps in their order.
-        rows: number of elements of each row of scratch.
+        sizes: number of elements of each row of scratch.
         sent: names of those that near steps read, in symmetric memory.
     """
 
     steps: list[Step] = dataclasses.field(default_factory=list)
-    rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     sent: set[str] = dataclasses.field(default_factory=set)
     _begun: int = 0
 
     def scratch(self, name: str, count: int, /, *, is_sent: bool = False) -> ElementSpan:
         """See ``collectives.Steps``."""
-        self.rows[name] = max(count, self.rows.get(name, 0))
+        self.sizes[name] = max(count, self.sizes.get(name, 0))
         if is_sent:
             self.sent.add(name)
         return ElementSpan(name, 0, count)
+
+    def rows(self, whole: ElementSpan, parts: int, begin: int, end: int, /) -> list[ElementSpan]:
+        """See ``collectives.Steps``."""
+        each = whole.count // parts
+        return [whole[part * each + begin : part * each + end] for part in range(parts)]
 
     def copy(self, pairs: Iterable[tuple[ElementSpan, ElementSpan]], /) -> None:
         """See ``collectives.Steps``."""

@@ -113,7 +113,7 @@ def planned(
     steps: tuple[tuple[Step, int, int], ...] = ()
     for rank in world.ranks:
         plan = make_plan(kind, nodes, rank, (count,), pieces)
-        found = _Planned(world, nodes, rank, plan, pieces, first.rows).build()
+        found = _Planned(world, nodes, rank, plan, pieces, first.sizes).build()
         steps = steps or found
     return world.program("hierarchical", steps)
 
@@ -139,7 +139,7 @@ class _Planned:
         self, world: World, nodes: Nodes, rank: int, plan: NodePlan, pieces: int, scratch: Mapping[str, int]
     ) -> None:
         self.world, self.nodes, self.rank, self.plan = world, nodes, rank, plan
-        self.node, self.place = nodes.seat(rank)
+        self.node, self.place = nodes.coordinates(rank)
         self.stream = world.queue(rank, STREAM)
         self.far = self.near = 0  # numbers of the next steps, alike on all ranks that meet there
         self.pieces = pieces
@@ -332,9 +332,13 @@ class _Planned:
             sent, arrived = block_of(given, many), block_of(came, many)
             rounds = [(by, order[(self.node + by) % many], order[self.node - by]) for by in range(1, many)]
             yield Copy(arrived(rank, self.node), sent(rank, self.node))
-            seat = self.nodes.seat
+            coordinates = self.nodes.coordinates
             yield from exchange(
-                rank, rounds, flag, lambda to: sent(rank, seat(to)[0]), lambda to, of: arrived(to, seat(of)[0])
+                rank,
+                rounds,
+                flag,
+                lambda to: sent(rank, coordinates(to)[0]),
+                lambda to, of: arrived(to, coordinates(of)[0]),
             )
 
 

@@ -49,7 +49,11 @@ class Steps(Protocol[T]):
     """The calls that recipes are made of, of one rank."""
 
     def scratch(self, name: str, count: int, /, *, is_sent: bool = False) -> T:
-        """Return a row that keeps its name for the whole call. One that is sent within a node is named by all of it."""
+        """Return a row, for the whole call the same one by its name. All ranks of a node take those that are sent."""
+        ...
+
+    def rows(self, whole: T, parts: int, begin: int, end: int, /) -> Sequence[T]:
+        """Return elements ``begin`` to ``end`` of each of so many equal parts of a row."""
         ...
 
     def copy(self, pairs: Iterable[tuple[T, T]], /) -> None:
@@ -71,11 +75,10 @@ class Steps(Protocol[T]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut(Generic[T]):
-    """Elements ``begin`` to ``end`` of each part of a pair of tensors, whose parts have ``count``."""
+    """Elements ``begin`` to ``end`` of each part of a pair of tensors."""
 
     output: T
     input: T
-    count: int
     begin: int
     end: int
 
@@ -90,7 +93,8 @@ class Piece(Generic[T]):
         node, place: node of the rank, and its number there.
         cuts: elements of each tensor.
         number: number of the piece. Two are under way at once, so scratch is used again by the one after the next.
-        most: number of elements of the largest piece, for which scratch is taken.
+        size: number of elements of one part.
+        most: the same, of the largest piece, for which scratch is taken.
     """
 
     steps: Steps[T]
@@ -99,12 +103,8 @@ class Piece(Generic[T]):
     place: int
     cuts: tuple[Cut[T], ...]
     number: int
+    size: int
     most: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements of one part."""
-        return sum(cut.end - cut.begin for cut in self.cuts)
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -116,70 +116,74 @@ class Piece(Generic[T]):
         """The other nodes from the next one on, so that all nodes do the same, each with those as far from it."""
         return (*range(self.node + 1, len(self.nodes.members)), *range(self.node))
 
-    def outputs(self, part: int) -> list[T]:
-        """Return the elements of a part of the outputs, a row for each tensor."""
-        return [cut.output[part * cut.count + cut.begin : part * cut.count + cut.end] for cut in self.cuts]
+    def outputs(self, parts: int) -> list[tuple[T, ...]]:
+        """Return the elements of each part of the outputs, a row for each tensor."""
+        rows = (self.steps.rows(cut.output, parts, cut.begin, cut.end) for cut in self.cuts)
+        return list(zip(*rows, strict=True))
 
-    def inputs(self, part: int) -> list[T]:
-        """Return the elements of a part of the inputs, a row for each tensor."""
-        return [cut.input[part * cut.count + cut.begin : part * cut.count + cut.end] for cut in self.cuts]
+    def inputs(self, parts: int) -> list[tuple[T, ...]]:
+        """Return the elements of each part of the inputs, a row for each tensor."""
+        rows = (self.steps.rows(cut.input, parts, cut.begin, cut.end) for cut in self.cuts)
+        return list(zip(*rows, strict=True))
 
-    def scratch(self, name: str, rows: int, *, slices: int = 1, is_sent: bool = False) -> list[T]:
-        """Return scratch as rows of a part each, or of one of so many slices of it; they follow each other."""
-        each, most = -(-self.size // slices), -(-self.most // slices)
-        whole = self.steps.scratch(f"{name}{self.number % 2}", rows * most, is_sent=is_sent)[: rows * each]
-        return [whole, *(whole[at * each : (at + 1) * each] for at in range(rows))]
-
-    def split(self, row: T) -> list[T]:
-        """Return a row of scratch that holds a part, as rows of the size of each tensor's elements."""
+    def packed(self, scratch: T, parts: int) -> list[tuple[T, ...]]:
+        """Return the elements of each part in scratch, where those of all tensors follow each other."""
         ends = itertools.accumulate((cut.end - cut.begin for cut in self.cuts), initial=0)
-        return [row[begin:end] for begin, end in itertools.pairwise(ends)]
+        rows = (self.steps.rows(scratch, parts, begin, end) for begin, end in itertools.pairwise(ends))
+        return list(zip(*rows, strict=True))
+
+    def scratch(self, name: str, parts: int, *, slices: int = 1, is_sent: bool = False) -> T:
+        """Return scratch for so many parts, or slices of parts."""
+        each, most = -(-self.size // slices), -(-self.most // slices)
+        return self.steps.scratch(f"{name}{self.number % 2}", parts * most, is_sent=is_sent)[: parts * each]
 
     def pack(self) -> T:
         """Copy the inputs' parts for ranks ``[place][node]`` next to each other into scratch; return it."""
-        many = len(self.nodes.members)
-        whole, *rows = self.scratch("packed", len(self.nodes.of), is_sent=True)
+        many, ranks, inputs = len(self.nodes.members), len(self.nodes.of), self.inputs(len(self.nodes.of))
+        whole = self.scratch("packed", ranks, is_sent=True)
+        rows = self.packed(whole, ranks)
         self.steps.copy(
             pair
-            for node, ranks in enumerate(self.nodes.members)
-            for place, rank in enumerate(ranks)
-            for pair in zip(self.split(rows[place * many + node]), self.inputs(rank), strict=True)
+            for node, members in enumerate(self.nodes.members)
+            for place, rank in enumerate(members)
+            for pair in zip(rows[place * many + node], inputs[rank], strict=True)
         )
         return whole
 
 
 def all_gather(piece: Piece[T]) -> Iterator[None]:
     """Gather own parts along the rail, while ranks of a node exchange theirs; then hand on within it what has come."""
-    steps, members, own = piece.steps, piece.nodes.members, piece.outputs(piece.own[piece.place])
-    arrived, *rows = piece.scratch("arrived", len(members))
-    (given,) = own if len(own) == 1 else piece.scratch("middle", 1)[:1]
+    steps, members, outputs = piece.steps, piece.nodes.members, piece.outputs(len(piece.nodes.of))
+    arrived, own = piece.scratch("arrived", len(members)), outputs[piece.own[piece.place]]
+    given = own[0]
     if len(own) > 1:
-        steps.copy(zip(piece.split(given), own, strict=True))
+        given = piece.scratch("middle", 1)
+        steps.copy(zip(*piece.packed(given, 1), own, strict=True))
     gathering = steps.along(Kind.ALL_GATHER, arrived, given)
-    steps.broadcast((place, row) for place, rank in enumerate(piece.own) for row in piece.outputs(rank))
+    steps.broadcast((place, row) for place, rank in enumerate(piece.own) for row in outputs[rank])
     yield
     gathering.wait()
+    rows = piece.packed(arrived, len(members))
     steps.copy(
-        pair
-        for node in piece.others
-        for pair in zip(piece.outputs(members[node][piece.place]), piece.split(rows[node]), strict=True)
+        pair for node in piece.others for pair in zip(outputs[members[node][piece.place]], rows[node], strict=True)
     )
     steps.broadcast(
-        (place, row) for node in piece.others for place, rank in enumerate(members[node]) for row in piece.outputs(rank)
+        (place, row) for node in piece.others for place, rank in enumerate(members[node]) for row in outputs[rank]
     )
 
 
 def all_reduce(piece: Piece[T]) -> Iterator[None]:
     """Reduce slice ``i`` to rank ``i`` of the node and along its rail; then each rank hands on its slice."""
     steps, many = piece.steps, len(piece.own)
-    packed, first, *_ = piece.scratch("packed", many, slices=many, is_sent=True)
-    each, middle = len(first), piece.scratch("middle", 1, slices=many)[0]
-    steps.copy(zip(piece.split(packed), piece.inputs(0), strict=True))
+    packed = piece.scratch("packed", many, slices=many, is_sent=True)
+    middle = piece.scratch("middle", 1, slices=many)
+    steps.copy(zip(*piece.packed(packed[: piece.size], 1), *piece.inputs(1), strict=True))
     steps.within(Kind.REDUCE_SCATTER, middle, packed)
     reducing = steps.along(Kind.ALL_REDUCE, middle, middle)
     yield
     reducing.wait()
-    slices = [list(_between(piece.outputs(0), at * each, (at + 1) * each)) for at in range(many)]
+    (outputs,), each = piece.outputs(1), len(middle)
+    slices = [list(_between(outputs, at * each, (at + 1) * each)) for at in range(many)]
     steps.copy((row, middle[at : at + len(row)]) for at, row in slices[piece.place])
     steps.broadcast((place, row) for place, rows in enumerate(slices) for _, row in rows)
 
@@ -187,35 +191,36 @@ def all_reduce(piece: Piece[T]) -> Iterator[None]:
 def reduce_scatter(piece: Piece[T]) -> Iterator[None]:
     """Reduce to each rank, within the node, the parts for all ranks of its rail; then reduce them along the rail."""
     steps, packed = piece.steps, piece.pack()
-    middle, arrived = piece.scratch("middle", len(piece.nodes.members))[0], piece.scratch("arrived", 1)[0]
+    middle, arrived = piece.scratch("middle", len(piece.nodes.members)), piece.scratch("arrived", 1)
     steps.within(Kind.REDUCE_SCATTER, middle, packed)
     reducing = steps.along(Kind.REDUCE_SCATTER, arrived, middle)
     yield
     reducing.wait()
-    steps.copy(zip(piece.outputs(0), piece.split(arrived), strict=True))
+    steps.copy(zip(*piece.outputs(1), *piece.packed(arrived, 1), strict=True))
 
 
 def all_to_all(piece: Piece[T]) -> Iterator[None]:
     """Collect within the node the parts for all ranks of a rail; then exchange them along the rail."""
     steps, packed = piece.steps, piece.pack()
     near, far, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
-    collected, *given = piece.scratch("collected", ranks, is_sent=True)
-    middle, *turned = piece.scratch("middle", ranks)
-    arrived, *rows = piece.scratch("arrived", ranks)
+    collected, middle = piece.scratch("collected", ranks, is_sent=True), piece.scratch("middle", ranks)
+    arrived = piece.scratch("arrived", ranks)
     steps.within(Kind.ALL_TO_ALL, collected, packed)
+    to, given = (steps.rows(whole, ranks, 0, piece.size) for whole in (middle, collected))
     steps.copy(  # [from][to node] becomes [to node][from]
-        (turned[node * near + place], given[place * far + node])
+        (to[node * near + place], given[place * far + node])
         for place in (*range(piece.place, near), *range(piece.place))
         for node in (piece.node, *piece.others)
     )
     exchanging = steps.along(Kind.ALL_TO_ALL, arrived, middle)
     yield
     exchanging.wait()
+    outputs, rows = piece.outputs(ranks), piece.packed(arrived, ranks)
     steps.copy(
         pair
         for node, members in enumerate(piece.nodes.members)
         for place, rank in enumerate(members)
-        for pair in zip(piece.outputs(rank), piece.split(rows[node * near + place]), strict=True)
+        for pair in zip(outputs[rank], rows[node * near + place], strict=True)
     )
 
 
@@ -226,14 +231,14 @@ def broadcast(piece: Piece[T], root: int) -> Iterator[None]:
     leave over; it goes with the last slice.
     """
     steps, many = piece.steps, len(piece.own)
-    node, place = piece.nodes.seat(root)
-    (whole,) = piece.outputs(0)
+    node, place = piece.nodes.coordinates(root)
+    ((whole,),) = piece.outputs(1)
     each = len(whole) // many
     slices = [whole[at * each : (at + 1) * each if at < many - 1 else len(whole)] for at in range(many)]
     if piece.node == node and many > 1:
         if each:
             # The root's own slice lies where it belongs, and a copy of it in scratch that nobody reads.
-            own = slices[piece.place][:each] if piece.place != place else piece.scratch("middle", 1, slices=many)[0]
+            own = slices[piece.place][:each] if piece.place != place else piece.scratch("middle", 1, slices=many)
             steps.within(Kind.SCATTER, own[:each], whole[: each * many], place)
         if each * many < len(whole):
             steps.broadcast([(place, whole[each * many :])])
@@ -277,15 +282,15 @@ def run(
         pieces: largest number of pieces into which they are cut together.
         root: root of a broadcast.
     """
-    node, place = nodes.seat(rank)
+    node, place = nodes.coordinates(rank)
     if kind is Kind.ALL_GATHER:
         each = [(pair, count) for pair, count in zip(pairs, counts, strict=True) if count]
         steps.copy((output[rank * n : (rank + 1) * n], input) for (output, input), n in each)
     cuts = list(_cut(pairs, counts, pieces))
-    most = max((sum(cut.end - cut.begin for cut in some) for some in cuts), default=0)
+    sizes = [sum(cut.end - cut.begin for cut in some) for some in cuts]
     before: Iterator[None] = iter(())
-    for number, some in enumerate(cuts):
-        piece = RECIPES[kind](Piece(steps, nodes, node, place, some, number, most), *root)
+    for number, (some, size) in enumerate(zip(cuts, sizes, strict=True)):
+        piece = RECIPES[kind](Piece(steps, nodes, node, place, some, number, size, max(sizes)), *root)
         next(piece)
         next(before, None)
         before = piece
@@ -305,7 +310,7 @@ def _cut(pairs: Sequence[tuple[T, T]], counts: Sequence[int], pieces: int) -> It
         bounds.append(at)
     for begin, end in itertools.pairwise([*bounds, total]):
         found = tuple(
-            Cut(output, input, count, max(begin - start, 0), min(end - start, count))
+            Cut(output, input, max(begin - start, 0), min(end - start, count))
             for (output, input), count, start in zip(pairs, counts, starts, strict=False)
             if max(begin, start) < min(end, start + count)
         )

@@ -79,7 +79,7 @@ class NodesCommunicator:
         beside: Beside | None = None,
     ) -> None:
         self.rank, self.world_size, self.nodes, self.beside = rank, len(ranks), nodes, beside
-        node, place = nodes.seat(rank)
+        node, place = nodes.coordinates(rank)
         self._node, self._on_streams = node, device.type in ON_STREAMS
         self._rail: Any = None
         self._begun: list[OtherWork] = []  # calls along the rail of the call that is under way or has failed
@@ -118,7 +118,7 @@ class NodesCommunicator:
         self.owner = forks.Owner("communicator of several nodes")
 
     def _make_rail(self, store: dist.Store, name: str, config: Config) -> dist.ProcessGroup:
-        node, place = self.nodes.seat(self.rank)
+        node, place = self.nodes.coordinates(self.rank)
         store, many = dist.PrefixStore(f"rail{place}/", store), len(self.nodes.members)
         later = timedelta(seconds=config.timeout_s + SLACK_S * self._on_streams)
         with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
@@ -197,13 +197,14 @@ class NodesCommunicator:
             self.leave(error)
             raise
         except Exception as error:
-            ended = error if isinstance(error, PeerError) else None  # the ranks have agreed on it
-            self.own.close()
-            if ended is None:
+            if isinstance(error, PeerError):  # the ranks have agreed on it
+                ended = error
+            else:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
                 self.status.tell(ended.ranks, why)
+            self.own.close()
             first = self.status.end(ended)
             if first is not ended:
                 raise anew(first) from error
@@ -361,6 +362,10 @@ class _TensorSteps:
                 row = held[:nbytes].view(self._dtype)
             self._rows[name] = row
         return row
+
+    def rows(self, whole: Tensor, parts: int, begin: int, end: int, /) -> Sequence[Tensor]:
+        """See ``collectives.Steps``."""
+        return whole.view(parts, -1)[:, begin:end].unbind()
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], /) -> None:
         """See ``collectives.Steps``."""

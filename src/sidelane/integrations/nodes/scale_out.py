@@ -51,7 +51,7 @@ def scale_out(
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
     nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
-    node, place = nodes.seat(rank)
+    node, place = nodes.coordinates(rank)
     name = f"{group.group_name}/scale-out/{number}"
     own = [ranks[other] for other in nodes.members[node]]
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ class Nodes:
     """Nodes of a group's ranks. They are numbered by their first rank, and need not hold neighbours.
 
     >>> nodes = Nodes.named(["a", "b", "a", "a", "b"])
-    >>> nodes.members, nodes.rails, nodes.seat(3)
+    >>> nodes.members, nodes.rails, nodes.coordinates(3)
     (((0, 2, 3), (1, 4)), 2, (0, 2))
 
     Attributes:
@@ -58,14 +58,14 @@ class Nodes:
         """True if all nodes have the same number of ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
-    def seat(self, rank: int) -> tuple[int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int]:
         """Return the node of a rank, and its number there.
 
         Raises:
             ValueError: there is no such rank.
         """
         if not 0 <= rank < len(self.of):
-            raise ValueError(f"Nodes.seat: rank (value={rank}, allowed=0 to {len(self.of) - 1})")
+            raise ValueError(f"Nodes.coordinates: rank (value={rank}, allowed=0 to {len(self.of) - 1})")
         node = self.of[rank]
         return node, self.members[node].index(rank)
 

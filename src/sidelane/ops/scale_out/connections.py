@@ -15,14 +15,12 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.errors import PeerTimeoutError
-from sidelane.memory.store_values import not_understood, parsed
+from sidelane.memory.store_values import not_understood
 
 STEP_S = 0.05
 """Seconds after which a blocked thread looks whether it should go on."""
@@ -44,13 +42,13 @@ class Gone(Exception):
 
 
 class FarConnections:
-    """Connections with the ranks of other nodes. Collective; they meet by a store.
+    """Connections with the ranks of other nodes. Collective.
 
     Args:
-        store: store of these ranks alone.
         rank: number of this rank in the group.
         fars: ranks on other nodes.
-        timeout_s: time-out for the last of them, in seconds.
+        meet: sends what it is given to all ranks, and returns what each of them has sent.
+        timeout_s: time-out for the last connection, in seconds.
 
     Attributes:
         sockets: connections by rank.
@@ -60,39 +58,34 @@ class FarConnections:
         PeerError: it sent something else.
     """
 
-    def __init__(self, store: dist.Store, rank: int, fars: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, fars: Sequence[int], meet: Callable[[tuple[str, int, str]], Sequence[Any]], timeout_s: float
+    ) -> None:
         self.sockets: dict[int, socket.socket] = {}
         self._texts = dict.fromkeys(fars, b"")
         self._writing = forks.lock()
         if not fars:
             return
-        until = time.monotonic() + timeout_s
         with socket.create_server(("", 0), backlog=2 * len(fars) + _MOST_CALLERS) as server:
             token = secrets.token_hex(_TOKEN_BYTES)
-            store.set(f"at/{rank}", json.dumps((_own_address(), server.getsockname()[1], token)))
+            listening = meet((_own_address(), server.getsockname()[1], token))
+            until = time.monotonic() + timeout_s
             try:
                 for far in (far for far in fars if far < rank):
-                    self._connect(store, rank, far, until)
+                    self._connect(rank, far, listening[far], until)
                 self._accept(server, token, [far for far in fars if far > rank], until)
             except BaseException:
                 self.close()
                 raise
 
-    def _connect(self, store: dist.Store, rank: int, far: int, until: float) -> None:
-        key = f"at/{far}"
-        while not store.check([key]):
-            _require_time(until, [far])
-            time.sleep(STEP_S / 10)
-        said = store.get(key)
+    def _connect(self, rank: int, far: int, listening: Any, until: float) -> None:
         try:
-            address, port, token = map(str, parsed(said))
-            place = address, int(port)
-            token_bytes = token.encode("ascii")
-        except (ValueError, TypeError) as error:
-            raise not_understood("scale-out", far, said) from error
+            address, port, token = str(listening[0]), int(listening[1]), str(listening[2]).encode("ascii")
+        except (ValueError, TypeError, IndexError) as error:
+            raise not_understood("scale-out", far, str(listening).encode()) from error
         try:
-            made = socket.create_connection(place, max(STEP_S, until - time.monotonic()))
-            made.sendall(_HELLO.pack(token_bytes, rank))
+            made = socket.create_connection((address, port), max(STEP_S, until - time.monotonic()))
+            made.sendall(_HELLO.pack(token, rank))
         except OSError as error:
             text = f"scale-out: no connection with rank {far} at {address}: {error}"
             raise PeerTimeoutError(text, [far]) from error
@@ -101,7 +94,9 @@ class FarConnections:
     def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
         with contextlib.closing(_Callers(server)) as callers:
             while missing := [far for far in fars if far not in self.sockets]:
-                _require_time(until, missing)
+                if time.monotonic() > until:
+                    text = f"scale-out: ranks {missing} of other nodes did not connect in time"
+                    raise PeerTimeoutError(text, missing)
                 for made, hello in callers.heard():
                     found, far = _HELLO.unpack(hello)
                     if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars:
@@ -220,11 +215,6 @@ def _send_whole(made: socket.socket, words: bytes) -> None:
             if not poll.poll(_LISTENS_S * 1000):
                 made.shutdown(socket.SHUT_RDWR)
                 return
-
-
-def _require_time(until: float, missing: Sequence[int]) -> None:
-    if time.monotonic() > until:
-        raise PeerTimeoutError(f"scale-out: ranks {list(missing)} of other nodes did not connect in time", missing)
 
 
 def _own_address() -> str:

@@ -183,7 +183,6 @@ class Proxy:
         self._watched = 0.0
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        transport.gives_up = self._gives_up
 
     def start(self) -> None:
         """Start the threads, if there are other nodes."""
@@ -254,7 +253,6 @@ class Proxy:
             each.clear()
         self._call = None
         self._failed = lambda error: None  # these refer to objects that refer to this one
-        self._transport.gives_up = _always
 
     def end(self, until: float) -> None:
         """End at exit of the interpreter; a forked copy leaves the connections to the process that made them."""
@@ -459,7 +457,3 @@ class Proxy:
         if missing:
             return PeerTimeoutError(f"{text} for slices of ranks {missing}, which have come", missing)
         return PeerTimeoutError(f"{text} for its own slices to leave", (self._rank,))
-
-
-def _always() -> bool:
-    return True

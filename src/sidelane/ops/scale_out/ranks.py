@@ -19,6 +19,7 @@ from sidelane.errors import (
     PeerTimeoutError,
     SidelaneError,
     UnavailableError,
+    anew,
 )
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.persistent import lasting
@@ -82,8 +83,10 @@ class ScaleOut:
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._handles, self._is_closed = tuple(own), 0, False
         self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
-        links = dist.PrefixStore("links/", self._exchange.store)
-        self._links = FarConnections(links, rank, self.fars, self.config.timeout_s)
+        self._links = FarConnections(
+            *(rank, self.fars, lambda own: self._exchange("connections of several nodes", lambda: own)),
+            timeout_s=self.config.timeout_s,
+        )
         self.transport = transport
         try:
             self.proxy = Proxy(
@@ -108,7 +111,7 @@ class ScaleOut:
         if self._is_closed:
             raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
         if self.proxy.failure is not None:
-            raise _anew(self.proxy.failure)
+            raise anew(self.proxy.failure)
 
     def exchange(self, what: str, word: Any) -> list[Any]:
         """Return the words of all ranks, in their order: JSON, with tuples for lists. Collective.
@@ -125,7 +128,7 @@ class ScaleOut:
         try:
             return self._exchange(what, lambda: word)
         except PeerError as error:
-            raise _anew(self.proxy.fail(error)) from error
+            raise anew(self.proxy.fail(error)) from error
         except MismatchError as error:
             self.proxy.fail(PeerError(str(error), (self.rank,)))
             raise
@@ -166,7 +169,7 @@ class ScaleOut:
         # Connections tell which rank has died. A rank that is stuck does not come again.
         self.exchange("an all-to-all among nodes, which failed", 0)
         failed = PeerError(f"scale-out: rank {self.rank}: an all-to-all among nodes failed", (self.rank,))
-        raise _anew(self.proxy.fail(failed))
+        raise anew(self.proxy.fail(failed))
 
     def agree(self, what: str, word: Any) -> None:
         """Raise unless all ranks say the same. Collective.
@@ -189,8 +192,7 @@ class ScaleOut:
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
-        text = f"{name}: rank {self.rank} refused it: {type(error).__name__}: {error}"
-        self.proxy.fail(PeerError(text, (self.rank,)))
+        self._give_up(f"{name}: rank {self.rank} refused it", error)
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -200,13 +202,13 @@ class ScaleOut:
             yield
         except (PeerError, CommunicatorClosedError) as error:
             if self.proxy.failure is not None:
-                raise _anew(self.proxy.failure) from error
-            raise self._explain(error) from error
+                raise anew(self.proxy.failure) from error
+            raise anew(self._explain(error)) from error
         except Exception as error:
-            self.proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
+            self._give_up(f"rank {self.rank} failed", error)
             raise
-        except KeyboardInterrupt:
-            self.proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
+        except KeyboardInterrupt as error:
+            self._give_up(f"rank {self.rank} was interrupted", error)
             raise
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -258,21 +260,21 @@ class ScaleOut:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, PeerError):
-            self.proxy.fail(PeerError(f"rank {self.rank} left: {type(error).__name__}: {error}", (self.rank,)))
+            self._give_up(f"rank {self.rank} left", error)
         self.close()
 
-    def _explain(self, error: SidelaneError) -> SidelaneError:
+    def _explain(self, error: SidelaneError) -> PeerError:
         """Return the error that all ranks raise for one of the node's communicator."""
-        until = time.monotonic() + _GRACE_S
-        while self.fars and self.proxy.failure is None and time.monotonic() < until:
-            if isinstance(error, PeerError) and not isinstance(error, PeerTimeoutError):
+        kind, until = type(error) if isinstance(error, PeerTimeoutError) else PeerError, time.monotonic() + _GRACE_S
+        if type(error) is PeerError:
+            while self.fars and self.proxy.failure is None and time.monotonic() < until:
                 time.sleep(0.01)  # another node may know the rank at fault
-            else:
-                break
-        named = PeerError(str(error), [self._own[other] for other in getattr(error, "ranks", ())])
-        if isinstance(error, PeerTimeoutError):
-            named = PeerTimeoutError(str(error), named.ranks)
-        return _anew(self.proxy.fail(named))
+        return self.proxy.fail(kind(str(error), [self._own[other] for other in getattr(error, "ranks", ())]))
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Tell all ranks, wherever they wait for this one, that it makes no more calls, and why."""
+        text = f"{what}: {type(error).__name__}: {error}"
+        self._exchange.refuse(self.proxy.fail(PeerError(text, (self.rank,))))
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
@@ -347,8 +349,3 @@ class FarKernel:
             self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)
             ranks.wait_for(call)
         ranks.require_open()
-
-
-def _anew(error: PeerError) -> PeerError:
-    """Return a copy of an error, whose traceback begins where it is raised."""
-    return type(error)(str(error), error.ranks)

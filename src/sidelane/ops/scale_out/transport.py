@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,13 +41,8 @@ class Transfer(Protocol):
 
 class SliceTransport(Protocol):
     """Moves the bytes of slices, for the two threads of a proxy: one sends, one receives. Each has up to ``WINDOW``
-    transfers under way. Those from one rank to another keep their order.
-
-    Attributes:
-        gives_up: function that returns True once it should wait no longer, and raise ``Gone``.
+    transfers under way. Those from one rank to another keep their order. A rank that is gone raises ``Gone``.
     """
-
-    gives_up: Callable[[], bool]
 
     def attach(self) -> None:
         """Prepare a thread of the proxy."""
@@ -142,7 +137,6 @@ class GroupTransport:
 
     def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         self._groups, self._rank, self._device = (up, down), rank, device
-        self.gives_up: Callable[[], bool] = lambda: False
         self._staging = _Staging()
 
     def warm_up(self, fars: Sequence[int], timeout_s: float) -> None:
@@ -153,19 +147,22 @@ class GroupTransport:
             PeerTimeoutError: a rank did not answer within ``timeout_s``.
         """
         word, until = torch.zeros(1, device=self._device), time.monotonic() + timeout_s
-        self.gives_up = lambda: time.monotonic() > until
         try:
             for group, is_up in zip(self._groups, (True, False), strict=True):
                 works = []
                 for far in sorted(fars):
                     sends = (far > self._rank) == is_up
-                    works.append((far, group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0)))
-                for far, work in works:
-                    self._wait(work, far)
+                    work = group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0)
+                    works.append(_GroupTransfer(work, far, self._can_be_asked))
+                for transfer in works:
+                    while not transfer.is_done():  # the wait of a stream could not be given up
+                        if time.monotonic() > until:
+                            raise Gone(transfer.rank)
+                        time.sleep(10e-6)
+                    transfer.finish()
         except Gone as gone:
             text = f"scale-out: rank {gone.rank} did not answer rank {self._rank} in {timeout_s:g} s"
             raise PeerTimeoutError(text, (gone.rank,)) from gone
-        self.gives_up = lambda: False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -206,15 +203,6 @@ class GroupTransport:
         """NCCL tells whether a transfer has ended; Gloo only lets one wait for it."""
         return self._device.type == "cuda"
 
-    def _wait(self, work: Any, rank: int) -> None:
-        """Wait for a transfer. The host of a GPU does so by looking: a stream's wait could not be given up."""
-        transfer = _GroupTransfer(work, rank, self._can_be_asked)
-        while not transfer.is_done():
-            if self.gives_up():
-                raise Gone(rank)
-            time.sleep(10e-6)
-        transfer.finish()
-
     def close(self) -> None:
         """See :class:`SliceTransport`."""
         for group in self._groups:
@@ -233,7 +221,7 @@ class _GroupTransfer:
     """
 
     def __init__(self, work: Any, rank: int, can_be_asked: bool) -> None:
-        self._work, self._rank, self._can_be_asked = work, rank, can_be_asked
+        self._work, self.rank, self._can_be_asked = work, rank, can_be_asked
 
     def is_done(self) -> bool:
         """See :class:`Transfer`."""
@@ -244,13 +232,13 @@ class _GroupTransfer:
         try:
             self._work.wait()  # on a GPU, the thread's stream follows
         except RuntimeError as error:
-            raise Gone(self._rank) from error
+            raise Gone(self.rank) from error
 
     def _has_come(self) -> bool:
         try:
             return bool(self._work.is_completed())
         except RuntimeError as error:
-            raise Gone(self._rank) from error
+            raise Gone(self.rank) from error
 
 
 class _StagedTransfer(_GroupTransfer):
