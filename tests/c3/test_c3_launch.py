@@ -12,8 +12,8 @@ import torch
 from made_up_device import FakeDevice
 
 from sidelane.c3 import launch, overlap
-from sidelane.c3.lanes import Lanes
 from sidelane.c3.launch import kept_for_backward, ways_of
+from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import LaunchMode, Means, Partition, named, strategies
 from sidelane.choice.candidate import EVERYTHING
 from sidelane.choice.store import builtin
@@ -37,7 +37,7 @@ class Parts:
     def is_ready(self, partition: Partition, units: int) -> bool:
         return units in self.made
 
-    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
+    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         @contextlib.contextmanager
         def limited() -> Iterator[None]:
             self.device.log.append(f"{units} fewer")
@@ -46,10 +46,10 @@ class Parts:
 
         stream: Any = self.device.stream
         if partition.means is Means.TARGET:
-            return Lanes(usual.gemm, usual.collective, usual.urgent, limited)
+            return PairStreams(usual.gemm, usual.collective, usual.urgent, limited)
         gemm = stream(f"gemm_without_{units}")
         mine = (stream(f"own_{units}"), stream(f"own_urgent_{units}")) if confine else (usual.collective, usual.urgent)
-        return Lanes(gemm, *mine)
+        return PairStreams(gemm, *mine)
 
 
 class Comm:
@@ -176,7 +176,7 @@ def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
 
 def test_a_capture_holds_no_making_of_lanes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnavailableError, match="c3_rp with 16 units has no lanes yet.*call it once before"):
+    with pytest.raises(UnavailableError, match="c3_rp with 16 units has no streams yet.*call it once before"):
         launched(device, LaunchMode(named("c3_rp"), 16))
     assert "compute" not in " ".join(device.log), "nothing was launched"
     launched(device, LaunchMode(named("c3_rp"), 8))
@@ -190,10 +190,10 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]
     assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8, 16, 32, 64]
     assert overlap.possible("c3_rp", GPU).units == 8
-    assert overlap._way("c3_rp", 24, GPU).units == 24
+    assert overlap.possible("c3_rp", GPU, 24).units == 24
     for name, units in (("conccl", 8), ("c3_rp", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
-            overlap._way(name, units, GPU)
+            overlap.possible(name, GPU, units)
     assert overlap.possible("sm_rp", GPU).units == 8
     with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_base, .*told to run so"):
         overlap.possible("nccl_ce", GPU)

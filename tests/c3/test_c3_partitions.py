@@ -1,4 +1,4 @@
-"""Partitions without a device: one split of its SMs, lanes of a pair whose GEMM has fewer, and the sweep over them."""
+"""Partitions without a device: one split of its SMs, streams of a pair whose GEMM has fewer, and the sweep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.c3.lanes import Lanes, shares
+from sidelane.c3.partitions import PairStreams, shares
 from sidelane.c3.strategies import Partition, named
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import partition
@@ -132,7 +132,7 @@ def test_shares_of_a_sweep() -> None:
 
 
 class Parts:
-    """Partitions of 32 units whose lanes are names; ``means`` that it refuses."""
+    """Partitions of 32 units whose streams are names; ``means`` that it refuses."""
 
     units = 32
 
@@ -142,7 +142,7 @@ class Parts:
     def objection(self, partition: Partition) -> str:
         return "not here" if partition.means == self.refuses else ""
 
-    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
+    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         @contextlib.contextmanager
         def limited() -> Iterator[None]:
             self.log.append(f"{partition.means} of {units}")
@@ -150,21 +150,21 @@ class Parts:
             self.log.append("all")
 
         mine = f"own {units}" if confine else usual.collective
-        return Lanes(f"all but {units}", mine, mine, limited)  # type: ignore[arg-type]
+        return PairStreams(f"all but {units}", mine, mine, limited)  # type: ignore[arg-type]
 
 
 def test_a_pair_runs_on_the_lanes_of_its_partition() -> None:
     log: list[str] = []
     work = SimpleNamespace(run=lambda: log.append("gemm"), start=lambda: log.append("collective"))
-    usual = Lanes("gemm lane", "lane", "urgent lane")  # type: ignore[arg-type]
+    usual = PairStreams("gemm lane", "lane", "urgent lane")  # type: ignore[arg-type]
     with Workers() as workers:
         pairs = Pairs(work, usual, workers, Parts(log))  # type: ignore[arg-type]
         seen: list[Any] = []
-        pairs._on_lanes = lambda strategy, run, lanes: seen.append(lanes)  # type: ignore[method-assign]
+        pairs._on_streams = lambda strategy, run, streams: seen.append(streams)  # type: ignore[method-assign]
         for name, units in (("c3_rp", 8), ("c3_rp", 16), ("conccl_rp", 8), ("conccl_rp", 0), ("conccl", 0)):
             pairs.launch(named(name), work, units)()  # type: ignore[arg-type]
         pairs._limited(seen[0])
-    assert [(lanes.gemm, lanes.collective) for lanes in seen] == [
+    assert [(streams.gemm, streams.collective) for streams in seen] == [
         ("all but 8", "own 8"), ("all but 16", "own 16"), ("all but 8", "lane"), ("gemm lane", "lane"),
         ("gemm lane", "lane"),
     ]  # fmt: skip

@@ -261,8 +261,8 @@ def test_explain_says_where_it_rounds(arguments: str, note: str):
 @pytest.mark.parametrize(
     ("arguments", "protocol", "blocks", "more"),
     [
-        ("all_gather 64K", Protocol.CELLS, 64, "16K from rank to rank"),
-        ("all_gather 1.75M", Protocol.PARCELS, 64, "448K from rank to rank"),
+        ("all_gather 64K", Protocol.LL, 64, "16K from rank to rank"),
+        ("all_gather 1.75M", Protocol.BLOCK_FLAGS, 64, "448K from rank to rank"),
         ("all_gather 16M", Protocol.PUSH, 64, "4M from rank to rank"),
         ("all_gather 4M --ordinary", Protocol.PULL, 64, "1M from rank to rank, 1M of staging"),
         ("all_reduce 64M", Protocol.DIRECT, 128, "the results into their outputs"),

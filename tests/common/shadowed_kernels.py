@@ -25,9 +25,9 @@ from sidelane.program.kernel import KernelProgram, Protocol
 FLOATS = Reduction(ReduceOp.SUM, "float32")
 """Which are added in the order of the ranks, or else are something else."""
 
-MOVING = (Protocol.CELLS, Protocol.PARCELS, Protocol.PUSH, Protocol.PULL)
-REDUCING = (Protocol.CELLS, Protocol.PARCELS, Protocol.DIRECT, Protocol.REDUCE)
-SENDING = (Protocol.CELLS, Protocol.PARCELS, Protocol.RELAY, Protocol.PUSH, Protocol.STAGE)
+MOVING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL)
+REDUCING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.DIRECT, Protocol.REDUCE)
+SENDING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.RELAY, Protocol.PUSH, Protocol.STAGE)
 """Broadcasts."""
 
 
@@ -45,19 +45,19 @@ def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> It
 
 
 def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
-    few = part // 4 + 1  # cells are many commands
+    few = part // 4 + 1  # each word is two commands
     for in_place in (False, True):
         for protocol in MOVING:
-            nbytes = few if protocol is Protocol.CELLS else part
+            nbytes = few if protocol is Protocol.LL else part
             yield KernelProgram(all_gather([nbytes] * n, in_place=in_place), "one_shot", protocol, blocks)
             if not (protocol is Protocol.PUSH and in_place):
                 exchange = all_to_all([[nbytes] * n] * n, in_place=in_place)
                 yield KernelProgram(exchange, "one_shot", protocol, blocks)
         for protocol in REDUCING:
-            nbytes = _whole(few if protocol is Protocol.CELLS else part, reduction)
+            nbytes = _whole(few if protocol is Protocol.LL else part, reduction)
             scatter = reduce_scatter([nbytes] * n, reduction, in_place=in_place)
             yield KernelProgram(scatter, "one_shot", protocol, blocks)
-            shards = [0] * (n - 1) + [nbytes] if protocol is Protocol.CELLS else _shorter(nbytes, n, reduction)
+            shards = [0] * (n - 1) + [nbytes] if protocol is Protocol.LL else _shorter(nbytes, n, reduction)
             reduce = all_reduce(shards, reduction, in_place=in_place)
             if not (protocol is Protocol.DIRECT and in_place):
                 yield KernelProgram(reduce, "one_shot", protocol, blocks)
@@ -69,7 +69,7 @@ def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ke
             yield KernelProgram(sent, "two_shot_push", Protocol.SEND, blocks)
     for protocol in SENDING:
         if n > 2 or protocol is not Protocol.RELAY:
-            nbytes = {Protocol.CELLS: few, Protocol.PARCELS: part}.get(protocol, 3 * part)
+            nbytes = {Protocol.LL: few, Protocol.BLOCK_FLAGS: part}.get(protocol, 3 * part)
             root = n // 2
             yield KernelProgram(broadcast(nbytes, n, root, in_place=True), "one_shot", protocol, blocks)
 
@@ -88,17 +88,17 @@ def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ker
         exchanges = [all_to_all([[size] * n] * n, in_place=in_place) for size in sizes]
         scatters = [reduce_scatter([size] * n, reduction, in_place=in_place) for size in whole]
         reduces = [all_reduce(split_evenly(n * size, n, element), reduction, in_place=in_place) for size in whole]
-        for protocol in (Protocol.PARCELS, Protocol.PUSH, Protocol.PULL):
+        for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL):
             yield program(gathers, "one_shot", protocol)
             if not (protocol is Protocol.PUSH and in_place):
                 yield program(exchanges, "one_shot", protocol)
-        for protocol in (Protocol.PARCELS, Protocol.DIRECT, Protocol.REDUCE):
+        for protocol in (Protocol.BLOCK_FLAGS, Protocol.DIRECT, Protocol.REDUCE):
             yield program(scatters, "one_shot", protocol)
             if not (protocol is Protocol.DIRECT and in_place):
                 yield program(reduces, "one_shot", protocol)
-            if protocol is not Protocol.PARCELS:
+            if protocol is not Protocol.BLOCK_FLAGS:
                 yield program(reduces, "two_shot", protocol)
-    for protocol in (Protocol.PARCELS, Protocol.PUSH, Protocol.STAGE):
+    for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.STAGE):
         yield program([broadcast(3 * size, n, n - 1, in_place=True) for size in sizes], "one_shot", protocol)
 
 

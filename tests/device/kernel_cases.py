@@ -161,7 +161,7 @@ def captured(context: Context, replays: int) -> None:
         source, shard, big = torch.empty(n * small), torch.empty(small), torch.empty(large)
         gathered, exchanged, pushed = comm.empty(n * small), torch.empty(n * small), comm.empty(n * large)
         pulled, scattered, summed, both = (torch.empty(k) for k in (n * large, small, n * small, large))
-        part, wide, packed, mixed, added = (torch.empty(k * medium) for k in (1, n, n, n, 1))  # parcels
+        part, wide, packed, mixed, added = (torch.empty(k * medium) for k in (1, n, n, n, 1))  # block flags
         there, stored, sent, kept = (comm.empty(n * large) for _ in range(4))  # read and written by the peers
         read = torch.empty(large)
 
@@ -239,7 +239,7 @@ def thousand(context: Context, calls: int) -> None:
         heap = comm.empty(n * 50_000)
         found = []
         for call in range(calls):
-            size = (7, 50_000, 1000, 50_000, 50_000)[call % 5]  # cells and parcels, after each other and themselves
+            size = (7, 50_000, 1000, 50_000, 50_000)[call % 5]  # LL and block flags, after each other and themselves
             value = float(call % 100)
             if call % 50 == rank:
                 torch.cuda._sleep(1_000_000)

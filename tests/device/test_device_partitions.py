@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.partitions import DevicePartitions, PairStreams
 from sidelane.c3.strategies import Means, Partition, named
 from sidelane_lab.harness import running
 from sidelane_lab.pairs.measured_curves import isolated_of
@@ -55,13 +55,13 @@ def sms(stream: torch.cuda.Stream) -> set[int]:
 
 @pytest.mark.parametrize("units", [8, 32])
 def test_the_two_parts_run_on_sms_of_their_own(units: int) -> None:
-    partitions, usual = DevicePartitions(DEVICE), Lanes.on(DEVICE)
+    partitions, usual = DevicePartitions(DEVICE), PairStreams.on(DEVICE)
     assert usual is not None
-    lanes = partitions.lanes(Partition(), units, usual, confine=True)
-    gemm, collective, urgent = sms(lanes.gemm), sms(lanes.collective), sms(lanes.urgent)
+    streams = partitions.streams(Partition(), units, usual, confine=True)
+    gemm, collective, urgent = sms(streams.gemm), sms(streams.collective), sms(streams.urgent)
     assert len(collective) == units and urgent == collective
     assert len(gemm) == partitions.units - units and not gemm & collective
-    assert partitions.lanes(Partition(), units, usual, confine=False).collective is usual.collective
+    assert partitions.streams(Partition(), units, usual, confine=False).collective is usual.collective
 
 
 class Adding:
@@ -113,7 +113,7 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
         [Adding(), by_engine],
         Alone(),
         device=DEVICE,
-        lanes=Lanes.on(DEVICE),
+        streams=PairStreams.on(DEVICE),
         partitions=DevicePartitions(DEVICE),
         memory_bound=True,
         strategies=[named(name) for name in names],

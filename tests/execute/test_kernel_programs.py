@@ -28,7 +28,7 @@ from sidelane.execute.submitted import Counts
 from sidelane.program import collective as define
 from sidelane.program import reduce_chunks
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
-from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES, KernelProgram, Protocol, kernel_program
+from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, MOST_LL_BYTES, KernelProgram, Protocol, kernel_program
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SUM = Reduction(ReduceOp.SUM, "float32")
@@ -45,13 +45,13 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
 @pytest.mark.parametrize(
     ("collective", "variant", "symmetric", "protocol", "staging"),
     [
-        (define.all_gather([KB] * 4), "one_shot", True, Protocol.CELLS, 0),
-        (define.all_gather([128 * KB] * 4), "one_shot", True, Protocol.CELLS, 0),
-        (define.all_gather([256 * KB] * 4), "one_shot", True, Protocol.PARCELS, 0),
-        (define.all_gather([64 * KB] * 8), "one_shot", True, Protocol.PARCELS, 0),
-        (all_to_all(512 * KB, in_place=True), "one_shot", False, Protocol.PARCELS, 0),
-        (define.reduce_scatter([512 * KB] * 4, SUM), "one_shot", True, Protocol.PARCELS, 0),
-        (define.all_reduce([128 * KB] * 4, SUM), "one_shot", False, Protocol.PARCELS, 0),
+        (define.all_gather([KB] * 4), "one_shot", True, Protocol.LL, 0),
+        (define.all_gather([128 * KB] * 4), "one_shot", True, Protocol.LL, 0),
+        (define.all_gather([256 * KB] * 4), "one_shot", True, Protocol.BLOCK_FLAGS, 0),
+        (define.all_gather([64 * KB] * 8), "one_shot", True, Protocol.BLOCK_FLAGS, 0),
+        (all_to_all(512 * KB, in_place=True), "one_shot", False, Protocol.BLOCK_FLAGS, 0),
+        (define.reduce_scatter([512 * KB] * 4, SUM), "one_shot", True, Protocol.BLOCK_FLAGS, 0),
+        (define.all_reduce([128 * KB] * 4, SUM), "one_shot", False, Protocol.BLOCK_FLAGS, 0),
         (define.all_reduce([128 * KB] * 4, SUM), "two_shot", False, Protocol.REDUCE, 512 * KB),
         (define.all_gather([MB] * 4), "one_shot", True, Protocol.PUSH, 0),
         (define.all_gather([MB + 1] * 4), "one_shot", False, Protocol.PULL, MB + 16),
@@ -59,12 +59,12 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (all_to_all(MB), "one_shot", True, Protocol.PUSH, 0),
         (all_to_all(MB), "one_shot", False, Protocol.PULL, 4 * MB),
         (all_to_all(MB, in_place=True), "one_shot", True, Protocol.PULL, 4 * MB),
-        (define.reduce_scatter([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
+        (define.reduce_scatter([KB] * 4, SUM), "one_shot", False, Protocol.LL, 0),
         (define.reduce_scatter([MB] * 4, SUM), "one_shot", False, Protocol.REDUCE, 4 * MB),
         (define.reduce_scatter([MB] * 4, SUM), "one_shot", True, Protocol.DIRECT, 0),
         (define.reduce_scatter([MB] * 4, SUM, in_place=True), "one_shot", True, Protocol.DIRECT, 0),
         (define.reduce_scatter([MB + 4] * 4, SUM), "one_shot", True, Protocol.REDUCE, 4 * (MB + 16)),
-        (define.all_reduce([KB] * 4, SUM), "one_shot", False, Protocol.CELLS, 0),
+        (define.all_reduce([KB] * 4, SUM), "one_shot", False, Protocol.LL, 0),
         (define.all_reduce([MB] * 4, SUM), "one_shot", False, Protocol.REDUCE, 4 * MB),
         (define.all_reduce([MB] * 4, SUM), "one_shot", True, Protocol.DIRECT, 0),
         (define.all_reduce([MB] * 4, SUM, in_place=True), "one_shot", True, Protocol.REDUCE, 4 * MB),
@@ -77,8 +77,8 @@ def all_to_all(part: int, *, in_place: bool = False, ranks: int = 4) -> Collecti
         (define.all_reduce([256 * MB] * 2, SUM), "two_shot_push", True, Protocol.SEND, 96 * MB),
         (define.all_reduce([MB], SUM), "two_shot_push", True, Protocol.SEND, MB),
         (define.all_reduce([0, 0], SUM), "two_shot_push", True, Protocol.SEND, 0),
-        (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.CELLS, 0),
-        (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.PARCELS, 0),
+        (define.broadcast(KB, 4, 3, in_place=True), "one_shot", False, Protocol.LL, 0),
+        (define.broadcast(512 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.BLOCK_FLAGS, 0),
         (define.broadcast(512 * KB + 1, 4, 3, in_place=True), "one_shot", False, Protocol.RELAY, 0),
         (define.broadcast(1536 * KB, 4, 3, in_place=True), "one_shot", True, Protocol.RELAY, 0),
         (define.broadcast(MB + 1, 2, 1, in_place=True), "one_shot", True, Protocol.PUSH, 0),
@@ -124,16 +124,16 @@ def test_chunks_have_signals_and_lie_inside_of_staging() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_cells_fit_into_their_slots(ranks: int, symmetric: bool) -> None:
-    assert (MOST_CELL_BYTES, MOST_PARCEL_BYTES) == (layout.SLOT_PAYLOAD_BYTES, layout.PARCEL_BYTES)
+    assert (MOST_LL_BYTES, MOST_BLOCK_FLAG_BYTES) == (layout.LL_PAYLOAD_BYTES, layout.BLOCK_SLOT_BYTES)
     sizes = [part for part in range(KB, 2 * MB, KB) if is_cells(define.all_gather([part] * ranks), symmetric)]
     assert sizes == list(range(KB, sizes[-1] + 1, KB)), "from small to large, there is one change"
-    assert 32 * KB < sizes[-1] <= layout.SLOT_PAYLOAD_BYTES
+    assert 32 * KB < sizes[-1] <= layout.LL_PAYLOAD_BYTES
 
 
 def is_cells(collective: Collective, symmetric: bool) -> bool:
     return (
         kernel_program(collective, "one_shot", symmetric_input=symmetric, symmetric_output=symmetric).protocol
-        is Protocol.CELLS
+        is Protocol.LL
     )
 
 

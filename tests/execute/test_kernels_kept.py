@@ -104,7 +104,7 @@ def test_what_changes_the_binary_changes_its_file(
 def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
     own = kernel_launch._source_of(ll._ll)
     assert kernel_launch._text_of(flags.__file__) in own
-    assert any(line.startswith("SLOT_BYTES=") for line in own)
+    assert any(line.startswith("LL_SLOT_BYTES=") for line in own)
     assert kernel_launch._source_of(broadcast._broadcast_relay) != own
     reduces = kernel_launch._source_of(direct._direct_reduce)
     assert kernel_launch._text_of(target.__file__) in reduces, "what it asks while it is compiled"

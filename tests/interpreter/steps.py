@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from accesses import ACQUIRE, BARRIER, LOAD, POLL, RELAXED, RELEASE, STORE, Access
-from shadows.arena import ARENA, CELL_BYTES, cell_flag, cells, loaded_flag
+from shadows.arena import ARENA, CELL_BYTES, cell_flag, ll_slot, loaded_flag
 from shadows.blocks import BLOCK_FLAGS, block_of
 
 from sidelane.device import layout
@@ -73,14 +73,14 @@ class Places:
         table: tuple[int, int],
     ) -> None:
         self._arenas, self._board, self._buffers, self._table = arenas, board, buffers, table
-        self._slots_bytes = 2 * len(arenas) * layout.SLOT_BYTES
-        self._parcels_bytes = 2 * len(arenas) * layout.PARCEL_BYTES
+        self._slots_bytes = 2 * len(arenas) * layout.LL_SLOT_BYTES
+        self._block_slots_bytes = 2 * len(arenas) * layout.BLOCK_SLOT_BYTES
 
     def byte(self, address: int) -> Byte:
-        """Of a caller's buffer, of staging, or of a parcel."""
+        """Of a caller's buffer, of staging, or of a slot of block flags."""
         for rank, arena in enumerate(self._arenas):
-            at = address - arena - layout.CELLS_OFFSET - self._slots_bytes
-            if 0 <= at < self._parcels_bytes:
+            at = address - arena - layout.LL_OFFSET - self._slots_bytes
+            if 0 <= at < self._block_slots_bytes:
                 return rank, str(Buffer.STAGING), ARENA + at
         for (rank, buffer), (start, nbytes) in self._buffers.items():
             if start <= address < start + nbytes:
@@ -90,7 +90,7 @@ class Places:
     def cell(self, address: int) -> Byte | None:
         """That which begins there, if one does."""
         for rank, arena in enumerate(self._arenas):
-            at = address - arena - layout.CELLS_OFFSET
+            at = address - arena - layout.LL_OFFSET
             if 0 <= at < self._slots_bytes:
                 assert at % layout.CELL_BYTES == 0
                 return rank, CELL, at // layout.CELL_BYTES
@@ -106,7 +106,7 @@ class Places:
 
     def is_control(self, address: int) -> bool:
         """Counters, flags, what the host reads, and what it has written."""
-        ranges = [(arena, layout.CELLS_OFFSET) for arena in self._arenas]
+        ranges = [(arena, layout.LL_OFFSET) for arena in self._arenas]
         ranges += [(self._board, 4 * layout.BOARD_WORDS), self._table]
         return any(start <= address < start + nbytes for start, nbytes in ranges)
 
@@ -114,7 +114,7 @@ class Places:
 def steps_of(accesses: Sequence[Access], places: Places) -> Done:
     """What a block has done."""
     done = Done()
-    polled: set[object] = set()  # cells, of one tile
+    polled: set[object] = set()  # LL words, of one tile
     for access in accesses:
         addresses = [int(address) for address in access.addresses]
         if access.what == POLL:
@@ -252,7 +252,7 @@ def _is_register(byte: Byte, world_size: int) -> bool:
 
 
 def _bytes_of(span: Span, world_size: int) -> Iterator[Byte]:
-    first = cells(span.rank, 0, 0, world_size, 0, 0).offset
+    first = ll_slot(span.rank, 0, 0, world_size, 0, 0).offset
     if span.buffer == Buffer.STAGING and span.offset >= first:
         numbers = range((span.offset - first) // CELL_BYTES, -(-(span.end - first) // CELL_BYTES))
         return ((span.rank, CELL, number) for number in numbers)

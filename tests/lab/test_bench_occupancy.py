@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.cli import main
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
@@ -79,11 +79,11 @@ def test_a_collective_follows_its_gemm_and_the_collective_before(
     monkeypatch: pytest.MonkeyPatch, priority: bool, in_order: bool
 ) -> None:
     device = FakeDevice(monkeypatch)
-    lanes = Lanes(*map(device.stream, ("even", "comm", "urgent")))
+    streams = PairStreams(*map(device.stream, ("even", "comm", "urgent")))
     with Workers() as workers:
         pipelined = Pipelined(
             lambda number: device.put(f"G{number}"), lambda: device.put("C") or (lambda: None),  # type: ignore[func-returns-value]
-            lanes, device.stream("odd"), workers,
+            streams, device.stream("odd"), workers,
         )  # fmt: skip
         read = pipelined.overlapped(Schedule(3, priority, in_order))
     comm = "urgent" if priority else "comm"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hip_world import UNITS, StandinDriver
 
-from sidelane.c3 import lanes, overlap
+from sidelane.c3 import overlap, partitions
 from sidelane.c3.launch import BY_KERNELS, objection
 from sidelane.c3.strategies import Means, Partition, strategies
 from sidelane.errors import UnavailableError
@@ -178,8 +178,8 @@ def test_strategies_by_kernels_are_refused(rocm: Path) -> None:
 
 
 def test_partitions_are_cu_masks(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "make_driver", lambda device: StandinDriver())
-    found, why = lanes.DevicePartitions.on(torch.device("cuda", 0))
+    monkeypatch.setattr(partitions, "make_driver", lambda device: StandinDriver())
+    found, why = partitions.DevicePartitions.on(torch.device("cuda", 0))
     assert found is not None and not why and found.units == UNITS
     assert found.objection(Partition(), 40) == ""
     assert "allowed=1..303" in found.objection(Partition(), 304)

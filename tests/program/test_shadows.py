@@ -52,7 +52,7 @@ def is_harmless(mistake: str, kernel: KernelProgram) -> bool:
             return not (in_place and kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE))
         case "a reset where a generation belongs":  # between two meetings of all, the reset of one is over
             rooted = kind is Kind.BROADCAST
-            return not (rooted or protocol is Protocol.PARCELS)
+            return not (rooted or protocol is Protocol.BLOCK_FLAGS)
     return False
 
 

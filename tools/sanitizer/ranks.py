@@ -58,8 +58,8 @@ class DeviceMemory:
 
     def arena(self, world_size: int) -> int:
         self._held.append(self._driver.allocate(layout.arena_bytes(world_size)))
-        # Behind counters, flags and cells lie parcels: they begin as they are.
-        zeroed = layout.CELLS_OFFSET + 2 * world_size * layout.SLOT_BYTES
+        # Slots of block flags lie at the end: they begin as they are.
+        zeroed = layout.LL_OFFSET + 2 * world_size * layout.LL_SLOT_BYTES
         self._driver.call("cuMemsetD8", self._held[-1], 0, zeroed)
         return self._held[-1]
 

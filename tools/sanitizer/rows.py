@@ -26,11 +26,11 @@ LIMITS = {
     "and a wait acquires what it must, at the scope of the system), the order in which stores become visible, or what "
     "only happens when ranks are far apart in time: a planted push whose signal orders nothing passes all four.",
     MEMCHECK: "Sees bounds and alignment of allocations: each tensor, staging, table and arena is one of its own, with "
-    "guards behind it, so a byte too far is seen; from one slot or parcel of an arena into the next is not.",
+    "guards behind it, so a byte too far is seen; from one slot of an arena into the next is not.",
     RACECHECK: "Looks at shared memory only: races in global memory, within a GPU or between ranks, it does not see.",
     SYNCCHECK: "Sees threads of a warp that part at a barrier, not whole warps that do.",
     INITCHECK: "Sees loads of bytes that nobody has written since they were allocated, not loads of bytes of an "
-    "earlier call; arenas are zeroed but for parcels, as they must be.",
+    "earlier call; arenas are zeroed but for slots of block flags, as they must be.",
 }
 
 NOT_FOUND, NOT_RUN = "NOT FOUND", "NOT RUN to its end"

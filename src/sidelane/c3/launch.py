@@ -1,7 +1,7 @@
 """Launch of a caller's computation and collectives under a strategy: on streams of a GPU, or engines of a CPU.
 
-A strategy that takes units has lanes of its own (``c3.lanes``). Under green contexts the computation runs on a stream
-of theirs, and so does its backward, since autograd runs that on the forward's stream. Tensors saved for backward are
+A strategy that takes units has streams of its own (``c3.partitions``). Under green contexts the computation runs on one
+of these, and so does its backward, since autograd runs that on the forward's stream. Tensors saved for backward are
 recorded there, so that torch's allocator does not reuse them while the backward still reads them.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
+from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import LaunchMode, Means, Mover, Order, Strategy
 from sidelane.choice import choose
 from sidelane.choice.candidate import SM, everything
@@ -64,7 +64,7 @@ def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
 
 
 def can_run(mode: LaunchMode, device: torch.device) -> bool:
-    """Return True if callers' calls run so on a device; while a graph is captured, if no lanes need be made for it."""
+    """Return True if callers' calls run so on a device; while a graph is captured, if its streams exist."""
     partition = mode.strategy.partition
     if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         partitions, _ = partitions_of(device)
@@ -96,7 +96,7 @@ def run(
             empty for the order of the strategy.
 
     Raises:
-        UnavailableError: no such lanes here, or none yet and a graph is captured.
+        UnavailableError: no such units here, or no streams of theirs yet and a graph is captured.
         Exceptions of the computations and the collective.
     """
     device, strategy = on[0].device, way.strategy
@@ -105,7 +105,7 @@ def run(
     order = released or ((len(computes), *numbers) if first else (*numbers, len(computes)))
     if strategy.concurrent and device.type == "cuda":
         return _on_streams(way, computes, collective, on, device, order)
-    comms = [Beside(comm, strategy, None) for comm in on]
+    comms = [StrategyCommunicator(comm, strategy, None) for comm in on]
     try:
         done = {number: computes[number]() if number < len(computes) else collective(*comms) for number in order}
     finally:
@@ -117,11 +117,11 @@ def run(
 
 def _sorted(done: Mapping[int, Any]) -> tuple[list[Any], Any]:
     """Return the results of the computations, in their order, and of the collective."""
-    *computed, told = (done[number] for number in range(len(done)))
-    return computed, told
+    *computed, result = (done[number] for number in range(len(done)))
+    return computed, result
 
 
-class Beside:
+class StrategyCommunicator:
     """Communicator for a strategy: it adds ``beside`` to its collectives, which do not block on a CPU.
 
     Args:
@@ -205,62 +205,55 @@ def _on_streams(
     order: Sequence[int],
 ) -> tuple[list[T], S]:
     caller = torch.cuda.current_stream(device)
-    lanes = _lanes(way, device, caller)
-    aside, *others = streams = _asides(way, device, lanes, len(on))
-    roads = _roads(way, device, caller, lanes, len(computes))
-    limited = contextlib.nullcontext if lanes is None else lanes.limited
-    comms = [Beside(comm, way.strategy, stream) for comm, stream in zip(on, (None, *others), strict=True)]
+    own = _own_streams(way, device, caller)
+    collectives = _collective_streams(way, device, own, len(on))
+    computing = _computing_streams(device, caller, own, len(computes))
+    limited = contextlib.nullcontext if own is None else own.limited
+    first, *others = collectives
+    comms = [StrategyCommunicator(comm, way.strategy, one) for comm, one in zip(on, (None, *others), strict=True)]
     released = begun = torch.cuda.Event()
     released.record(caller)
-    joined = [*streams, *(road for road in roads if road is not caller)]
+    joined = [*collectives, *(stream for stream in computing if stream is not caller)]
     for stream in joined:
         stream.wait_event(released)
     done: dict[int, Any] = {}
     try:
         for number in order:
-            road = roads[number] if number < len(roads) else aside
+            stream = computing[number] if number < len(computing) else first
             if begun is not released:
-                road.wait_event(begun)  # the one before has been released, not ended
-            if len(done) < len(order) - 1 and (done or road is not caller):  # the caller's stream has been released
+                stream.wait_event(begun)  # the one before has been released, not ended
+            if len(done) < len(order) - 1 and (done or stream is not caller):  # the caller's stream has been released
                 begun = torch.cuda.Event()
-                begun.record(road)
-            if road is aside:
-                with torch.cuda.stream(aside):
+                begun.record(stream)
+            if number == len(computing):
+                with torch.cuda.stream(first):
                     done[number] = collective(*comms)
             else:
                 with limited():
-                    done[number] = _computed(computes[number], road, caller)
+                    done[number] = _computed(computes[number], stream, caller)
     finally:
         for stream in joined:
             caller.wait_stream(stream)
-    computed, told = _sorted(done)
-    for part in tree_leaves((told, [one for one, road in zip(computed, roads, strict=True) if road is not caller])):
+    computed, result = _sorted(done)
+    elsewhere = [one for one, stream in zip(computed, computing, strict=True) if stream is not caller]
+    for part in tree_leaves((result, elsewhere)):
         if isinstance(part, torch.Tensor):
             part.record_stream(caller)
-    return computed, told
+    return computed, result
 
 
-def _computed(compute: Callable[[], T], road: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
-    if road is caller:
+def _computed(compute: Callable[[], T], stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
+    if stream is caller:
         return compute()
-    with torch.cuda.stream(road), kept_for_backward(road):
+    with torch.cuda.stream(stream), kept_for_backward(stream):
         return compute()
 
 
-def _roads(
-    way: LaunchMode, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
-) -> list[torch.cuda.Stream]:
-    """Return a stream for each computation: the caller's for the first. Those under green contexts share one."""
-    if lanes is not None and lanes.gemm is not caller:
-        return [lanes.gemm] * count
-    return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
-
-
-def _lanes(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:
-    """Return the lanes of a way that takes units; None for one that does not.
+def _own_streams(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> PairStreams | None:
+    """Return the streams of a way that takes units; None for one that does not.
 
     Raises:
-        UnavailableError: no such lanes here, or none yet while a graph is captured, which cannot hold their making.
+        UnavailableError: no such units here, or no streams yet while a graph is captured, in which none are made.
     """
     partition = way.strategy.partition
     if partition is None or not way.units:
@@ -269,18 +262,29 @@ def _lanes(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> 
     if partitions is None:
         raise UnavailableError(f"overlap: {way}: {absent}")
     if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(partition, way.units):
-        raise UnavailableError(f"overlap: {way} has no lanes yet, and a graph is captured: call it once before")
+        raise UnavailableError(f"overlap: {way} has no streams yet, and a graph is captured: call it once before")
     # The computation stays on the caller's stream if no units are shut off from it.
-    usual = Lanes(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
-    return partitions.lanes(partition, way.units, usual, confine=way.strategy.mover.takes_units)
+    usual = PairStreams(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
+    return partitions.streams(partition, way.units, usual, confine=way.strategy.mover.takes_units)
 
 
-def _asides(way: LaunchMode, device: torch.device, lanes: Lanes | None, count: int) -> list[torch.cuda.Stream]:
+def _computing_streams(
+    device: torch.device, caller: torch.cuda.Stream, own: PairStreams | None, count: int
+) -> list[torch.cuda.Stream]:
+    """Return a stream for each computation: the caller's for the first. Those under green contexts share one."""
+    if own is not None and own.gemm is not caller:
+        return [own.gemm] * count
+    return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
+
+
+def _collective_streams(
+    way: LaunchMode, device: torch.device, own: PairStreams | None, count: int
+) -> list[torch.cuda.Stream]:
     """Return a stream for each communicator. Those that own units have one, on which collectives follow each other."""
     urgent, partition = bool(way.strategy.priority), way.strategy.partition
     splits = partition is not None and partition.means is Means.SPLIT
-    if lanes is not None and splits and way.strategy.mover.takes_units:
-        return [lanes.urgent if urgent else lanes.collective] * count
+    if own is not None and splits and way.strategy.mover.takes_units:
+        return [own.urgent if urgent else own.collective] * count
     return [_side_stream(device, urgent, number) for number in range(count)]
 
 

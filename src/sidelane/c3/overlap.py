@@ -131,7 +131,7 @@ def overlap(
     else:
         if beside is not None or moves:
             raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
-        way = _way(strategy, units, comms[0].device)
+        way = possible(strategy, comms[0].device, units)
     return _run(way, compute, collective, comms, workgroups)
 
 
@@ -148,8 +148,8 @@ def _run(
         raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
     _check_collective(collective, len(comms))
     computed: list[T]
-    computed, told = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
-    return (computed[0] if one else computed), told
+    computed, result = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
+    return (computed[0] if one else computed), result
 
 
 def _check_collective(collective: object, count: int) -> None:
@@ -327,27 +327,22 @@ class Overlap:
         self._clocks.clear()
 
 
-def possible(name: str, device: torch.device) -> LaunchMode:
-    """Return the strategy of that name with the fewest units.
+def possible(name: str, device: torch.device, units: int | None = None) -> LaunchMode:
+    """Return the strategy of that name with a number of units; None: the fewest.
 
     Raises:
-        ValueError: there is none, or it cannot run callers' calls on that device.
+        ValueError: there is none, it cannot run callers' calls on that device, or it takes no units.
     """
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
     reason = "there is none of that name" if found is None else objection(found, device)
     if found is None or reason:
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
-    return ways_of(found, device)[0]
-
-
-def _way(name: str, units: int | None, device: torch.device) -> LaunchMode:
-    way = possible(name, device)
     if units is None:
-        return way
-    if way.strategy.partition is None or units < 1:
+        return ways_of(found, device)[0]
+    if found.partition is None or units < 1:
         raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
-    return LaunchMode(way.strategy, units)
+    return LaunchMode(found, units)
 
 
 class _Clock(contextlib.AbstractContextManager["_Clock"]):

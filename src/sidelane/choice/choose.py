@@ -19,7 +19,7 @@ from sidelane.choice.candidate import (
 from sidelane.choice.profile import Curve, Profile
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
+from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation
 from sidelane.program.variant import Variant
 
@@ -137,7 +137,7 @@ def _most_listed_bytes(call: CallShape) -> float:
 def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     """Choose for a list by measurements of lists: by times of single tensors, ``striped`` seems better than it is."""
     # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
-    twice = call.nbytes > MOST_PARCEL_BYTES and (call.symmetric or call.world_size > 2)
+    twice = call.nbytes > MOST_BLOCK_FLAG_BYTES and (call.symmetric or call.world_size > 2)
     shots = ("two_shot", "one_shot") if twice else ("one_shot",)
     kernels = {found.variant: found for found in legal if found.implementation == SM}
     kernel = next((kernels[variant] for variant in shots if variant in kernels), None)

@@ -4,8 +4,8 @@
 
     0                counters    the generation of each thread block, int32
     FLAGS_OFFSET     flags       [phase][block][sender], int32: the last generation that the sender has signalled
-    CELLS_OFFSET     cells       [parity][sender][cell], int64: 4 low bytes of data, 4 high bytes of generation
-    after them       parcels     [parity][sender][byte]: plain data, in its own place since it could look like cells
+    LL_OFFSET        LL slots    [parity][sender][word], int64: 4 low bytes of data, 4 high bytes of generation
+    after them       block slots [parity][sender][byte]: plain data, in its own place since it could look like words
 
 All blocks of all kernels of a communicator count together, whether a launch has them or not, so that a generation is
 the number of a call. It grows by 1 from 1; after 2**32 - 1 follows 2, which keeps even and odd alternating and skips 0,
@@ -20,15 +20,15 @@ PHASES = 34
 
 COUNTERS_OFFSET = 0
 FLAGS_OFFSET = 4 * MAX_BLOCKS
-CELLS_OFFSET = 1 << 18
-assert FLAGS_OFFSET + 4 * PHASES * MAX_BLOCKS * MAX_RANKS <= CELLS_OFFSET
+LL_OFFSET = 1 << 18
+assert FLAGS_OFFSET + 4 * PHASES * MAX_BLOCKS * MAX_RANKS <= LL_OFFSET
 
 CELL_PAYLOAD_BYTES = 4
 CELL_BYTES = 8
-SLOT_PAYLOAD_BYTES = 256 << 10
-"""Largest number of bytes that a rank sends to a peer in one generation as cells."""
+LL_PAYLOAD_BYTES = 256 << 10
+"""Largest number of bytes that a rank sends to a peer in one generation by the LL protocol."""
 
-SLOT_BYTES = SLOT_PAYLOAD_BYTES // CELL_PAYLOAD_BYTES * CELL_BYTES
+LL_SLOT_BYTES = LL_PAYLOAD_BYTES // CELL_PAYLOAD_BYTES * CELL_BYTES
 
 ABORT, WAITING = 0, 1
 """Words of the board in pinned host memory: a value other than 0 in ``ABORT`` makes kernels give up. From ``WAITING``
@@ -36,13 +36,13 @@ on there is a word for each rank, to which a kernel that has long polled for tha
 
 BOARD_WORDS = 1 + MAX_RANKS
 
-PARCEL_BYTES = 512 << 10
-"""Largest number of bytes that a rank sends to a peer in one generation as a parcel."""
+BLOCK_SLOT_BYTES = 512 << 10
+"""Largest number of bytes that a rank sends to a peer in one generation with block flags."""
 
 
 def arena_bytes(world_size: int) -> int:
     """Return the size of each rank's arena in bytes."""
-    return CELLS_OFFSET + 2 * world_size * (SLOT_BYTES + PARCEL_BYTES)
+    return LL_OFFSET + 2 * world_size * (LL_SLOT_BYTES + BLOCK_SLOT_BYTES)
 
 
 # --- the context of the user's own kernels (device/context.py) --------------------------------------------------------

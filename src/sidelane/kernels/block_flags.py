@@ -32,9 +32,9 @@ from sidelane.kernels.arithmetic import load_combined, reduction_constants
 from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
 from sidelane.program.collective import Reduction
 
-CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
-SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
-PARCEL_BYTES = tl.constexpr(layout.PARCEL_BYTES)
+LL_OFFSET = tl.constexpr(layout.LL_OFFSET)
+LL_SLOT_BYTES = tl.constexpr(layout.LL_SLOT_BYTES)
+BLOCK_SLOT_BYTES = tl.constexpr(layout.BLOCK_SLOT_BYTES)
 
 TILE_BYTES = 4096
 WARPS = 8
@@ -79,16 +79,16 @@ def blocks_of(site: LaunchSite, tiles: int, nbytes: int) -> int:
     Raises:
         ValueError: there are too many bytes, or none.
     """
-    if not 1 <= nbytes <= layout.PARCEL_BYTES:
-        raise ValueError(f"block_flags: bytes to a peer (value={nbytes}, allowed=1..{layout.PARCEL_BYTES})")
+    if not 1 <= nbytes <= layout.BLOCK_SLOT_BYTES:
+        raise ValueError(f"block_flags: bytes to a peer (value={nbytes}, allowed=1..{layout.BLOCK_SLOT_BYTES})")
     return site.blocks(tiles)
 
 
 @triton.jit
 def slot(arena, generation, sender, N: tl.constexpr):
     """Return the address of the slot for ``sender`` in an arena of N ranks, a multiple of 16."""
-    slots = arena + CELLS_OFFSET + 2 * N * SLOT_BYTES
-    return slots + ((generation & 1) * N + sender).to(tl.int64) * PARCEL_BYTES
+    slots = arena + LL_OFFSET + 2 * N * LL_SLOT_BYTES
+    return slots + ((generation & 1) * N + sender).to(tl.int64) * BLOCK_SLOT_BYTES
 
 
 @triton.jit

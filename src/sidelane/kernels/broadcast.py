@@ -88,7 +88,7 @@ def arrange_relay(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch
     Args:
         site: rank, arenas and blocks of the launch, with more than two ranks.
         data: address of the bytes, on this rank.
-        nbytes: 1 to ``PARCEL_BYTES`` for each peer.
+        nbytes: 1 to ``BLOCK_SLOT_BYTES`` for each peer.
         root: rank whose bytes all ranks get.
 
     Raises:

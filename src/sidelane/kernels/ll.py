@@ -55,8 +55,8 @@ from sidelane.device.memory import load_words, pointer, store_words
 from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
 from sidelane.program.collective import Reduction
 
-CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
-SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
+LL_OFFSET = tl.constexpr(layout.LL_OFFSET)
+LL_SLOT_BYTES = tl.constexpr(layout.LL_SLOT_BYTES)
 
 WORDS_PER_TILE, WARPS = 512, 8
 FEW_WORDS_PER_TILE = 128
@@ -74,7 +74,7 @@ def arrange(
         site: rank, arenas and blocks of the launch.
         output: address of ``world_size`` parts, or of one that is reduced.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
-        part_bytes: 1 to ``SLOT_PAYLOAD_BYTES``, whole elements.
+        part_bytes: 1 to ``LL_PAYLOAD_BYTES``, whole elements.
         reduction: operation and dtype; None where bytes only move.
         distinct: each peer gets its own part (all_to_all, reduce_scatter), else all get the same.
 
@@ -93,7 +93,7 @@ def arrange_broadcast(site: LaunchSite, data: int, nbytes: int, root: int) -> La
     Args:
         site: rank, arenas and blocks of the launch.
         data: address of the bytes, on this rank.
-        nbytes: 1 to ``SLOT_PAYLOAD_BYTES``.
+        nbytes: 1 to ``LL_PAYLOAD_BYTES``.
         root: rank whose bytes all ranks get.
 
     Raises:
@@ -111,8 +111,8 @@ def _tiles(site: LaunchSite, part_bytes: int, unit: int) -> tuple[int, int, dict
     Raises:
         ValueError: a part is empty or too large.
     """
-    if not 1 <= part_bytes <= layout.SLOT_PAYLOAD_BYTES:
-        raise ValueError(f"ll: part_bytes (value={part_bytes}, allowed=1..{layout.SLOT_PAYLOAD_BYTES})")
+    if not 1 <= part_bytes <= layout.LL_PAYLOAD_BYTES:
+        raise ValueError(f"ll: part_bytes (value={part_bytes}, allowed=1..{layout.LL_PAYLOAD_BYTES})")
     peers = 1 << max(0, site.world_size - 2).bit_length()
     words, warps = FEW_WORDS_PER_TILE, peers
     if part_bytes > layout.CELL_PAYLOAD_BYTES * words * site.most_blocks:
@@ -134,7 +134,7 @@ def _tiles(site: LaunchSite, part_bytes: int, unit: int) -> tuple[int, int, dict
 @triton.jit
 def slot(arena, generation, sender, N: tl.constexpr):
     """Return the address of the slot for ``sender`` in an arena of N ranks."""
-    return arena + CELLS_OFFSET + ((generation & 1) * N + sender).to(tl.int64) * SLOT_BYTES
+    return arena + LL_OFFSET + ((generation & 1) * N + sender).to(tl.int64) * LL_SLOT_BYTES
 
 
 @triton.jit
@@ -277,7 +277,7 @@ def _wait(slot_address, ranks, index, mask, generation, board, spent):
     Returns:
         The data, and ``spent`` (see ``flags``).
     """
-    places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (SLOT_BYTES // 8) + index
+    places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (LL_SLOT_BYTES // 8) + index
     cells = tl.load(places, mask=mask, other=0, volatile=True)
     late = _late(cells, mask, generation)
     polls = 0

@@ -29,11 +29,11 @@ from sidelane.program.variant import Variant
 MOST_RANKS = 8
 """Largest number of ranks that kernels can address."""
 
-MOST_CELL_BYTES = 256 << 10
+MOST_LL_BYTES = 256 << 10
 """Bytes from rank to rank up to which data travels with its own flags; the slots limit it (``device/layout.py``)."""
 
-MOST_PARCEL_BYTES = 512 << 10
-"""Bytes from rank to rank up to which data travels as parcels; the room for them limits it. Against pushes into
+MOST_BLOCK_FLAG_BYTES = 512 << 10
+"""Bytes from rank to rank up to which data travels with block flags; the slots limit it. Against pushes into
 symmetric outputs they gain 0.9 us of 11 there, and against pulls into ordinary outputs 4 us of 15."""
 
 BLOCKS, MOST_BLOCKS = 64, 128
@@ -65,15 +65,16 @@ COPIES_OWN = "copies own parts, too (value=copy_own_part=False)"
 class Protocol(StrEnum):
     """Way in which the bytes travel (docs/internals/protocols.md).
 
-    ``cells``: into slots, every 4 bytes with a flag of their own. ``parcels``: unchanged, into places of their own.
-    ``relay``: a parcel for each peer, from which all other peers get it, for broadcasts. ``push``: into the peers'
-    outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``: as
-    ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of the peers' inputs, and in two shots
-    into their outputs. ``send``: as ``direct`` in two shots, but into the peers' staging.
+    ``ll``: into slots, every 4 bytes with a flag of their own. ``block_flags``: unchanged, into slots of their own, a
+    flag for each block. ``relay``: as ``block_flags``, another part to each peer, from which all other peers get it,
+    for broadcasts. ``push``: into the peers' outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out
+    of the peers' staging. ``reduce``: as ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of
+    the peers' inputs, and in two shots into their outputs. ``send``: as ``direct`` in two shots, but into the peers'
+    staging.
     """
 
-    CELLS = "cells"
-    PARCELS = "parcels"
+    LL = "ll"
+    BLOCK_FLAGS = "block_flags"
     RELAY = "relay"
     PUSH = "push"
     STAGE = "stage"
@@ -99,7 +100,7 @@ class KernelProgram:
         collective: collective to run, or a batch of collectives of one kind.
         variant: ``one_shot`` or ``two_shot``, one of these on few blocks, or ``two_shot_push``; a batch has the first
             two only.
-        protocol: way in which the bytes travel; a batch has no ``cells``, ``relay`` or ``send``.
+        protocol: way in which the bytes travel; a batch has no ``ll``, ``relay`` or ``send``.
         blocks: largest number of thread blocks of a launch.
     """
 
@@ -211,7 +212,7 @@ def kernel_program(
         ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
             than their size.
     """
-    program = KernelProgram(collective, variant, Protocol.PARCELS, BLOCKS)
+    program = KernelProgram(collective, variant, Protocol.BLOCK_FLAGS, BLOCKS)
     listed, parts, n = program.listed, program.parts, program.world_size
     name = collective.name if isinstance(collective, Batch) else collective.kind
     if n > MOST_RANKS:
@@ -236,12 +237,12 @@ def kernel_program(
 
 def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:
     part, two_shot, listed = program.part_bytes, program.two_shot, program.listed
-    if not (listed or two_shot) and part <= most_cell_bytes(program.world_size):
-        return Protocol.CELLS
+    if not (listed or two_shot) and part <= most_ll_bytes(program.world_size):
+        return Protocol.LL
     if not listed and program.root is not None and _is_worth_relaying(part, program.world_size):
         return Protocol.RELAY
-    if not two_shot and part <= MOST_PARCEL_BYTES:
-        return Protocol.PARCELS
+    if not two_shot and part <= MOST_BLOCK_FLAG_BYTES:
+        return Protocol.BLOCK_FLAGS
     kind, in_place = program.parts[0].kind, any(each.in_place for each in program.parts)
     if kind in REDUCING:
         if Variant.of(program.variant).pushes and symmetric_output:
@@ -283,7 +284,7 @@ def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) 
     if is_two_shot(variant):
         return True
     # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
-    return kind in REDUCING and part_bytes > MOST_PARCEL_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
+    return kind in REDUCING and part_bytes > MOST_BLOCK_FLAG_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
 
 
 def is_distinct(kind: Kind) -> bool:
@@ -305,24 +306,25 @@ def is_two_shot(variant: str) -> bool:
     return variant.startswith("two_shot")
 
 
-def most_cell_bytes(world_size: int) -> int:
-    """Return the largest part in bytes that is sent as cells: one fence less than parcels, but twice the bytes."""
-    return min(MOST_CELL_BYTES, _CELL_BYTES_OF_A_RANK // max(1, world_size - 1))
+def most_ll_bytes(world_size: int) -> int:
+    """Return the largest part in bytes for the LL protocol: a fence less than block flags, but twice the bytes."""
+    return min(MOST_LL_BYTES, _LL_BYTES_OF_A_RANK // max(1, world_size - 1))
 
 
 def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
-    """Return True for broadcasts as parcels that peers pass on: the root sends less, and the bytes take one hop more.
+    """Return True for broadcasts by block flags that peers pass on: the root sends less, the bytes take one hop more.
 
     >>> [_is_worth_relaying(512 << 10, world_size) for world_size in (2, 3, 4, 5, 8)]
     [False, False, False, True, True]
     """
     saved = nbytes * (world_size - 2)
-    return saved > _RELAY_SAVES_BYTES and nbytes <= (world_size - 1) * MOST_PARCEL_BYTES
+    return saved > _RELAY_SAVES_BYTES and nbytes <= (world_size - 1) * MOST_BLOCK_FLAG_BYTES
 
 
 _RELAY_SAVES_BYTES = 1 << 20
-"""Bytes that a relay must save the root: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
-10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
+"""Bytes that a relay must save the root: among four, block flags take 8.6 us for 256 KB and 10.9 for 512 KB, relayed
+ones 10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
 
-_CELL_BYTES_OF_A_RANK = 384 << 10
-"""Bytes from a rank to all its peers at which cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""
+_LL_BYTES_OF_A_RANK = 384 << 10
+"""Bytes from a rank to all its peers at which the LL protocol and block flags are equally fast; four H200s
+(docs/lab/kernels.md)."""

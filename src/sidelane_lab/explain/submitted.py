@@ -17,8 +17,8 @@ CALLERS = "stream 0 (of the caller)"
 
 HOW: Mapping[Protocol, str] = MappingProxyType(
     {
-        Protocol.CELLS: "every 4 bytes with a flag of their own, into the peers' slots",
-        Protocol.PARCELS: "a part behind one flag, into a place of each peer that is for this rank alone",
+        Protocol.LL: "every 4 bytes with a flag of their own, into the peers' slots",
+        Protocol.BLOCK_FLAGS: "a part behind one flag, into a place of each peer that is for this rank alone",
         Protocol.RELAY: "another part to each peer, which passes it on to all others",
         Protocol.PUSH: "into the peers' outputs",
         Protocol.STAGE: "into the peers' staging, and from there into each output",

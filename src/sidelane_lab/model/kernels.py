@@ -6,7 +6,7 @@ import dataclasses
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
-from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS, MOST_PARCEL_BYTES, most_cell_bytes
+from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCK_FLAG_BYTES, MOST_BLOCKS, most_ll_bytes
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine, Topology
 from sidelane_lab.model.collectives import (
@@ -89,10 +89,10 @@ def own_gang(
     bytes_a_us = speeds.get(kind, own.gather_gbps) * 1e3 * min(1.0, count / need)
     whole, part = (share * machine.gpus, nbytes) if kind is Kind.ALL_REDUCE else (share, nbytes / machine.gpus)
     exchanged_us = whole * nbytes / bytes_a_us
-    if part <= most_cell_bytes(machine.gpus):
+    if part <= most_ll_bytes(machine.gpus):
         exchanged_us *= FLAGGED
     else:
-        exchanged_us += float(own.parcels_us if part <= MOST_PARCEL_BYTES else own.bulk_us)
+        exchanged_us += float(own.parcels_us if part <= MOST_BLOCK_FLAG_BYTES else own.bulk_us)
     if kind is Kind.ALL_REDUCE:
         exchanged_us = min(exchanged_us, own.bulk_us + 2 * share * nbytes / bytes_a_us)
     alone = float(own.latency_us + exchanged_us + (0.0 if captured else own.eager_us))

@@ -1,18 +1,18 @@
 """Run one pair under every strategy on this rank: buffers, streams, checks, rounds and ratios.
 
 How both start together on a GPU. The host queues everything while the device is held back: a spin on the caller's
-stream, then a barrier of all ranks, then the event that starts the clock. Both lanes wait for it::
+stream, then a barrier of all ranks, then the event that starts the clock. Both streams wait for it::
 
     caller   spin  barrier  start ─┬───────────────────────────────┬─ end
     first                          └─ begun, operation ────────────┤
     second                               └─ operation ─────────────┘
 
-The second lane waits for an event that the first one records just before its operation. That hop between streams, about
-2 us, is what keeps the order; the host's launch latency plays no part. A strategy with a priority has the collective on
-a stream that the device serves first, one with a partition has lanes of its own (``c3.lanes``), and is tried with each
-of its numbers of units, with the call of its implementation that is fastest alone. On a CPU the collective's threads
-(or Gloo's) work while a thread of ours computes, and the order is that of the calls; priority means a thread that
-yields (``YIELDING``). What cannot run here at all becomes a result with the reason.
+The second stream waits for an event that the first one records just before its operation. That hop between streams,
+about 2 us, is what keeps the order; the host's launch latency plays no part. A strategy with a priority has the
+collective on a stream that the device serves first, one with a partition has streams of its own (``c3.partitions``),
+and is tried with each of its numbers of units, with the call of its implementation that is fastest alone. On a CPU the
+collective's threads (or Gloo's) work while a thread of ours computes, and the order is that of the calls; priority
+means a thread that yields (``YIELDING``). What cannot run here at all becomes a result with the reason.
 
 Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
 collective and the result of the GEMM are compared. (The GEMM keeps its random inputs for all checks of a pair.)
@@ -38,7 +38,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.nn import functional
 
-from sidelane.c3.lanes import DevicePartitions, Lanes, shares
+from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Mover, Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane_lab.harness.measure import Job, Meter, Problem
@@ -229,7 +229,7 @@ def run_workload(
     instruments: Any,
     *,
     device: torch.device,
-    lanes: Lanes | None = None,
+    streams: PairStreams | None = None,
     partitions: DevicePartitions | None = None,
     no_partitions: str = "there are no green contexts here",
     memory_bound: bool = False,
@@ -246,7 +246,7 @@ def run_workload(
         collectives: every configuration of every implementation, ready to run.
         instruments: how to agree and to measure.
         device: of this rank.
-        lanes: streams, on an accelerator.
+        streams: streams, on an accelerator.
         partitions: what takes units from a GEMM; None: nothing does here, and ``no_partitions`` says why.
         no_partitions: see there.
         memory_bound: the GEMM is limited by its bytes, which some strategies go by.
@@ -272,7 +272,7 @@ def run_workload(
     }
     with instruments.on_stream(), Workers() as workers:
         gemm = GemmRun(workload.gemm, device)
-        pairs = Pairs(gemm, lanes, workers, partitions)
+        pairs = Pairs(gemm, streams, workers, partitions)
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
         by_itself: Launches[CollectiveRun] = {
@@ -315,7 +315,7 @@ def run_workload(
             for result in outcome.results:
                 if result.time_us is not None:
                     traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")
-                    together_traced = Pairs(traced, lanes, workers, partitions)
+                    together_traced = Pairs(traced, streams, workers, partitions)
                     launch = together_traced.launch(by_name[result.strategy], traced, result.units)
                     instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
                     on_trace(result.strategy, traced.read())
@@ -341,10 +341,14 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: DevicePartitions | None = None
+        self,
+        gemm: ComputePart,
+        streams: PairStreams | None,
+        workers: Workers,
+        partitions: DevicePartitions | None = None,
     ) -> None:
         self._gemm = gemm
-        self._lanes = lanes
+        self._streams = streams
         self._workers = workers
         self._partitions = partitions
 
@@ -352,40 +356,40 @@ class Pairs:
         """Return what launches both; ``units``: that the GEMM does without."""
         if not strategy.concurrent:
             return lambda: self._serial(run)
-        if self._lanes is None:
+        if self._streams is None:
             return lambda: self._on_threads(strategy, run)
-        lanes = self._lanes
+        streams = self._streams
         if units and strategy.partition is not None:
             assert self._partitions is not None, "without them the strategy is refused"
-            parts = self._partitions.lanes
-            lanes = parts(strategy.partition, units, lanes, confine=strategy.mover.takes_units)
-        return lambda: self._on_lanes(strategy, run, lanes)
+            parts = self._partitions.streams
+            streams = parts(strategy.partition, units, streams, confine=strategy.mover.takes_units)
+        return lambda: self._on_streams(strategy, run, streams)
 
     def _serial(self, run: Beginning) -> None:
         self._gemm.run()
         run.start()()
 
-    def _on_lanes(self, strategy: Strategy, run: Beginning, lanes: Lanes) -> None:
+    def _on_streams(self, strategy: Strategy, run: Beginning, streams: PairStreams) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
-            (lanes.gemm, lambda: self._limited(lanes)),
-            (lanes.urgent if strategy.priority else lanes.collective, run.start),
+            (streams.gemm, lambda: self._limited(streams)),
+            (streams.urgent if strategy.priority else streams.collective, run.start),
         ]
         if strategy.order is Order.COLLECTIVE_FIRST:
             operations.reverse()
         caller = torch.cuda.current_stream()
         released = torch.cuda.Event()
         released.record(caller)
-        for lane, operation in operations:
-            lane.wait_event(released)
-            released = torch.cuda.Event()  # for the second lane: the first one has come to its operation
-            released.record(lane)
-            with torch.cuda.stream(lane):
+        for stream, operation in operations:
+            stream.wait_event(released)
+            released = torch.cuda.Event()  # for the second stream: the first one has come to its operation
+            released.record(stream)
+            with torch.cuda.stream(stream):
                 operation()
-        for lane, _ in operations:
-            caller.wait_stream(lane)
+        for stream, _ in operations:
+            caller.wait_stream(stream)
 
-    def _limited(self, lanes: Lanes) -> None:
-        with lanes.limited():
+    def _limited(self, streams: PairStreams) -> None:
+        with streams.limited():
             self._gemm.run()
 
     def _on_threads(self, strategy: Strategy, run: Beginning) -> None:

@@ -184,7 +184,7 @@ GIVEN = {
     "C3-HW-08": "a switch: --version says which version of the paper is followed",
     "C3-TAX-01": "pairs.workload.COMPARABLE is this number",
     "C3-CU-06": "model.strategies.partitions begins with it",
-    "C3-CU-09": "c3.lanes.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
+    "C3-CU-09": "c3.partitions.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
     "C3-HEU-03": "pairs.isolated_times.EFFICIENCY is this number",
     "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
     **{f"C3-T1-{tag}": "pairs.workload.TABLE_I holds it" for tag in TABLE_I},

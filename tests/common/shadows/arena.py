@@ -1,4 +1,4 @@
-"""Where cells and parcels lie, which shadows have behind all staging (``device/layout.py``).
+"""Where slots of the LL protocol and of block flags lie, which shadows have behind all staging (``device/layout.py``).
 
 Each sender has two places with every receiver, for even and odd generations: so such a kernel has two shadows, whose
 calls take turns, and that two places are enough is proved of both together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from shadows.blocks import BLOCK_FLAGS
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Flag
-from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES
+from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, MOST_LL_BYTES
 
 CELL_BYTES = 4
 """Of data, with a flag of their own."""
@@ -17,24 +17,24 @@ CELL_BYTES = 4
 ARENA = 1 << 40
 """Where it begins in staging."""
 
-_CELLS = MOST_CELL_BYTES // CELL_BYTES
+_CELLS = MOST_LL_BYTES // CELL_BYTES
 
 
 def arena_end(world_size: int) -> int:
     """Behind it."""
-    return _cells(world_size) + 2 * world_size * MOST_CELL_BYTES
+    return _cells(world_size) + 2 * world_size * MOST_LL_BYTES
 
 
-def parcel(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
-    """Bytes of a sender's parcel with a rank."""
+def block_slot(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
+    """Bytes of a sender's slot with a rank, of block flags."""
     place = parity * world_size + sender
-    return Span(rank, Buffer.STAGING, ARENA + place * MOST_PARCEL_BYTES + at, nbytes)
+    return Span(rank, Buffer.STAGING, ARENA + place * MOST_BLOCK_FLAG_BYTES + at, nbytes)
 
 
-def cells(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
-    """Data of a sender's cells with a rank."""
+def ll_slot(rank: int, sender: int, parity: int, world_size: int, at: int, nbytes: int) -> Span:
+    """Data of a sender's LL words with a rank."""
     slot = parity * world_size + sender
-    return Span(rank, Buffer.STAGING, _cells(world_size) + slot * MOST_CELL_BYTES + at, nbytes)
+    return Span(rank, Buffer.STAGING, _cells(world_size) + slot * MOST_LL_BYTES + at, nbytes)
 
 
 def cell_flag(rank: int, sender: int, parity: int, world_size: int, cell: int) -> Flag:
@@ -53,4 +53,4 @@ def cell_flags(world_size: int) -> int:
 
 
 def _cells(world_size: int) -> int:
-    return ARENA + 2 * world_size * MOST_PARCEL_BYTES
+    return ARENA + 2 * world_size * MOST_BLOCK_FLAG_BYTES

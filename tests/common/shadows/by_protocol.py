@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from shadows.block_flags import block_flags, relay
 from shadows.broadcast import broadcast
-from shadows.cells import cells
 from shadows.exchange import pull, push
-from shadows.parcels import parcels, relay
+from shadows.ll import ll
 from shadows.reducing import direct, reduce, send
 from shadows.tensors import root_of
 from sidelane.program.ir import Program
@@ -26,8 +26,8 @@ def _alike(shadow: Callable[[KernelProgram, int, int], Program]) -> Shadow:
 
 
 SHADOWS: Mapping[Protocol, Shadow] = {
-    Protocol.CELLS: cells,
-    Protocol.PARCELS: parcels,
+    Protocol.LL: ll,
+    Protocol.BLOCK_FLAGS: block_flags,
     Protocol.RELAY: relay,
     Protocol.PUSH: _alike(push),
     Protocol.STAGE: _alike(broadcast),

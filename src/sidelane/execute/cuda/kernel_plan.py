@@ -213,10 +213,10 @@ def _send(kernel: _Kernel) -> Launch:
 
 ARRANGE: Mapping[tuple[Protocol, bool], Callable[[_Kernel], Launch]] = MappingProxyType(
     {
-        (Protocol.CELLS, False): _ll,
-        (Protocol.CELLS, True): _ll_broadcast,
-        (Protocol.PARCELS, False): _block_flags,
-        (Protocol.PARCELS, True): _block_flags_broadcast,
+        (Protocol.LL, False): _ll,
+        (Protocol.LL, True): _ll_broadcast,
+        (Protocol.BLOCK_FLAGS, False): _block_flags,
+        (Protocol.BLOCK_FLAGS, True): _block_flags_broadcast,
         (Protocol.RELAY, True): _relay,
         (Protocol.PUSH, False): _push,
         (Protocol.PUSH, True): _broadcast_push,

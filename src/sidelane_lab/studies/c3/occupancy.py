@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
@@ -66,7 +66,7 @@ class Pipelined:
     Args:
         gemm: launches the GEMM of an iteration on the current stream; two may be under way at once.
         collective: begins the collective on the current stream; what comes back waits for its end on a CPU.
-        lanes: streams, on an accelerator; None: on a CPU.
+        streams: streams, on an accelerator; None: on a CPU.
         second: a second stream for GEMMs.
         workers: threads that compute on a CPU.
     """
@@ -75,12 +75,12 @@ class Pipelined:
         self,
         gemm: Callable[[int], None],
         collective: Callable[[], Callable[[], None]],
-        lanes: Lanes | None,
+        streams: PairStreams | None,
         second: torch.cuda.Stream | None,
         workers: Workers,
     ) -> None:
         self._gemm, self._collective, self._workers = gemm, collective, workers
-        self._lanes, self._second = lanes, second
+        self._streams, self._second = streams, second
 
     def sequential(self, iterations: int) -> None:
         """Every operation behind the one before, on the current stream."""
@@ -90,14 +90,14 @@ class Pipelined:
 
     def overlapped(self, schedule: Schedule) -> Callable[[], Trace]:
         """Run the iterations; what comes back gives the time stamps, once the current stream has ended."""
-        if self._lanes is None:
+        if self._streams is None:
             return self._on_threads(schedule)
-        return self._on_streams(schedule, self._lanes)
+        return self._on_streams(schedule, self._streams)
 
-    def _on_streams(self, schedule: Schedule, lanes: Lanes) -> Callable[[], Trace]:
+    def _on_streams(self, schedule: Schedule, streams: PairStreams) -> Callable[[], Trace]:
         caller = torch.cuda.current_stream()
-        compute = [lanes.gemm] if schedule.in_order or self._second is None else [lanes.gemm, self._second]
-        comm = lanes.urgent if schedule.priority else lanes.collective
+        compute = [streams.gemm] if schedule.in_order or self._second is None else [streams.gemm, self._second]
+        comm = streams.urgent if schedule.priority else streams.collective
         released = torch.cuda.Event(enable_timing=True)
         released.record(caller)
         for stream in (*compute, comm):
@@ -214,7 +214,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
     cases = [case_of(rank, workload) for workload in workloads]
     roster.reserve_for(cases, sender.note)
-    lanes = Lanes.on(rank.device)
+    streams = PairStreams.on(rank.device)
     second = None if on_cpu else torch.cuda.Stream(rank.device)
     seeds = itertools.count(options.seed + 1)
     for workload, case in zip(workloads, cases, strict=True):
@@ -223,7 +223,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
                 run = ReadyCall(entrant, case, implementation)
-                pair = Pair(roster, workload, run, lanes, second, options)
+                pair = Pair(roster, workload, run, streams, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
 
@@ -236,12 +236,12 @@ class Pair:
         roster: Roster,
         workload: Workload,
         run: ReadyCall,
-        lanes: Lanes | None,
+        streams: PairStreams | None,
         second: torch.cuda.Stream | None,
         options: OccupancyOptions,
     ) -> None:
         self._meter, self._workload, self._run = roster.meter, workload, run
-        self._lanes, self._second, self._options = lanes, second, options
+        self._streams, self._second, self._options = streams, second, options
 
     def rows(self, device: torch.device, seeds: Iterator[int]) -> Iterator[OccupancyRow]:
         """Measure every shape. Collective."""
@@ -268,7 +268,7 @@ class Pair:
             for schedule in schedules:
                 yield self._row(shaped, schedule.priority, correct=False, note=wrong)
             return
-        pipelined = Pipelined(shaped.launch, self._run.start, self._lanes, self._second, workers)
+        pipelined = Pipelined(shaped.launch, self._run.start, self._streams, self._second, workers)
         traces: dict[bool, list[Callable[[], Trace]]] = {schedule.priority: [] for schedule in schedules}
 
         def overlapped(schedule: Schedule) -> None:
@@ -281,7 +281,7 @@ class Pair:
         }
         for schedule in schedules:
             jobs[f"overlapped {schedule.priority}"] = functools.partial(overlapped, schedule)
-        hidden_us = 0.0 if self._lanes is None else HIDE_LAUNCH_US * 2 * options.iterations
+        hidden_us = 0.0 if self._streams is None else HIDE_LAUNCH_US * 2 * options.iterations
         measured = self._meter.rounds(
             {name: Job(job, hide_launch_us=hidden_us) for name, job in jobs.items()},
             warmup=options.warmup,
@@ -318,7 +318,7 @@ class Pair:
             # One whose second run would read the first one's result runs once.
             calls = itertools.count() if not self._run.repeatable else itertools.repeat(0)
             once = lambda calls=calls: self._run.start() if next(calls) == 0 else lambda: None  # noqa: E731
-            pipelined = Pipelined(shaped.launch, once, self._lanes, self._second, workers)
+            pipelined = Pipelined(shaped.launch, once, self._streams, self._second, workers)
             launch = functools.partial(pipelined.overlapped, schedule)
             problem = check_launch(self._meter, "a pipeline", launch, self._run, gemms, seed)
             if problem is not None:

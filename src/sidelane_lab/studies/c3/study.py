@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.partitions import DevicePartitions, PairStreams
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.candidate import DMA, SM
@@ -128,7 +128,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
         return
     roster.reserve_for([case for _, case in pairs], sender.note)
     instruments = Instruments(roster.meter, options.warmup, options.repeats)
-    lanes = Lanes.on(rank.device)
+    streams = PairStreams.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     power = None
     if options.energy_s is not None:
@@ -151,7 +151,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             runs,
             instruments,
             device=rank.device,
-            lanes=lanes,
+            streams=streams,
             partitions=partitions,
             no_partitions=no_partitions,
             memory_bound=memory_bound,

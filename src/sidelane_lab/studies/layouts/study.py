@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sidelane import config as settings
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane.cli.launch import Rank
 from sidelane.config import COMPUTE, NOTHING
@@ -102,7 +102,7 @@ class _Study:
     def __init__(self, meter: Meter, options: LayoutOptions, comm: Communicator) -> None:
         self._meter, self._options, self._comm = meter, options, comm
         self._seeds = itertools.count(options.seed + 1)
-        self._lanes = Lanes.on(meter.device)
+        self._streams = PairStreams.on(meter.device)
 
     def close(self) -> None:
         self._meter.finish("layouts")
@@ -138,7 +138,7 @@ class _Study:
             ways = {way.key: way for way in LayoutExchanges(self._comm, case).ways((THERE, BACK), COMPUTE)}
             gemm = GemmRun(gemm_of, case.device)
             gemm.fill(next(self._seeds))
-            pairs = Pairs(gemm, self._lanes, workers)
+            pairs = Pairs(gemm, self._streams, workers)
             launches = {key: pairs.launch(named("conccl"), way) for key, way in ways.items()}  # type: ignore[arg-type]
 
             def checked(key: tuple[str, ...]) -> None:

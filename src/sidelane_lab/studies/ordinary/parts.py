@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall
 from sidelane_lab.baselines.reference import Case
@@ -98,13 +98,13 @@ class Parts:
             note = _with_late(reason, timed)
             yield row_of(case, way, variant, timed, problem, note, in_place=candidate.in_place)
 
-    def pair(self, workload: Workload, case: Case, lanes: Lanes | None) -> Iterator[OrdinaryRow]:
+    def pair(self, workload: Workload, case: Case, streams: PairStreams | None) -> Iterator[OrdinaryRow]:
         """Measure every way alone and next to a GEMM, as the strategy ``conccl`` has it. Collective.
 
         Args:
             workload: the pair.
             case: its collective.
-            lanes: streams, on an accelerator.
+            streams: streams, on an accelerator.
         """
         beside = {name: way.next_to_computation() for name, way in self.ways.items()}
         candidates = candidates_for(beside, case, (False,))
@@ -114,7 +114,7 @@ class Parts:
         with self.meter.on_stream(), Workers() as workers:
             gemm = GemmRun(workload.gemm, case.device)
             gemm.fill(next(self.seeds))
-            pairs = Pairs(gemm, lanes, workers)
+            pairs = Pairs(gemm, streams, workers)
             launches = {candidate: pairs.launch(named("conccl"), run) for candidate, run in runs.items()}
 
             def right(candidate: Entrant) -> Problem | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -96,13 +96,13 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
-    lanes = Lanes.on(rank.device)
+    streams = PairStreams.on(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
         yield from parts.alone(case)
     for workload, case in plan.pairs:
         sender.step(workload.name)
-        yield from parts.pair(workload, case, lanes)
+        yield from parts.pair(workload, case, streams)
     roster.close()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
+from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Means, Partition, Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
@@ -103,7 +103,7 @@ class Bench:
         if self._on_cpu:
             self._threads = max(1, local.cores() // rank.world_size)
             torch.set_num_threads(self._threads)
-        self._lanes = Lanes.on(rank.device)
+        self._streams = PairStreams.on(rank.device)
         self._partitions, self._no_partitions = DevicePartitions.on(rank.device)
         self._units = self._threads if self._on_cpu else self._partitions.units if self._partitions else 0
         self._dtype = "float32" if self._on_cpu else options.dtype
@@ -195,11 +195,11 @@ class Bench:
         if not units:
             return run.run
         assert self._partitions is not None
-        assert self._lanes is not None
+        assert self._streams is not None
         if means == CARVE_OUT:
-            return functools.partial(_on_lane, None, run.run, functools.partial(torch_carve_out, units))
-        lanes = self._partitions.lanes(Partition(means=Means(means)), units, self._lanes, confine=True)
-        return functools.partial(_on_lane, lanes.gemm if means == Means.SPLIT else None, run.run, lanes.limited)
+            return functools.partial(_on_stream, None, run.run, functools.partial(torch_carve_out, units))
+        streams = self._partitions.streams(Partition(means=Means(means)), units, self._streams, confine=True)
+        return functools.partial(_on_stream, streams.gemm if means == Means.SPLIT else None, run.run, streams.limited)
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -242,12 +242,12 @@ class Bench:
         reason = self._no_partitions
         if self._partitions is not None:
             reason = self._meter.attempt(functools.partial(self._partitions.objection, partition)) or ""
-        if reason or self._partitions is None or self._lanes is None:
+        if reason or self._partitions is None or self._streams is None:
             yield self._row(batch, run, means=Means.SPLIT, units=SMALLEST_SHARE, note=reason)
             return
         for units in self._taken():
-            lanes = self._partitions.lanes(partition, units, self._lanes, confine=True)
-            launch = functools.partial(_on_lane, lanes.collective, run.run, contextlib.nullcontext)
+            streams = self._partitions.streams(partition, units, self._streams, confine=True)
+            launch = functools.partial(_on_stream, streams.collective, run.run, contextlib.nullcontext)
             wrong = check_launch(self._meter, run.label, launch, run, (), next(self._seeds))
             if wrong is None:
                 launches[units] = launch
@@ -277,7 +277,7 @@ class Bench:
         }
         places: dict[str, tuple[Strategy, ReadyCall, int]] = {}
         with Workers() as workers:
-            pairs = Pairs(gemm, self._lanes, workers, self._partitions)
+            pairs = Pairs(gemm, self._streams, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
                 refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
                 if refused:
@@ -319,7 +319,7 @@ class Bench:
                 # The other side lasts at least twice as long, so that all of this one has company.
                 other_us = alone["traffic" if name == "gemm" else "gemm"]
                 times = min(50, max(2, math.ceil(2 * alone[name] / other_us)))
-                run = functools.partial(next_to, one, other, times, name == "gemm", self._lanes, worker)
+                run = functools.partial(next_to, one, other, times, name == "gemm", self._streams, worker)
                 jobs[name] = functools.partial(_keep, spans[name], run)
             self.times(jobs)
         for name, kept in spans.items():
@@ -380,7 +380,7 @@ def next_to(
     other: Callable[[], object],
     times: int,
     gemm_is_timed: bool,
-    lanes: Lanes | None,
+    streams: PairStreams | None,
     worker: ThreadPoolExecutor,
 ) -> Callable[[], float]:
     """Run one operation next to ``times`` of another, on the current device.
@@ -391,7 +391,7 @@ def next_to(
         times: enough for the one to have company until its end.
         gemm_is_timed: the one is the GEMM, which on a CPU runs on ``worker``; ranks must not wait for peers on two
             threads.
-        lanes: streams; None on a CPU.
+        streams: streams; None on a CPU.
         worker: a thread.
 
     Returns:
@@ -402,17 +402,17 @@ def next_to(
         for _ in range(times):
             other()
 
-    if lanes is None:
+    if streams is None:
         first = worker.submit(_timed, timed if gemm_is_timed else others)
         second = _timed(others if gemm_is_timed else timed)
         took = first.result() if gemm_is_timed else second
         first.result()
         return lambda: took
     caller = torch.cuda.current_stream()
-    mine, theirs = (lanes.gemm, lanes.collective) if gemm_is_timed else (lanes.collective, lanes.gemm)
+    mine, theirs = (streams.gemm, streams.collective) if gemm_is_timed else (streams.collective, streams.gemm)
     before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for lane in (mine, theirs):
-        lane.wait_stream(caller)
+    for stream in (mine, theirs):
+        stream.wait_stream(caller)
     with torch.cuda.stream(theirs):
         other()
         begun = torch.cuda.Event()
@@ -423,8 +423,8 @@ def next_to(
         before.record(mine)
         timed()
         behind.record(mine)
-    for lane in (mine, theirs):
-        caller.wait_stream(lane)
+    for stream in (mine, theirs):
+        caller.wait_stream(stream)
     return lambda: 1e3 * float(before.elapsed_time(behind))
 
 
@@ -461,21 +461,21 @@ def torch_carve_out(units: int) -> Iterator[None]:
         change(before)
 
 
-def _on_lane(
-    lane: torch.cuda.Stream | None,
+def _on_stream(
+    stream: torch.cuda.Stream | None,
     operation: Callable[[], object],
     limited: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> None:
     """Run on another stream (None: on the current one), between what the current one has and will have."""
-    if lane is None:
+    if stream is None:
         with limited():
             operation()
         return
     caller = torch.cuda.current_stream()
-    lane.wait_stream(caller)
-    with torch.cuda.stream(lane), limited():
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream), limited():
         operation()
-    caller.wait_stream(lane)
+    caller.wait_stream(stream)
 
 
 def _keep(kept: list[Callable[[], float]], run: Callable[[], Callable[[], float]]) -> None:

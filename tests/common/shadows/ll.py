@@ -1,4 +1,4 @@
-"""Shadows of the kernels of cells: ``exchange_cells``, ``reduce_cells`` and ``broadcast_cells`` of ``device``.
+"""Shadows of the kernels of the LL protocol (``kernels/ll.py``).
 
 A cell vouches for its own bytes and nothing else. So each one is apart: a queue that stores its data and then signals
 its flag, ordered with nothing else of its kernel, as if all others came later. What a block has waited for in a cell is
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, loaded_flag
-from shadows.arena import cells as cells_at
+from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, ll_slot, loaded_flag
 from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
@@ -19,12 +18,12 @@ from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signa
 from sidelane.program.kernel import KernelProgram
 
 
-def cells(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def ll(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: all cells go to all who need them, and are put together as they come."""
-    return tuple(_cells(program, blocks, tile_bytes, parity) for parity in range(2))
+    return tuple(_ll(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _cells(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
     tensors = Tensors(program, grid)
@@ -32,7 +31,7 @@ def _cells(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) ->
     reduces = tensors.reduction is not None
 
     def data(rank: int, sender: int, tile: Tile) -> Span:
-        return cells_at(rank, sender, parity, n, tile.place, tile.nbytes)
+        return ll_slot(rank, sender, parity, n, tile.place, tile.nbytes)
 
     def put(rank: int, peer: int, tile: Tile) -> Iterator[Apart]:
         for cell in tile.cut(CELL_BYTES):

@@ -21,7 +21,7 @@ SMALLEST_SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lanes:
+class PairStreams:
     """Streams of pairs; make them once a process, since torch hands out a limited number in turn.
 
     Attributes:
@@ -37,11 +37,11 @@ class Lanes:
     limited: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     @staticmethod
-    def on(device: torch.device) -> Lanes | None:
-        """Return lanes on a device; None on a CPU."""
+    def on(device: torch.device) -> PairStreams | None:
+        """Return streams on a device; None on a CPU."""
         if device.type == "cpu":
             return None
-        return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+        return PairStreams(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
 
 class DevicePartitions:
@@ -87,8 +87,8 @@ class DevicePartitions:
             return str(problem)
         return ""
 
-    def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
-        """Return lanes for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these.
+    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
+        """Return streams for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these.
 
         Raises:
             UnavailableError, DriverError: no such partition.
@@ -99,10 +99,10 @@ class DevicePartitions:
         gemm = self._stream(split.left.stream)
         if not confine:
             return dataclasses.replace(usual, gemm=gemm)
-        return Lanes(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
+        return PairStreams(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
 
     def is_ready(self, partition: Partition, units: int) -> bool:
-        """Return True if its lanes need not be made first."""
+        """Return True if its streams need not be made first."""
         return partition.means is not Means.SPLIT or units in self._splits
 
     def _split(self, units: int) -> UnitSplit:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_up_device import FakeDevice
 
-from sidelane.c3.lanes import Lanes
+from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Job, Meter
 from sidelane_lab.pairs.run import Pairs, Workers
@@ -26,9 +26,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def launched(device: FakeDevice, strategy: str) -> list[str]:
-    lanes = Lanes(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
+    streams = PairStreams(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
     with Workers() as workers:
-        pairs = Pairs(Work(device.queue("gemm")), lanes, workers)  # type: ignore[arg-type]
+        pairs = Pairs(Work(device.queue("gemm")), streams, workers)  # type: ignore[arg-type]
         pairs.launch(named(strategy), Work(device.queue("collective")))()  # type: ignore[arg-type]
     return device.log
 

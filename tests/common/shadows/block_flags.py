@@ -1,12 +1,12 @@
-"""Shadows of the kernels of parcels: ``exchange_parcels``, ``reduce_parcels``, ``broadcast_parcels`` and
-``broadcast_relay`` of ``device``, and those of lists. Nobody says that he is ready (``arena``).
+"""Shadows of the kernels with block flags (``kernels/block_flags.py``), and of relayed broadcasts. No rank signals that
+it is ready (``arena``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shadows.arena import arena_end, parcel
+from shadows.arena import arena_end, block_slot
 from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
@@ -14,19 +14,19 @@ from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
 
 
-def parcels(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
+def block_flags(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
     """Of even and of odd generations: tiles go into the places of all. ``there``: what came is put together."""
-    return tuple(_parcels(program, blocks, tile_bytes, parity) for parity in range(2))
+    return tuple(_block_flags(program, blocks, tile_bytes, parity) for parity in range(2))
 
 
-def _parcels(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
+def _block_flags(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Program:
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
     tensors = Tensors(program, grid)
     root = tensors.root
 
     def place(rank: int, sender: int, tile: Tile) -> Span:
-        return parcel(rank, sender, parity, n, tile.place, tile.nbytes)
+        return block_slot(rank, sender, parity, n, tile.place, tile.nbytes)
 
     def send(rank: int, tile: Tile) -> Iterator[Command]:
         for peer in rotated(rank, n):
@@ -79,18 +79,20 @@ def _relay(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) ->
         if rank == root:
             for peer in others(root, n):
                 for tile in tiles(block, peer):
-                    yield from copied(parcel(peer, root, parity, n, *tile), data(root, peer, *tile))
+                    yield from copied(block_slot(peer, root, parity, n, *tile), data(root, peer, *tile))
             yield from grid.tell(root, block, 0, but=root)
         else:
             yield grid.hear_from(root, rank, block, 0)
             for tile in tiles(block, rank):
                 for peer in others(rank, n):
                     if peer != root:
-                        yield from copied(parcel(peer, rank, parity, n, *tile), parcel(rank, root, parity, n, *tile))
+                        yield from copied(
+                            block_slot(peer, rank, parity, n, *tile), block_slot(rank, root, parity, n, *tile)
+                        )
         yield from grid.meet(rank, block, 1)
         for peer in others(root, n) if rank != root else ():
             sender = root if peer == rank else peer
             for tile in tiles(block, peer):
-                yield from copied(data(rank, peer, *tile), parcel(rank, sender, parity, n, *tile))
+                yield from copied(data(rank, peer, *tile), block_slot(rank, sender, parity, n, *tile))
 
     return made_of(program, grid, commands, staging_bytes=arena_end(n))
