@@ -205,7 +205,7 @@ def words_of(
         return None
     try:
         known = checked(comm, tables)
-        bags = indices.dtype, indices.device, indices.dim(), indices.is_contiguous()
+        bags: tuple[object, ...] = indices.dtype, indices.device, indices.dim(), indices.is_contiguous()
         if weights is not None:
             alike = weights.shape == indices.shape and weights.is_contiguous()
             bags += weights.dtype, weights.device, alike
