@@ -29,7 +29,7 @@ from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.links import Link, MachineLink, name_of
-from sidelane.integrations.nodes.groups import nodes_named, own_node
+from sidelane.integrations.nodes.groups import exchanged_nodes
 from sidelane.integrations.nodes.link import NodesLink
 from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
@@ -253,9 +253,7 @@ def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | 
     """Make the link of a group; the ranks find out together whether the group spans machines."""
     chosen = settings.current() if config is None else config
     exchange = Exchange(group, chosen.timeout_s, warn_s=chosen.warn_s)
-    ranks = exchange.ranks
-    names = exchange("fsdp.enable", lambda: own_node(ranks[exchange.rank], chosen))
-    nodes = nodes_named(names, ranks, chosen)
+    nodes = exchanged_nodes(exchange, "fsdp.enable", chosen)
     if not nodes.spans:
         return MachineLink(group, device, config)
     store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)

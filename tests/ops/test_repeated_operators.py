@@ -105,7 +105,18 @@ def dispatch(comm: Communicator) -> Callable[[], Any]:
     return lambda: ops.all_to_all_gemm(comm, x, weight, [[16]], most_rows=16, method="fused")
 
 
-OPERATORS = (gemv, gemv_scaled, norm, norm_in_8_bits, embedding, gemm, gemm_of_experts, dispatch)
+def rows(comm: Communicator) -> Callable[[], Any]:
+    x, counts = torch.ones(16, 64, dtype=BF16), torch.full((1, 1), 16)
+    return lambda: ops.all_to_all_rows(comm, x, counts, most_rows=16)
+
+
+def sums_of_rows(comm: Communicator) -> Callable[[], Any]:
+    x, counts, terms = torch.ones(16, 64, dtype=BF16), torch.full((1, 1), 8), torch.arange(16).view(8, 2)
+    factors = torch.ones(8, 2)
+    return lambda: ops.all_to_all_rows(comm, x, counts, most_rows=8, terms=terms, factors=factors)
+
+
+OPERATORS = (gemv, gemv_scaled, norm, norm_in_8_bits, embedding, gemm, gemm_of_experts, dispatch, rows, sums_of_rows)
 
 
 class Watched:
@@ -181,7 +192,7 @@ def test_c_launches_what_python_does(comm: Communicator, driver: LaunchingDriver
         assert comm.submitted().kernels == before.kernels + 1
         submitted, choice = comm.last_submitted(), comm.last_choice()
         told.append((launch.function, launch.stream, words, submitted, choice))
-        in_place = dict.fromkeys((embedding, gemm, gemm_of_experts), 0)
+        in_place = dict.fromkeys((embedding, gemm, gemm_of_experts, rows, sums_of_rows), 0)
         assert words.count("a result") == {**in_place, norm: 2, norm_in_8_bits: 3}.get(make, 1)
     assert told[0] == told[1] == told[2]
 

@@ -20,6 +20,7 @@ of a rank have room for; TERMS terms of a sum, in tiles of ROWS rows and COLS co
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, kept, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
-from sidelane.ops.rows import check_sums
+from sidelane.ops.operator import Launch
+from sidelane.ops.rows import send_rows
 from sidelane.session import Communicator
 
 DISPATCH, COMBINE = "dispatch_tokens", "combine_tokens"
@@ -134,9 +136,11 @@ class _Exchange:
         self, x: Tensor, counts: Tensor, terms: Tensor, factors: Tensor | None = None, *, sends_zeros: bool = False
     ) -> Tensor:
         """Send sums of rows of ``x``; as long as its result is read, the caller is ``in_turn``."""
-        check_sums(self.comm, x, counts, self.most_rows, terms, factors)
-        options: dict[str, Any] = {"terms": terms, "factors": factors, "sends_zeros": sends_zeros}
-        return self._handle.run(x, None, counts, alike=self._alike, **options)
+
+        def sender() -> Launch:
+            return functools.partial(self._handle.run, sends_zeros=sends_zeros, alike=self._alike)
+
+        return send_rows(self.comm, self.most_rows, sender, (self, sends_zeros), x, counts, terms, factors)
 
 
 def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:

@@ -3,9 +3,9 @@
 
 """gemm_all_to_all: the last GEMM of experts, whose finished tiles go straight to the ranks of their tokens.
 
-Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
-operators paper, section III). The numbers of rows between ranks may be known on the device only, so that routing may
-change without the host, and inside of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
+Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (the fused operators paper, section III). The
+numbers of rows between ranks may be known on the device only, so that routing may change without the host, and inside
+of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
@@ -27,6 +27,7 @@ is negative if ``NO_ROOM`` among these numbers is a row of zeros, which is sent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +66,9 @@ NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_PLACES = 2, 3, 4
-"""Places of x, weight and counts among the kernel's arguments after the context."""
+PLACES = range(2, 8)
+"""Places of x, weight, counts, places of experts' rows, terms and factors among the kernel's arguments after the
+context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -174,9 +176,10 @@ class GemmAllToAll(KernelHandle):
     ) -> torch.Tensor:
         """Run the operator with checked arguments; rows without a weight come from or go to ``groups``, or
         are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
-        must be the same on every rank. ``again``: launch of calls with these layouts, a weight and this order.
+        must be the same on every rank. ``again``: launch of calls with these layouts and options.
         """
-        comm, experts, tensors = self.comm, experts_of(weight, counts), (x, weight, counts)
+        comm, experts, moved = self.comm, experts_of(weight, counts), None if groups is None else groups.moved
+        tensors = x, weight, counts, moved, terms, factors
         if (other := apart_from(self._output, x)) is not x:
             x, again = other, None  # of another layout, maybe
         if self._repeats(again, tensors):
@@ -192,7 +195,7 @@ class GemmAllToAll(KernelHandle):
                 x,
                 weight,
                 counts,
-                None if groups is None else groups.moved,
+                moved,
                 terms,
                 factors,
                 x.shape[0] if terms is None else terms.shape[0],
@@ -278,13 +281,15 @@ def gemm_all_to_all(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            again = RepeatedLaunch(_PLACES)
+            again = RepeatedLaunch(PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
 
         def unfused(pieces: int) -> Launch:
-            send = rows_sender(comm, NAME, most_rows, columns, dtype)
+            send = functools.partial(
+                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=RepeatedLaunch(PLACES)
+            )
             if routed.experts is None:
-                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts), order)
+                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts))
             if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
                 groups = ExpertGroups(routed.on_device(counts), comm.rank, x.shape[0], are_sent=True)
                 groups.product(groups.in_order(x.detach()), weight.detach())
@@ -293,9 +298,9 @@ def gemm_all_to_all(
                 there = routed.on_device(counts)
                 with torch.no_grad():
                     if not routed.grouped:
-                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there, order)
+                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there)
                     groups = ExpertGroups(there, comm.rank, x.shape[0], are_sent=True)
-                    return send(groups.product(groups.in_order(x), weight), None, there, order, groups)
+                    return send(groups.product(groups.in_order(x), weight), None, there, groups=groups)
 
             return launch
 

@@ -71,6 +71,40 @@ class OperatorCall:
     experts: int = 1
 
 
+def find(
+    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...]
+) -> tuple[Launch | None, Hashable]:
+    """Return the cached launch of a call, None if it is new, and the key under which its launch is to be cached.
+
+    Args:
+        comm: communicator of the ranks.
+        words: name of the operator, and all on which its checks depend that is no tensor; None for a call that is
+            checked each time, as calls inside of a capture are.
+        tensors: tensors of the call, None for missing ones. Properties other than their layouts are ``words``.
+    """
+    if words is None or is_captured(comm):
+        return None, None
+    key = words
+    try:
+        for t in tensors:  # plainly, since every call comes here
+            key += (t,) if t is None else (t.dtype, t.device, t.shape, t.stride())  # type: ignore[attr-defined]
+        answers = comm.kept.get(recall)
+        return None if answers is None else answers.get(key), key
+    except (AttributeError, TypeError, RuntimeError):  # refused by checks, which tell the peers
+        return None, None
+
+
+def cached(
+    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], Launch]
+) -> Launch:
+    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
+    launch, key = find(comm, words, tensors)
+    if launch is None:
+        launch = make()
+        remember(comm, key, launch)
+    return launch
+
+
 def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
     """Return the mean of each size over the ranks, at least 1."""
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
@@ -125,15 +159,8 @@ class FusedOperator:
             method: name of one of the methods, or ``auto``; the same on all ranks.
             pieces: number of pieces of ``split`` that the caller asks for.
         """
-        question: tuple[Hashable, ...] | None = None
-        if words is not None and not is_captured(comm):
-            question = self.name, method, pieces, *words
-            try:
-                for t in tensors:  # plainly, since every call comes here
-                    question += (t,) if t is None else (t.dtype, t.device, t.shape, t.stride())  # type: ignore[attr-defined]
-            except (AttributeError, TypeError, RuntimeError):
-                question = None
-        known: Launch | None = recall(comm, question)
+        asked = None if words is None else (self.name, method, pieces, *words)
+        known, key = find(comm, asked, tensors)
         if known is not None:
             return known
         with telling_refusals(comm, self.name):
@@ -142,7 +169,7 @@ class FusedOperator:
         chosen = self.choose(comm, method, pieces, call)
         with torch.inference_mode(False):  # later calls in any mode may write to it
             made = call.make[chosen.name](chosen.pieces or self.pieces)
-        remember(comm, question, made)
+        remember(comm, key, made)
         return made
 
     def check_method(self, comm: Communicator, method: str, pieces: int | None = None) -> None:

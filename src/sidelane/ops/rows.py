@@ -6,13 +6,18 @@ Equivalent: ``comm.all_to_all`` with ``counts`` as split sizes, for which the ho
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from sidelane.choice.fused_heuristic import REMOTE_FIRST
-from sidelane.ops.gemm import rows_sender
+from sidelane.ops.gemm import PLACES, rows_sender
 from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
+from sidelane.ops.operator import Launch, cached
 from sidelane.session import Communicator
+from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_to_all_rows"
 
@@ -57,24 +62,46 @@ def all_to_all_rows(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    check_sums(comm, x, counts, most_rows, terms, factors)
-    sender = rows_sender(comm, NAME, most_rows, x.shape[1], x.dtype)
-    return sender(x, None, counts, terms=terms, factors=factors)
+
+    def sender() -> Launch:
+        return rows_sender(comm, NAME, most_rows, x.shape[1], x.dtype)
+
+    return send_rows(comm, most_rows, sender, (), x, counts, terms, factors)
 
 
-def check_sums(
+def send_rows(
     comm: Communicator,
+    most_rows: int,
+    sender: Callable[[], Launch],
+    words: tuple[object, ...],
     x: torch.Tensor,
     counts: torch.Tensor,
-    most_rows: int,
     terms: torch.Tensor | None,
     factors: torch.Tensor | None,
-) -> None:
-    """Refuse, on all ranks, arguments that :func:`all_to_all_rows` cannot take. Raises ValueError or TypeError."""
-    with telling_refusals(comm, NAME):
-        sent = check_terms(comm, x, terms, factors)
-        check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)
-        check_most_rows(NAME, most_rows, x.shape[1])
+) -> torch.Tensor:
+    """Send rows as :func:`all_to_all_rows` does, with a sender of the caller's.
+
+    Args:
+        comm: communicator of the ranks.
+        most_rows: largest number of rows that any rank gets.
+        sender: function that returns the launch of new layouts (``GemmAllToAll.run`` with options).
+        words: all on which the launch depends besides the tensors.
+        x: argument of :func:`all_to_all_rows`.
+        counts: argument of :func:`all_to_all_rows`.
+        terms: argument of :func:`all_to_all_rows`.
+        factors: argument of :func:`all_to_all_rows`.
+    """
+
+    def make() -> Launch:
+        with telling_refusals(comm, NAME):
+            sent = check_terms(comm, x, terms, factors)
+            check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)
+            check_most_rows(NAME, most_rows, x.shape[1])
+        return functools.partial(sender(), again=RepeatedLaunch(PLACES))
+
+    launch = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)
+    came: torch.Tensor = launch(x, None, counts, terms=terms, factors=factors)
+    return came
 
 
 def check_terms(comm: Communicator, x: torch.Tensor, terms: object, factors: object) -> int | None:

@@ -15,10 +15,7 @@ from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candid
 from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
-from sidelane.cli.launch import choose_target
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table, grouped
-from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
@@ -44,6 +41,9 @@ from sidelane_lab.explain.submitted import (
     packet_queues,
     takes_packets,
 )
+from sidelane_lab.harness.launch import choose_target
+from sidelane_lab.harness.table import Line, Table, grouped
+from sidelane_lab.harness.terminal import say, tables_console
 from sidelane_lab.machines.load import canonical_name, find, machine_names, named
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.collectives import library_us

@@ -197,13 +197,14 @@ class NodesCommunicator:
             self.leave(error)
             raise
         except Exception as error:
-            ended = error if isinstance(error, PeerError) else None  # the ranks have agreed on it
-            self.own.close()
-            if ended is None:
+            if isinstance(error, PeerError):  # the ranks have agreed on it
+                ended = error
+            else:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
                 self.status.tell(ended.ranks, why)
+            self.own.close()
             first = self.status.end(ended)
             if first is not ended:
                 raise anew(first) from error

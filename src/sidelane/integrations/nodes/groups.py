@@ -70,30 +70,31 @@ def find_nodes(
             raise
         timeout = timedelta(seconds=config.timeout_s) if timeout is None else timeout
         exchange = Exchange(everyone, timeout.total_seconds(), warn_s=config.warn_s, again=True)
-        names = exchange("process group", lambda: own_node(ranks[rank], config))
+        return Meeting(exchanged_nodes(exchange, "process group", config), exchange.liveness, timeout)
     finally:
         everyone.close()
-    return Meeting(nodes_named(names, ranks, config), exchange.liveness, timeout)
 
 
-def own_node(rank: int, config: Config) -> str:
-    """Return the name of this process's node; ``rank`` is its rank in the world."""
-    named = config.virtual_nodes
-    if named is None:
-        return ProcessIdentity.own().machine
-    return f"virtual {named[rank]}" if rank < len(named) else _NOWHERE
-
-
-def nodes_named(names: Sequence[str], ranks: Sequence[int], config: Config) -> Nodes:
-    """Return the nodes of ranks from the names that :func:`own_node` gave them.
+def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
+    """Exchange the machines of a group's ranks, or the virtual nodes that the settings name. Collective.
 
     Raises:
-        ValueError: the settings name no virtual node for one of them.
+        ValueError: the settings name no virtual node for one of them, on all ranks.
+        PeerError, PeerTimeoutError, MismatchError: as ``Exchange``.
     """
+    ranks, named = exchange.ranks, config.virtual_nodes
+
+    def own() -> str:
+        rank = ranks[exchange.rank]
+        if named is None:
+            return ProcessIdentity.own().machine
+        return f"virtual {named[rank]}" if rank < len(named) else _NOWHERE
+
+    names = exchange(what, own)
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={config.virtual_nodes}, allowed=a node for each rank of the world, "
+            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
             f"{nameless} among them)"
         )
     return Nodes.named(names)
