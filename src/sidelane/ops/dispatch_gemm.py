@@ -3,9 +3,9 @@
 
 """all_to_all_gemm: the first GEMM of experts, which computes rows of tokens as they arrive from their ranks.
 
-Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (``reference.all_to_all_gemm``; the fused
-operators paper, section III, has the other direction). The numbers of rows between ranks may be known on the device
-only, as in ``gemm``, whose ``counts`` describe the way back: the columns of these are its rows.
+Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (the fused operators paper, section III, has
+the other direction). The numbers of rows between ranks may be known on the device only, as in ``gemm``, whose
+``counts`` describe the way back: the columns of these are its rows.
 
 Any block of two ranks::
 

@@ -3,9 +3,9 @@
 
 """gemm_all_to_all: the last GEMM of experts, whose finished tiles go straight to the ranks of their tokens.
 
-Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
-operators paper, section III). The numbers of rows between ranks may be known on the device only, so that routing may
-change without the host, and inside of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
+Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (the fused operators paper, section III). The
+numbers of rows between ranks may be known on the device only, so that routing may change without the host, and inside
+of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
