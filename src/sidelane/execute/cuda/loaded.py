@@ -9,10 +9,10 @@ import torch
 
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver, followers
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import DeviceWatch, WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
@@ -161,23 +161,21 @@ class CudaProgram:
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None:
+        if way is None or way.words is None or self.addresses.pieces:
             return None
-        route, handle, internal = choose_route(*place, self._captured), place[0], self._executor.internal
-
-        def bind(addresses: Addresses) -> Sequence[Bound]:
-            bound = self._bound.at(addresses)
-            if route is Route.DIRECT:
-                return bound.steps(handle)
-            return self._by_way_of_internal(bound.steps(internal), handle)
-
-        found = followers(bind, self.addresses, buffers)
+        executor, handle = self._executor, place[0]
+        bound = self._bound.at(locate(self.addresses, buffers))
+        if choose_route(*place, self._captured) is Route.DIRECT:
+            calls: Sequence[Bound] = bound.steps(handle)
+        else:
+            calls = self._by_way_of_internal(bound.steps(executor.internal), handle)
+        found = movable_steps(calls, self.addresses)
         if found is None:
             return None
-        executor, (calls, following) = self._executor, found
+        steps, followers = found
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
         failing = executor.failing(calls, self.program)
-        return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
+        return Repetition(steps, way.words, notes, failing, followers=followers)
 
     @property
     def marks(self) -> int:
