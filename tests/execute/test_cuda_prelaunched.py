@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sidelane.execute.cuda import CudaExecutor
 from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS
 from sidelane.program import collective as define
@@ -382,6 +383,29 @@ def test_giving_up_fires_and_waits(pair: World) -> None:
         armed.ranks[0].give_up()
         pair.synchronize()
         armed.data.check(expected)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_refusal_raises_when_what_was_submitted_has_ended(pair: World, number: int) -> None:
+    """Of a program that is being armed, and of its trigger: the caller may free the memory of its tensors then."""
+    armed, driver, executor = Armed(pair, gather(2)), pair.drivers[0], pair.executors[0]
+    real, count = driver.submit, 0
+
+    def submit(calls: Iterable[Bound]) -> None:
+        nonlocal count
+        for call in calls:
+            count += 1
+            if count == number:
+                raise DriverError("CUDA_ERROR_UNKNOWN", "a call")
+            real([call])
+
+    if number == 1:
+        armed.arm([0])
+    driver.submit = submit
+    with pytest.raises(DriverError):
+        armed.fire([0]) if number == 1 else armed.arm([0])
+    driver.submit = real
+    assert all(map(driver.is_idle, executor._streams))
 
 
 def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:

@@ -146,7 +146,8 @@ class CudaKernel:
             try:
                 executor.driver.submit(calls)
             except BaseException as error:
-                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                title = f"{self.program.collective} {self.program.variant}"
+                executor.fail_submission(title, error, captured=self._frozen)
                 raise
         if not self._frozen:
             executor.kernel_stream = handle

@@ -65,6 +65,10 @@ class CudaProgram:
         forks.finalize(self, destroy_events, executor.driver, self._events)
 
     @property
+    def _title(self) -> str:
+        return f"{self.program.collective} {self.program.variant}"
+
+    @property
     def moves(self) -> bool:
         """True if :meth:`at` works: no part of it belongs to one invocation, and only copies depend on addresses."""
         return not (self._captured or self._bound.ahead or self._stamps)
@@ -115,7 +119,7 @@ class CudaProgram:
             except ValueError:
                 raise
             except BaseException as error:
-                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                executor.fail_submission(self._title, error)
                 raise
 
     def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
@@ -232,7 +236,7 @@ class CudaProgram:
         except ValueError:
             raise  # found before anything was submitted
         except BaseException as error:  # of the driver, or Ctrl-C
-            executor.fail_submission(self.program, error, captured=place[1])
+            executor.fail_submission(self._title, error, captured=place[1])
             raise
 
     def _note(self, epoch: int, entry: Entry) -> None:
