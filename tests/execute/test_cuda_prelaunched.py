@@ -14,8 +14,7 @@ from cuda_world import World, programs, world_of
 
 from sidelane.collectives.backend_cuda import CudaHeld
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.cuda import CudaExecutor
-from sidelane.execute.cuda import plan as planning
+from sidelane.execute.cuda import CudaExecutor, streams
 from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
@@ -177,12 +176,12 @@ def test_the_trigger_follows_the_stream_and_is_followed_by_it(pair: World) -> No
         assert [seen[rank] for rank in range(2)] == [good.tolist() for good in expected]
 
 
-@pytest.mark.parametrize("inline_bytes", [0, planning.INLINE_BYTES])
+@pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_every_builder_moves_the_right_bytes(
     peer_writes: bool, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
     with world_of(3, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(3)):
             if program.collective.reduction is not None:

@@ -18,7 +18,7 @@ from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.plan import _triggers, submission_order
+from sidelane.execute.cuda.order import _triggers, submission_order
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
 from sidelane.program.pieces import gathering_program, parts_of

@@ -20,7 +20,7 @@ from marks import long
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.boxes import Box
-from sidelane.execute.cuda import DriverFeatures, plan
+from sidelane.execute.cuda import DriverFeatures, plan, streams
 from sidelane.execute.cuda.calls import MemcpyEveryOther
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.prelaunch import require_free_channel
@@ -48,7 +48,7 @@ def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> N
 
 def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
-    monkeypatch.setattr(plan, "INLINE_BYTES", 0)
+    monkeypatch.setattr(streams, "INLINE_BYTES", 0)
     monkeypatch.setattr(StandinDriver, "bind_rows", lambda *_: pytest.fail("rows at a distance"))
     split = 0
     with hip_world(3) as world:
