@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.cli import processes
+from sidelane_lab.harness import processes
 
 pytest_plugins = ("rank_fixtures", "replay_fixtures")
 

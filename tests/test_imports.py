@@ -28,9 +28,9 @@ LAYERS = (
     ("sidelane_lab.model",),
     ("sidelane_lab.cli",),
     ("sidelane_lab.pairs",),
-    ("sidelane_lab.harness",),
     ("sidelane_lab.sim", "sidelane_lab.sdma"),
     ("sidelane_lab.machines", "sidelane_lab.shaping"),
+    ("sidelane_lab.harness",),
     ("sidelane.__main__",),
     ("sidelane.cli",),
     ("sidelane.fsdp",),
@@ -300,4 +300,4 @@ def test_nothing_that_others_wrote_is_executed() -> None:
     """
     executing = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     found = {name for name, path in MODULES.items() if imports(path) & executing}
-    assert found == {"sidelane.cli.launch", "sidelane.cli.recorder", "sidelane.flight_recorder"}
+    assert found == {"sidelane_lab.harness.launch", "sidelane.cli.recorder", "sidelane.flight_recorder"}

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from outputs import file_to_write
-from sidelane.cli import provenance
 from sidelane.cli.output import write_text
+from sidelane_lab.harness import provenance
 
 HERE = Path(__file__).resolve().parent.parent / "src"
 COLLECTIVES = (

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from outputs import file_to_write
-from sidelane.cli import provenance
 from sidelane.machine import local
+from sidelane_lab.harness import provenance
 
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "device"
 MOST_CHARACTERS = 3000

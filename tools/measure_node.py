@@ -22,10 +22,9 @@ from node.folder import DONE, Folder, Place
 from node.parts import ROOT, Part, all_parts
 from node.session import Session, rest, say
 from outputs import folder_to_write
-from sidelane.cli import provenance
-from sidelane.cli.launch import choose_target
 from sidelane.machine.inventory import machine_name
-from sidelane_lab.harness import regress
+from sidelane_lab.harness import provenance, regress
+from sidelane_lab.harness.launch import choose_target
 
 DIRTY = "-dirty"
 SMALLEST_CHANGE = 0.02

@@ -181,7 +181,7 @@ def installed(folder: Path) -> Row:
     answer = output_of([str(folder / "bin" / "python"), "-c", code])
     if answer is None:
         raise NotTried("as the environment does not start")
-    from sidelane.cli.provenance import commit, processor_name  # torch is not needed for the page
+    from sidelane_lab.harness.provenance import commit, processor_name  # torch is not needed for the page
 
     return {
         "software": json.loads(answer),

@@ -10,8 +10,8 @@ from typing import Any
 from attack.campaign import SHOWN, Finding, Tally
 from attack.interpreter import run
 from attack.machine import Failure, Machine
-from sidelane.cli import provenance
 from sidelane.program.ir import Program, describe
+from sidelane_lab.harness import provenance
 
 
 def progress(tally: Tally, seconds: float) -> str:

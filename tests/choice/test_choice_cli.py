@@ -21,13 +21,13 @@ from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file
 from sidelane.cli import info
-from sidelane.cli.launch import LaunchTarget
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
 from sidelane.user_files import write_whole
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain import call as explaining
 from sidelane_lab.explain.call import explain
+from sidelane_lab.harness.launch import LaunchTarget
 from sidelane_lab.sdma import disassemble
 from sidelane_lab.studies.tune import command as tune
 

@@ -18,8 +18,7 @@ from marks import long
 
 import sidelane
 from sidelane import cli
-from sidelane.cli import info, launch
-from sidelane.cli.launch import RankFailedError
+from sidelane.cli import info
 from sidelane.cli.output import STDOUT, Written
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
@@ -27,7 +26,8 @@ from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
-from sidelane_lab.harness import running
+from sidelane_lab.harness import launch, running
+from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
@@ -530,14 +530,13 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
-    from sidelane.cli.launch import LaunchTarget
     from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
 
     gpus = tuple(InstalledGpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
     found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
     monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
-    monkeypatch.setattr(info, "choose_target", lambda: LaunchTarget("cpu", 4))
+    monkeypatch.setattr(info.local, "device_type_and_count", lambda: ("cpu", 0))
     output = " ".join(run("info", "--no-probe").output.split())
     assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
     assert "missing for 3->0" in output

@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from sidelane import cli
 from sidelane.cli import loading
 from sidelane.cli.help import GROUPS, Command
-from sidelane.cli.options import NameChoice
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.baselines.roster import implementations
 from sidelane_lab.cli import model as cli_model
+from sidelane_lab.harness.parameters import NameChoice
 from sidelane_lab.model.layer import MODELS
 
 NAMES = sorted(cli.main.list_commands())

@@ -8,7 +8,7 @@ from pathlib import Path
 import forked
 import torch.distributed as dist
 
-from sidelane.cli.launch import HOST, store_on_loopback
+from sidelane_lab.harness.launch import HOST, store_on_loopback
 
 
 def run_program(program: Path, folder: Path, arguments: Sequence[str] = (), world_size: int = 2) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.kernels import block_flags, broadcast, direct, ll, staged
-from sidelane.kernels.tile_table import Piece, Tiles, TileTable
+from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.collective import ReduceOp, Reduction
 
 AVERAGE = Reduction(ReduceOp.AVG, "bfloat16")
@@ -50,9 +50,9 @@ def reducing(odd: int, ranks: int = 8) -> Iterator[Launch]:
         yield direct.arrange(site, both, both.count, AVERAGE, gather=gather)
 
 
-def piece(nbytes: int, ranks: int, groups: int) -> Piece:
+def piece(nbytes: int, ranks: int, groups: int) -> KernelPiece:
     here = 16 * MB + nbytes % 16
-    return Piece(here, here, nbytes, nbytes, nbytes, 0, ((here,) * ranks,) * groups)
+    return KernelPiece(here, here, nbytes, nbytes, nbytes, 0, ((here,) * ranks,) * groups)
 
 
 def tiles(nbytes: int, tile_bytes: int, ranks: int, groups: int = 0) -> Tiles:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sidelane.cli.processes import environment, rank_context, take_over
+from sidelane_lab.harness.processes import environment, rank_context, take_over
 
 TIMEOUT_S = 110.0
 

@@ -307,7 +307,7 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     handle = EmbeddingBackward(comm, tables, batch)
     grad = torch.ones(handle.tables.output_shape)
     yield Launched(
-        lambda: handle.run(grad, indices, offsets, "sum", None, False),
+        lambda: handle.run(grad, indices, offsets, None, "sum", sparse=False),
         handle._kernel,
         placed(comm, str(Buffer.STAGING), handle._places),
         [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],

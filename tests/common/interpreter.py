@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.processes import environment, take_over
+from sidelane_lab.harness.processes import environment, take_over
 
 START_S = 100.0
 

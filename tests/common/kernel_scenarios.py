@@ -8,20 +8,82 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from expected import in_rank_order, orders_differ
 from kernel_worlds import World
 
 from sidelane.device import layout
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
-from sidelane.kernels.tile_table import Piece, Tiles, TileTable
+from sidelane.device.launch import Launch
+from sidelane.execute.base import Addresses, Pieces
+from sidelane.execute.cuda.kernel_plan import arrange
+from sidelane.kernels.broadcast import TILE_BYTES
+from sidelane.program import collective as define
 from sidelane.program import reduce_chunks
-from sidelane.program.collective import ReduceOp, Reduction
+from sidelane.program.batch import Batch
+from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
+from sidelane.program.kernel import KernelProgram, Protocol
 
 POISON = 0x5A
-STRIDES = ("input_stride", "output_stride")
+MOVING = {"LL": Protocol.LL, "block flags": Protocol.BLOCK_FLAGS, "pull": Protocol.PULL, "push": Protocol.PUSH}
+REDUCING = {
+    "LL": (Protocol.LL, "one_shot"),
+    "block flags": (Protocol.BLOCK_FLAGS, "one_shot"),
+    "one": (Protocol.REDUCE, "one_shot"),
+    "two": (Protocol.REDUCE, "two_shot"),
+    "direct": (Protocol.DIRECT, "one_shot"),
+    "direct two": (Protocol.DIRECT, "two_shot"),
+    "push two": (Protocol.SEND, "two_shot_push"),
+}
+BROADCASTING = MOVING | {"stage": Protocol.STAGE, "relay": Protocol.RELAY}
+
+Reached = Mapping[tuple[int, Buffer], int]
+"""Addresses of a collective's buffers by rank, as far as this rank reaches them."""
+
+
+def arranged(
+    world: World,
+    protocol: Protocol,
+    calls: Sequence[tuple[Collective, Reached]],
+    variant: str = "one_shot",
+    *,
+    listed: bool = False,
+    blocks: int | None = None,
+) -> Launch:
+    """The launch of a call with one tensor, or with a list; its staging is carved."""
+    n, parts = world.world_size, tuple(part for part, _ in calls)
+    batch = Batch("list", n, parts)
+    program = KernelProgram(batch if listed else parts[0], variant, protocol, blocks or world.site.most_blocks)
+    stagings = world.carve(program.staging_bytes)[1] if program.staging_bytes else ()
+    buffers = {(rank, str(Buffer.STAGING)): address for rank, address in enumerate(stagings)}
+    pieces = {}
+    if listed:
+        for rank, buffer in {place for _, reached in calls for place in reached}:
+            starts = batch.starts(rank, buffer)
+            rows = [
+                (start, part.buffer_bytes(rank, buffer), at[rank, buffer])
+                for start, (part, at) in zip(starts, calls, strict=True)
+            ]
+            pieces[rank, str(buffer)] = Pieces(*zip(*rows, strict=True))
+    else:
+        buffers |= {(rank, str(buffer)): address for (rank, buffer), address in calls[0][1].items()}
+    work = arrange(
+        program,
+        dataclasses.replace(world.site, most_blocks=program.blocks),
+        Addresses(buffers, (), world.arenas, pieces),
+        world.place_table,
+    )
+    assert work is not None
+    return work
+
+
+def on_all_ranks(buffer: Buffer, addresses: Sequence[int]) -> Reached:
+    return {(rank, buffer): address for rank, address in enumerate(addresses)}
+
+
+def _here(world: World, buffer: Buffer, tensor: torch.Tensor) -> Reached:
+    return {(world.rank, buffer): tensor.data_ptr()}
 
 
 def moving(world: World) -> None:
@@ -39,15 +101,7 @@ def moving(world: World) -> None:
     walk = world.stumble(0.3, 0.03) if world.rank == 0 else lambda: None
     for call in range(15):  # the same staging again, at once
         # Five, so that each meets both parities, and block flags follow block flags: a pull lets ranks catch up.
-        _move(
-            world,
-            4096,
-            0,
-            True,
-            ("block flags", "block flags", "pull", "block flags", "block flags")[call % 5],
-            False,
-            seed=call,
-        )
+        _move(world, 4096, 0, True, "pull" if call % 5 == 2 else "block flags", False, seed=call)
     walk()
 
 
@@ -65,20 +119,12 @@ def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_p
             rank % 3 : rank % 3 + len(inputs[rank])
         ]
     input.copy_(inputs[rank])
-    own_parts = (world.site.rotated(tuple(base + rank * part for base in outputs)),) if way == "push" else ()
-    piece = Piece(input.data_ptr(), output.data_ptr(), part, part if distinct else 0, part, groups=own_parts)
-    if way == "LL":
-        work = ll.arrange(world.site, output.data_ptr(), input.data_ptr(), part, None, distinct=distinct)
-    elif way == "block flags":
-        work = block_flags.arrange(world.site, Tiles.of(piece, block_flags.TILE_BYTES), None, distinct=distinct)
-    elif way == "push":
-        work = direct.arrange_push(world.site, Tiles.of(piece, direct.MOVED_TILE_BYTES), distinct=distinct)
+    reached = on_all_ranks(Buffer.OUTPUT, outputs) | ({} if in_place else _here(world, Buffer.INPUT, input))
+    if distinct:
+        call = define.all_to_all([[part] * n] * n, in_place=in_place)
     else:
-        each = _aligned(part)
-        _, stagings = world.carve(each * (n if distinct else 1))
-        tiles = Tiles.of(piece, staged.tile_bytes(None))
-        work = staged.arrange(world.site, tiles, stagings, each, 0, None, distinct=distinct, gather=False)
-    world.launch(work)
+        call = define.all_gather([part] * n, in_place=in_place)
+    world.launch(arranged(world, MOVING[way], [(call, reached)]))
     parts = [data[rank * part : (rank + 1) * part] if distinct else data for data in inputs]
     where = f"rank {rank}: {way} part={part} misalign={misalign} distinct={distinct} in_place={in_place}"
     assert torch.equal(output.cpu(), torch.cat(parts)), where
@@ -132,7 +178,6 @@ def _reduce(
     most_blocks: int | None = None,
 ) -> None:
     n, rank, element = world.world_size, world.rank, reduction.element_bytes
-    site = dataclasses.replace(world.site, most_blocks=most_blocks or world.site.most_blocks)
     dtype = getattr(torch, reduction.dtype)
     length = count * n if scatter else count
     inputs = [_numbers(seed + count, sender, length, dtype) for sender in range(n)]
@@ -149,41 +194,23 @@ def _reduce(
     output = margins[3 : 3 + count]
     if in_place:
         output = input[rank * count : (rank + 1) * count] if scatter else input
-    nbytes = count * element
-    target, source, total = output.data_ptr(), input.data_ptr(), length * element
-    piece = Piece(source, target, nbytes, nbytes if scatter else 0)
-    if way == "LL":
-        work = ll.arrange(site, target, source, nbytes, reduction, distinct=scatter)
-    elif way == "block flags":
-        tiles = Tiles.of_reduction(piece, block_flags.TILE_BYTES, total, gather=False)
-        work = block_flags.arrange(site, tiles, reduction, distinct=scatter)
-    elif reached:
-        gather = way.endswith("two")
-        shard = max(element, -(-count // n) * element) if gather else nbytes
-        inputs_at = tuple(base + shift * element for base in inputs_at)
-        outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
-        if way == "push two":
-            _, stagings = world.carve(max(1, n - 1) * reduce_chunks.chunks_of(shard, site.most_blocks).peer_bytes)
-            work = direct.arrange_send(site, outputs_at, source, stagings, shard, total, reduction)
-        else:
-            begin, tile_bytes = rank * shard if gather or scatter else 0, direct.tile_bytes(site, listed=False)
-            groups = (tuple(base + begin for base in inputs_at),)
-            groups += (site.rotated(tuple(base + begin for base in outputs_at)),) * gather
-            shard_piece = Piece(source, target, max(0, min(total - begin, shard)), groups=groups)
-            work = direct.arrange(
-                site, Tiles.of(shard_piece, tile_bytes), -(-shard // tile_bytes), reduction, gather=gather
-            )
+    nbytes, (protocol, variant) = count * element, REDUCING[way]
+    inputs_at, outputs_at = (
+        tuple(base + begin * element for base in bases) for bases, begin in ((inputs_at, shift), (outputs_at, 3))
+    )
+    shared = Buffer.INPUT if scatter else Buffer.OUTPUT
+    memory = {shared: inputs_at} if in_place else {Buffer.INPUT: inputs_at, Buffer.OUTPUT: outputs_at}
+    reachable = {
+        (peer, buffer): at[peer] for buffer, at in memory.items() for peer in range(n) if reached or peer == rank
+    }
+    if scatter:
+        call = define.reduce_scatter([nbytes] * n, reduction, in_place=in_place)
     else:
-        gather = way == "two"
-        shard = max(16, -(-nbytes // (16 * n)) * 16) if gather else nbytes
-        _, stagings = world.carve(n * _aligned(shard))
-        piece = dataclasses.replace(piece, nbytes=shard, **dict.fromkeys(STRIDES, shard) if gather else {})
-        tiles = Tiles.of_reduction(piece, staged.tile_bytes(reduction), total, gather=gather)
-        distinct = scatter or gather
-        work = staged.arrange(
-            site, tiles, stagings, _aligned(shard), total, reduction, distinct=distinct, gather=gather
-        )
-    world.launch(work)
+        unit = 16 if way == "two" else element
+        shard = max(unit, -(-nbytes // (unit * n)) * unit)
+        shards = [max(0, min(shard, nbytes - peer * shard)) for peer in range(n)]
+        call = define.all_reduce(shards, reduction, in_place=in_place)
+    world.launch(arranged(world, protocol, [(call, reachable)], variant, blocks=most_blocks))
     parts = [data[rank * count : (rank + 1) * count] if scatter else data for data in inputs]
     where = f"rank {rank}: {way} {reduction} count={count} scatter={scatter} in_place={in_place}"
     _compare(output, in_rank_order(parts, reduction.op), where)
@@ -204,7 +231,7 @@ def broadcasting(world: World) -> None:
             time.sleep(0.01 * delay.random())
         way, root = draw.choice(ways), draw.randrange(world.world_size)
         tiles = draw.choice((0, 1, 3, 8, 17))
-        sizes = [tiles * broadcast.TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
+        sizes = [tiles * TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
         if way == "relay":
             sizes = [draw.choice((1, 4096, 20_000, 50_001))]
         elif draw.random() < 0.5:
@@ -222,7 +249,7 @@ def broadcasting(world: World) -> None:
 
 def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -> None:
     root %= world.world_size
-    margin, place, held, pieces = 64, 0, [], []
+    margin, held, calls = 64, [], []
     for number, nbytes in enumerate(sizes):
         odd = number % 2 * (1 if way == "push" else 1 + world.rank)  # peers reach it at one place
         room, addresses = world.carve(nbytes + 2 * margin)
@@ -230,24 +257,14 @@ def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -
         wanted = _bytes(seed + number, root, nbytes)
         data.copy_(wanted if world.rank == root else _bytes(seed + number, root + 1, nbytes))
         reached = tuple(base + margin + odd for base in addresses)
-        held.append((data, room, wanted, reached))
-        groups = (broadcast.from_root(reached, root),) if way == "push" else ()
-        pieces.append(Piece(data.data_ptr(), data.data_ptr(), nbytes, place=place, groups=groups))
-        place += _aligned(nbytes)
-    stagings = world.carve(place)[1] if way == "stage" else None
-    pushed = way in ("push", "stage")
-    tiles = _tiles(world, pieces, broadcast.TILE_BYTES if pushed else block_flags.TILE_BYTES)
-    given = (held[0][0].data_ptr(), sizes[0], root)
-    if pushed:
-        work = broadcast.arrange_push(world.site, tiles, root, stagings)
-    elif way == "relay":
-        work = broadcast.arrange_relay(world.site, *given)
-    elif way == "LL" and len(sizes) == 1:
-        work = ll.arrange_broadcast(world.site, *given)
-    else:
-        work = block_flags.arrange_broadcast(world.site, tiles, root)
-    world.launch(work)
-    for data, room, wanted, _ in held:
+        held.append((data, room, wanted))
+        call = define.broadcast(nbytes, world.world_size, root, in_place=True)
+        here = _here(world, Buffer.OUTPUT, data)
+        calls.append((call, on_all_ranks(Buffer.OUTPUT, reached) if way == "push" else here))
+    listed = len(sizes) > 1
+    protocol = Protocol.BLOCK_FLAGS if listed and way == "LL" else BROADCASTING[way]
+    world.launch(arranged(world, protocol, calls, listed=listed))
+    for data, room, wanted in held:
         where = f"rank {world.rank}: broadcast {way} {sizes=} {root=} {seed=}"
         assert torch.equal(data.cpu(), wanted), where
         first = data.data_ptr() - room.data_ptr()
@@ -282,7 +299,7 @@ def _list(
     element, gathers = reduction.element_bytes, kind in ("all_gather", "all_to_all")
     distinct = kind in ("all_to_all", "reduce_scatter")
     symmetric = way == "symmetric"
-    margin, place, checks, pieces = 5, 0, [], []
+    margin, checks, calls = 5, [], []
 
     def room_of(count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """A tensor, the room that it lies in, and its addresses on all ranks."""
@@ -301,30 +318,39 @@ def _list(
         inputs = [_numbers(seed + 10 * number, sender, count * (n if distinct else 1), dtype) for sender in range(n)]
         output, margins, outputs_at = room_of(count * n if gathers else count, shift)
         input, _, inputs_at = room_of(len(inputs[rank]), number % 2)
-        own, moved = slice(rank * count, (rank + 1) * count), [rank * nbytes] * n
+        own = slice(rank * count, (rank + 1) * count)
         if in_place and kind == "reduce_scatter":
             output, margins = input[own], output
         elif in_place:
             input = output[own] if kind == "all_gather" else output
             inputs_at = outputs_at
         input.copy_(inputs[rank])
-        groups: tuple[tuple[int, ...], ...] = ()
-        if symmetric and gathers:
-            groups = (world.site.rotated(tuple(base + there for base, there in zip(outputs_at, moved, strict=True))),)
-        elif symmetric:
-            read = rank * nbytes if distinct else 0
-            groups = (tuple(base + read for base in inputs_at),)
-            groups += (world.site.rotated(outputs_at),) * (kind == "two_shot")
-        strides = {"input_stride": nbytes if distinct else 0, "output_stride": nbytes if gathers else 0}
-        pieces.append(Piece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
-        place += _aligned(nbytes)
+        if kind == "all_gather":
+            call = define.all_gather([nbytes] * n, in_place=in_place)
+        elif kind == "all_to_all":
+            call = define.all_to_all([[nbytes] * n] * n, in_place=in_place)
+        elif distinct:
+            call = define.reduce_scatter([nbytes] * n, reduction, in_place=in_place)
+        else:
+            call = define.all_reduce(define.split_evenly(nbytes, n, element), reduction, in_place=in_place)
+        memory = {Buffer.INPUT: (input, inputs_at), Buffer.OUTPUT: (output, outputs_at)}
+        reached = {}
+        for buffer in memory if not in_place else (Buffer.INPUT if kind == "reduce_scatter" else Buffer.OUTPUT,):
+            tensor, bases = memory[buffer]
+            reached |= on_all_ranks(buffer, bases) if symmetric else _here(world, buffer, tensor)
+        calls.append((call, reached))
         parts = [data[own] if distinct else data for data in inputs]
         wanted = torch.cat(parts) if gathers else in_rank_order(parts, reduction.op)
         if not gathers:
             _require_other_bits(parts, reduction)
         checks.append((output, wanted, margins, input))
-    operation = None if gathers else reduction
-    _launch_list(world, way, pieces, place, operation, distinct=distinct, gather=kind == "two_shot")
+    protocol = {
+        "block flags": Protocol.BLOCK_FLAGS,
+        "pull": Protocol.PULL if gathers else Protocol.REDUCE,
+        "symmetric": Protocol.PUSH if gathers else Protocol.DIRECT,
+    }[way]
+    variant = "two_shot" if kind == "two_shot" else "one_shot"
+    world.launch(arranged(world, protocol, calls, variant, listed=True))
     for number, (output, wanted, margins, _) in enumerate(checks):
         where = f"rank {rank}: {kind} {reduction} counts={counts} number={number} {way} {in_place=} {seed=}"
         if gathers:
@@ -338,48 +364,6 @@ def _list(
     world.release()
 
 
-def _launch_list(
-    world: World,
-    way: str,
-    pieces: list[Piece],
-    place: int,
-    reduction: Reduction | None,
-    *,
-    distinct: bool,
-    gather: bool,
-) -> None:
-    site = world.site
-    tile_bytes = {
-        "block flags": block_flags.TILE_BYTES,
-        "pull": staged.tile_bytes(reduction),
-        "symmetric": direct.MOVED_TILE_BYTES if reduction is None else direct.tile_bytes(site, listed=True),
-    }[way]
-    tiles = _tiles(world, pieces, tile_bytes, listed=True)
-    if way == "block flags":
-        work = block_flags.arrange(site, tiles, reduction, distinct=distinct)
-    elif way == "pull":
-        _, stagings = world.carve(place * (world.world_size if distinct else 1))
-        work = staged.arrange(site, tiles, stagings, place, 0, reduction, distinct=distinct, gather=gather)
-    elif reduction is None:
-        work = direct.arrange_push(site, tiles, distinct=distinct)
-    else:
-        largest = -(-tiles.count // site.world_size) if gather else tiles.count
-        work = direct.arrange(site, tiles, largest, reduction, gather=gather)
-    world.launch(work)
-
-
-def _tiles(world: World, pieces: list[Piece], tile_bytes: int, *, listed: bool = False) -> Tiles:
-    """The tiles of one piece, or in a table, which stays until the kernel has ended."""
-    if len(pieces) == 1 and not listed:
-        return Tiles.of(pieces[0], tile_bytes)
-    table = TileTable.of(pieces, tile_bytes)
-    return table.at(world.place_table(table.values))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
 def generations_wrap(world: World) -> None:
     """Behind the largest generation comes one that is not that of untouched memory, and slots still alternate."""
     start = -4  # as if 2**32 - 4 calls had been
@@ -389,7 +373,7 @@ def generations_wrap(world: World) -> None:
     seen = []
     for seed in range(6):  # flags of phases that nobody has used are 0, which is near these generations
         if seed % 2:
-            _broadcast(world, [3 * broadcast.TILE_BYTES + 1], "push", seed % 3, seed)
+            _broadcast(world, [3 * TILE_BYTES + 1], "push", seed % 3, seed)
         else:
             _move(world, 100, 0, True, ("LL", "push", "block flags")[seed % 3], False, seed)
         seen.append(int(counters[0]))

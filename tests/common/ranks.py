@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sidelane.cli.processes import environment, rank_context, take_over
+from sidelane_lab.harness.processes import environment, rank_context, take_over
 
 POOL_RANKS = 8
 START_S = 100.0  # eight imports of torch, on two cores that may do the same for another worker

@@ -185,6 +185,9 @@ def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:
         batch = 8 + (other and what == "batch")
         options = {"mode": "mean"} if other and what == "mode" else {}
         try:
+            if what == "counts":
+                each = torch.ones(ranks.world_size, ranks.world_size, dtype=torch.int64)
+                all_to_all_rows(ranks, torch.ones(4, 2), each + other, most_rows=8)
             embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), **options)
         except (MismatchError, PeerError) as error:
             return f"{type(error).__name__}: {error}"

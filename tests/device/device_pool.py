@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sidelane.cli.launch import HOST, store_on_loopback
+from sidelane_lab.harness.launch import HOST, store_on_loopback
 
 START_S = 90.0
 END_S = 10.0

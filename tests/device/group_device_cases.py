@@ -59,7 +59,10 @@ def registers_pools(context: Context, allocator: str) -> list[list[str]]:
     try:
         backend = ours._get_backend(device)
         size, rank, count = ours.size(), ours.rank(), 3 << 18
-        pool = torch.cuda.MemPool(backend.mem_allocator) if allocator == "nccl" else torch.cuda.MemPool()
+        try:
+            pool = torch.cuda.MemPool(backend.mem_allocator if allocator == "nccl" else None)
+        except RuntimeError as error:  # NCCL has none where a GPU has no multicast
+            return [[str(error)]]
         with torch.cuda.use_mem_pool(pool):
             gathered, part = torch.empty(size, count, device=device), torch.empty(count, device=device)
             total = torch.empty(7 << 20, dtype=torch.bfloat16, device=device)

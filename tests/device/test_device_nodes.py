@@ -11,7 +11,7 @@ import pytest
 import torch
 from as_torchrun import address
 
-from sidelane.cli.launch import store_on_loopback
+from sidelane_lab.harness.launch import store_on_loopback
 
 PROGRAM = Path(__file__).with_name("nodes_program.py")
 FAILING = PROGRAM.with_name("nodes_failing_program.py")

@@ -33,7 +33,10 @@ def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("allocator", ["torch", "nccl"])
 def test_registered_pools_need_no_staging(ranks: Ranks, allocator: str) -> None:
-    for registered, behind in ranks.run("group_device_cases.registers_pools", allocator, timeout_s=120):
+    for said in ranks.run("group_device_cases.registers_pools", allocator, timeout_s=120):
+        if len(said) == 1 and allocator == "nccl":
+            pytest.skip(said[0][0])
+        registered, behind = said
         assert registered == ["symmetric"] * 3
         assert [how.partition(":")[0] for how in behind] == ["staged"] * 3
 

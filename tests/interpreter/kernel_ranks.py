@@ -21,12 +21,13 @@ import kernel_worlds
 import numpy as np
 import numpy.typing as npt
 import torch
+from kernel_scenarios import arranged, on_all_ranks
 
 from sidelane.device import layout
 from sidelane.device.launch import Launch
 from sidelane.device.triton_interpreter import polls_that_sleep, quick_interpreter
-from sidelane.kernels import broadcast, direct, ll
-from sidelane.kernels.tile_table import Piece, Tiles, TileTable
+from sidelane.program.collective import Buffer, all_to_all, broadcast
+from sidelane.program.kernel import Protocol
 
 TIMEOUT_S = 90
 
@@ -71,19 +72,18 @@ def dead_peer(world: World) -> None:
     if rank == n - 1:
         return
     words = world.words()
-    output, outputs = world.carve(n * part)
-    input = torch.zeros(n * part, dtype=torch.uint8)
-    pushed = Piece(input.data_ptr(), output.data_ptr(), part, part, part, groups=(world.site.rotated(outputs),))
-    sent = Piece(output.data_ptr(), output.data_ptr(), part, groups=(broadcast.from_root(outputs, 0),))
-    table = TileTable.of([sent], broadcast.TILE_BYTES)
+    _, outputs = world.carve(n * part)
+    reached = on_all_ranks(Buffer.OUTPUT, outputs)
+    exchange = (all_to_all([[part] * n] * n), reached | on_all_ranks(Buffer.INPUT, world.carve(n * part)[1]))
+    sent, of_last = (broadcast(part, n, root, in_place=True) for root in (0, n - 1))
     for work in (
-        ll.arrange(world.site, output.data_ptr(), input.data_ptr(), part, None, distinct=True),
-        direct.arrange_push(world.site, Tiles.of(pushed, direct.MOVED_TILE_BYTES), distinct=True),
-        ll.arrange_broadcast(world.site, input.data_ptr(), part, 0),
-        broadcast.arrange_relay(world.site, input.data_ptr(), part, 0),  # a peer's part is late
-        broadcast.arrange_relay(world.site, input.data_ptr(), part, n - 1),  # the root's
-        broadcast.arrange_push(world.site, Tiles.of(sent, broadcast.TILE_BYTES), 0, None),
-        broadcast.arrange_push(world.site, table.at(world.place_table(table.values)), 0, None),
+        arranged(world, Protocol.LL, [exchange]),
+        arranged(world, Protocol.PUSH, [exchange]),
+        arranged(world, Protocol.LL, [(sent, reached)]),
+        arranged(world, Protocol.RELAY, [(sent, reached)]),  # a peer's part is late
+        arranged(world, Protocol.RELAY, [(of_last, reached)]),  # the root's
+        arranged(world, Protocol.PUSH, [(sent, reached)]),
+        arranged(world, Protocol.PUSH, [(sent, reached)], listed=True),
     ):
         words.zero_()
         child = os.fork()

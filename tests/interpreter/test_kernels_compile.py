@@ -22,7 +22,7 @@ from sidelane.device.launch import LaunchSite
 from sidelane.device.target import compiling_for, is_nvidia
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import direct
-from sidelane.kernels.tile_table import Piece, Tiles
+from sidelane.kernels.tile_table import KernelPiece, Tiles
 from sidelane.program.kernel import NARROW_BLOCKS
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -68,7 +68,7 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])
 def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
     site = LaunchSite(0, site_of(8).arenas[:ranks], 64, NARROW_BLOCKS, available)
-    piece = Piece(16 * MB, 16 * MB, MB, groups=((16 * MB,) * ranks,) * 2)
+    piece = KernelPiece(16 * MB, 16 * MB, MB, groups=((16 * MB,) * ranks,) * 2)
     tiles = Tiles.of(piece, direct.tile_bytes(site, listed=False))
     launch = direct.arrange(site, tiles, tiles.count, AVERAGE, gather=True)
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from ranks import crew
 
-from sidelane.cli.launch import Rank
 from sidelane_lab.cli.clients import ClientOptions
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Problem
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read

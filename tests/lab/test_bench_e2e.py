@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ranks import crew
 
 from sidelane import Communicator
-from sidelane.cli.launch import Rank, RankFailedError
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import WORKLOADS, EndToEndOptions
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank, RankFailedError
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, collect, read, write
 from sidelane_lab.machines.load import named

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from ranks import crew
 
-from sidelane.cli.launch import Rank
 from sidelane_lab.harness import running
 from sidelane_lab.harness.drawing import save
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fsdp import rows as pictures

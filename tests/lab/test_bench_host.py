@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from sidelane.c3.strategies import named
 from sidelane.cli import main
-from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank, RankFailedError
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
 from sidelane_lab.pairs.measured_curves import isolated_file, isolated_of, isolated_times

@@ -15,11 +15,11 @@ from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane import cli
-from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ranks import RankPool
 
 import sidelane
-from sidelane.cli.launch import Rank
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.cli import process_group as command
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read

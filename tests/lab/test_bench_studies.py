@@ -17,7 +17,6 @@ from ranks import RankPool
 
 from interpreter import Interpreter
 from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
-from sidelane.cli.launch import RankFailedError
 from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
@@ -26,6 +25,7 @@ from sidelane_lab.baselines.candidate import Entrant, ReadyCall, Tensors, candid
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read

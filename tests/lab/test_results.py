@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.cli import provenance
+from sidelane_lab.harness import provenance
 from sidelane_lab.harness import running as study
 from sidelane_lab.harness import study as results
 from sidelane_lab.harness.study import Results, collect, read, write

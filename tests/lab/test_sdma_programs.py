@@ -14,7 +14,6 @@ from marks import long
 from ranks import RankPool
 from sdma_emulator import Memory, PollTimeoutError, run_together
 from sdma_world import Caller, World, address_of, addresses_of, sizes_of, words_of
-from sidelane.program.builders.confirmed import can_be_confirmed, confirmed
 from worlds import Rig
 
 from sidelane.execute.base import Addresses, Pieces
@@ -98,8 +97,6 @@ def programs(n: int, draw: random.Random) -> Iterator[tuple[Program, ...]]:
                 program = lower(program, {Copy})
             change: Callable[[Program], Program] = draw.choice([prelaunch, hold, freeze, dataclasses.replace])
             yield (change(program),)
-        if can_be_confirmed(collective):
-            yield (confirmed(collective),)
     yield (relay(broadcast(3000, n, 0, in_place=True), rounds=3),)
     for variant in list_variants(Kind.ALL_GATHER):
         parts = (all_gather([64] * n, in_place=True), all_gather([100] * n))
@@ -115,7 +112,7 @@ def test_every_program_moves_the_right_bytes(n: int) -> None:
         world = World(turns, draw.randrange(2**32))
         run_together(world.callers(), world.draw)
         moved[turns[0].variant.partition("+")[0]] += 1
-    assert {"pcpy", "b2b", "bcst", "swap", "striped", "relay", "alternating", "confirmed"} <= moved.keys()
+    assert {"pcpy", "b2b", "bcst", "swap", "striped", "relay", "alternating"} <= moved.keys()
 
 
 def run_in_processes(group: dist.ProcessGroup, seed: int) -> int:

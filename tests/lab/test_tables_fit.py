@@ -14,9 +14,8 @@ import pytest
 import rich.console
 
 from sidelane.choice.store import InForce, builtin
-from sidelane.cli import info, terminal
+from sidelane.cli import info
 from sidelane.cli.output import STDOUT
-from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
@@ -24,7 +23,9 @@ from sidelane_lab.comparisons.figure import ClaimPredictions
 from sidelane_lab.explain import call as explain
 from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
+from sidelane_lab.harness import terminal
 from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
 from sidelane_lab.model.nodes import nodes_times

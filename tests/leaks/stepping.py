@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sidelane
 from sidelane import Config, fsdp
-from sidelane.collectives import plan, reach
+from sidelane.collectives import plan
 from sidelane.integrations.nodes import choose
 
 WHERE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -84,10 +84,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, sizes:
 
 
 choose.LEAST_BYTES = 1  # steps for all that there are steps for
-for module, cache in (
-    (plan, "MOST_PROGRAMS"),
-    (reach, "MOST_TEXTS"),
-):
+for module, cache in ((plan, "MOST_PROGRAMS"),):
     assert hasattr(module, cache)
     setattr(module, cache, 50)  # full long before the first look: what grows is no cache
 torch.set_num_threads(1)

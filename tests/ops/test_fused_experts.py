@@ -41,7 +41,7 @@ def test_gemms_of_ranks_with_depths_of_their_own(four: Crew) -> None:
 
 @pytest.mark.parametrize("world_size", [long(1), 2, long(4)])
 def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size
+    assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [22] * world_size
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,11 @@ def test_several_experts_are_looked_up_apart(four: Crew) -> None:
                 (many, "fused", ", 16 experts"),
             ):
                 assert text.startswith(f"{name}: {way}: ") and f"{where}{shape}, eager" in text
+
+
+def test_kernels_of_grouped_products_are_loaded_once_for_graphs(four: Crew) -> None:
+    for found in four.run(fused_experts.products_of_calls, 2):
+        assert found == [[2, 1, 1], [1, 1, 1]] * 2, "a call computes once, whatever its layout"
 
 
 def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:

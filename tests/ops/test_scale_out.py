@@ -51,6 +51,13 @@ def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks(four: Crew
         assert "Error: " in text and f"rank {1 - rank} has other arguments (value=" in text, text
 
 
+def test_counts_that_differ_between_ranks_are_refused_on_all(four: Crew) -> None:
+    """An all-to-all of other sizes would hang, or write beyond its output."""
+    for rank, text in enumerate(four.run(cases.unlike, 2, (0, 1), "counts", timeout_s=60)):
+        found = f"MismatchError: all-to-all among nodes: size of the part of rank {1 - rank} for rank {rank} (value="
+        assert text.startswith(found), text
+
+
 @pytest.mark.parametrize("part", ["near", "carrier"])
 def test_what_a_rank_cannot_make_is_an_error_on_all(four: Crew, part: str) -> None:
     for text in four.run(cases.cannot_be_made, 3, (0, 1, 1), 2, part, timeout_s=60):

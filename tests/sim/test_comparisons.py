@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from sidelane.cli import terminal
 from sidelane_lab.cli.model import figure
 from sidelane_lab.comparisons.catalogue import COMPARISONS, comparison_of
 from sidelane_lab.comparisons.command import FigureOptions, main
 from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, SOURCES, ClaimPredictions, FigureValues
+from sidelane_lab.harness import terminal
 from sidelane_lab.machines.load import named
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figures import Panel, TimelinePanel

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from sidelane.cli import terminal
+from sidelane_lab.harness import terminal
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.ranges import Variation, predict_each, variations
 

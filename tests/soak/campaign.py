@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sidelane.cli import provenance
-from sidelane.cli.launch import LaunchTarget, choose_target, under_torchrun
 from sidelane.cli.output import write_text
+from sidelane_lab.harness import provenance
+from sidelane_lab.harness.launch import LaunchTarget, choose_target, under_torchrun
 from soak.episode import CALLS, CPU, SIZES, Episode, Setting
 from soak.judge import Tally, shortened
 from soak.world import Verdict, run_episode

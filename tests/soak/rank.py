@@ -29,9 +29,9 @@ from made_up_gpus import made_up_gpus
 from torch.distributed import distributed_c10d as c10d
 
 import sidelane
-from sidelane.cli.launch import HOST, end_with_parent
 from sidelane.collectives import backend_cuda
 from sidelane.collectives import plan as plans
+from sidelane_lab.harness.launch import HOST, end_with_parent
 from soak import endings, leftovers
 from soak.actor import Actor
 from soak.caller import Caller

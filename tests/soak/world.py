@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.launch import store_on_loopback
-from sidelane.cli.processes import rank_context
+from sidelane_lab.harness.launch import store_on_loopback
+from sidelane_lab.harness.processes import rank_context
 from soak import endings, leftovers
 from soak.endings import ENDINGS, objections
 from soak.episode import Episode

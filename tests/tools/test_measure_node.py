@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sidelane.cli.launch import LaunchTarget
+from sidelane_lab.harness.launch import LaunchTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 SOFTWARE = {"torch": "2"}

@@ -180,11 +180,10 @@ def studies() -> Iterator[Part]:
             seconds=40,
             timeout_s=120,
         )
-    for part, seconds in (("alone", 70), ("beside", 50), ("changing", 60)):
+    for part, seconds in (("alone", 70), ("beside", 50)):
         small = {
             "alone": f"--collective all_gather --max-bytes 64K {TINY_RUN}",
             "beside": f"--collective all_gather --pair 256x256x256_4K {TINY_RUN}",
-            "changing": f"--collective all_gather --changing-bytes 4K {TINY_RUN}",
         }
         yield Part(
             name=f"ordinary-{part}",

@@ -16,8 +16,8 @@ from sanitizer.cases import RANKS, Case
 from sanitizer.jobs import Job, Outcome
 from sanitizer.places import Imagined, set_up
 from sanitizer.planted import INITCHECK, MEMCHECK, PLANTED, RACECHECK, SYNCCHECK, TOOLS
-from sidelane.cli import provenance
 from sidelane.machine.inventory import machine_name
+from sidelane_lab.harness import provenance
 
 Row = dict[str, Any]
 

@@ -70,8 +70,6 @@ def plain_errors() -> Iterator[None]:
     except OSError as problem:
         raise FailedError(str(problem), Page.ERRORS) from problem
     except SidelaneError as problem:
-        from sidelane.cli.launch import RankFailedError
-
-        if isinstance(problem, RankFailedError) and problem.refused:
-            raise MisusedError(f"{problem.refused} (sidelane --traceback shows where)", context) from problem
+        if refused := getattr(problem, "refused", ""):  # by a rank of a study: it could not use its arguments
+            raise MisusedError(f"{refused} (sidelane --traceback shows where)", context) from problem
         raise FailedError(str(problem), page_of(problem) or Page.ERRORS) from problem

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
+import socket
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import rich.console
 import rich.table
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from sidelane import config as settings
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
-from sidelane.cli.output import write_json
-from sidelane.cli.provenance import commit, installed_version, processor_name, software_versions
-from sidelane.cli.terminal import tables_console
-from sidelane.errors import SidelaneError, last_line
+from sidelane.cli.output import STDOUT, write_json
+from sidelane.cli.versions import commit, installed_version, processor_name, software_versions
+from sidelane.errors import last_line
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
 from sidelane.native import load_replays
@@ -28,7 +33,12 @@ from sidelane.native.build import compiler_version
 from sidelane.version import VERSION
 
 GIB = 1 << 30
-PROBE_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S, GRACE_S = 120.0, 5.0
+PIPED_COLUMNS = 10_000
+"""Width in columns of output that is no terminal."""
+
+LINES = "lines"
+"""Name of the file with the lines of rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +72,15 @@ def main(json: Path | None = None, *, probe: bool = True) -> None:
     findings = look(probe=probe)
     if json is not None:
         write_json(json, findings.to_dict())
-    show(findings, tables_console(json))
+    show(findings, stdout_console(json))
+
+
+def stdout_console(json: Path | None = None) -> rich.console.Console:
+    """Return the console of stdout, silent if ``json`` goes there. Readers of a pipe fold lines as they like."""
+    found = rich.console.Console(quiet=json == STDOUT)
+    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        found.width = PIPED_COLUMNS
+    return found
 
 
 def show_versions(json: Path | None = None) -> None:
@@ -74,9 +92,9 @@ def show_versions(json: Path | None = None) -> None:
     found = versions()
     if json is not None:
         write_json(json, found)
-    console = tables_console(json)
+    shown = stdout_console(json)
     for name, version in found.items():
-        console.print(f"{name + ':':<15}{version or 'none'}", markup=False, highlight=False, soft_wrap=True)
+        shown.print(f"{name + ':':<15}{version or 'none'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def versions() -> dict[str, str | None]:
@@ -107,26 +125,62 @@ def _system() -> str:
 def look(*, probe: bool) -> Findings:
     """Find everything that :class:`Findings` holds."""
     machine = local.inspect()
-    place = choose_target()
+    device_type, gpus = local.device_type_and_count()
+    if gpus < 2:
+        device_type, ranks = "cpu", 4 if local.cores() >= 4 else 2
+    else:
+        ranks = gpus
     driver: tuple[str, ...] = ()
     if probe and machine.accelerators is not None:
         # Alone, a GPU's own stream operations can still be tried; operations on peers are reported as not tried.
         try:
-            lines = run_ranks(
-                _probe,
-                1 if place.on_cpu else place.world_size,
-                device_type=machine.accelerators.device_type,
-                timeout_s=PROBE_TIMEOUT_S,
-            )
-            driver = tuple(lines or ())
-        except SidelaneError as problem:
+            driver = tuple(from_ranks(_probe, max(1, gpus), machine.accelerators.device_type))
+        except (RuntimeError, OSError) as problem:
             driver = (f"trying the driver failed: {last_line(str(problem))}",)
-    uses = (*_uses(machine, place.on_cpu, place.world_size), *_choice(place))
+    uses = (*_uses(machine, device_type, ranks), *_choice(device_type, ranks))
     return Findings(machine, software_versions(), driver, uses)
 
 
+def from_ranks(
+    function: Callable[..., list[str]], ranks: int, *args: Any, timeout_s: float = PROBE_TIMEOUT_S
+) -> list[str]:
+    """Call ``function(store, rank, ranks, *args)`` in a process for each rank, and return the lines of rank 0.
+
+    Args:
+        function: function importable from its module; ``store`` is one in which the ranks can meet.
+        ranks: number of processes.
+        args: further arguments.
+        timeout_s: seconds after which the processes are killed.
+
+    Raises:
+        RuntimeError: a process raised, died, or did not end in time; the text ends with its error.
+    """
+    with tempfile.TemporaryDirectory(prefix="sidelane-info-") as folder:
+        started: Any = torch.multiprocessing.start_processes(
+            _rank_main, (function, ranks, folder, args), ranks, join=False, daemon=True, start_method="spawn"
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not started.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_S):
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"not finished within {timeout_s:g} s")
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as problem:
+            raise RuntimeError(str(problem)) from problem
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+        return Path(folder, LINES).read_text(encoding="utf-8").splitlines()
+
+
+def _rank_main(rank: int, function: Callable[..., list[str]], ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    lines = function(dist.FileStore(os.path.join(folder, "store"), ranks), rank, ranks, *args)
+    if rank == 0:
+        Path(folder, LINES).write_text("\n".join(lines), encoding="utf-8")
+
+
 def show(findings: Findings, console: rich.console.Console) -> None:
-    """Print the findings on a terminal."""
+    """Print the findings on a console."""
     machine = findings.machine
     lines = [
         ("processor", f"{machine.processor}, {machine.cores} cores"),
@@ -172,12 +226,12 @@ def _accelerator_lines(found: Accelerators) -> list[tuple[str, str]]:
     return lines + [("note", note) for note in found.notes]
 
 
-def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, str]]:
+def _uses(machine: Inventory, device_type: str, ranks: int) -> list[tuple[str, str]]:
     found = machine.accelerators
-    if not on_cpu and found is not None:
+    if device_type != "cpu" and found is not None:
         engines = " with its kernels and with copy engines" if found.library_uses_copy_engines else ""
         return [
-            ("ranks", f"one process a GPU, {world_size} in all"),
+            ("ranks", f"one process a GPU, {ranks} in all"),
             ("moves", "the GPUs' copy engines, through the driver, or a kernel where that is faster"),
             ("repeated calls", _repeats()),
             ("signals", "stream memory operations where the driver lets them reach a peer, else 4-byte copies"),
@@ -187,7 +241,7 @@ def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, 
         ]
     reason = "a single GPU has no peers" if found is not None and len(found.gpus) == 1 else "no GPUs here"
     return [
-        ("ranks", f"CPU processes ({reason}); studies start {world_size} unless told otherwise"),
+        ("ranks", f"CPU processes ({reason}); studies start {ranks} unless told otherwise"),
         ("moves", "a thread for each engine, real bytes through shared memory"),
         ("signals", "words in shared memory"),
         ("reductions", "torch on the CPU"),
@@ -203,10 +257,10 @@ def _repeats() -> str:
     return f"in C ({found.words})" if found.module is not None else f"in Python, slower: {found.words}"
 
 
-def _choice(place: LaunchTarget) -> list[tuple[str, str]]:
+def _choice(device_type: str, ranks: int) -> list[tuple[str, str]]:
     """Describe the profile by which ``auto`` chooses, and why other ones are not used."""
     try:
-        by = in_force(settings.current().profile, key_here(place.device_type, place.world_size))
+        by = in_force(settings.current().profile, key_here(device_type, ranks))
     except ValueError as problem:
         return [("choice", f"communicators will fail: {problem}")]
     return [("choice", f"auto goes by {by.where}"), *(("note", note) for note in by.notes)]
@@ -221,17 +275,28 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
     return table
 
 
-def _probe(rank: Rank) -> list[str]:
+def _probe(store: dist.Store, rank: int, gpus: int, device_type: str) -> list[str]:
     """Try the driver features that the executor of this device relies on, on every rank."""
     from sidelane.execute.cuda import probe
     from sidelane.execute.vendor import make_driver
     from sidelane.memory.exchange import Exchange
     from sidelane.memory.torch_symm import TorchSymmetricMemory
 
+    # Without this, Gloo resolves its own address by the name service, and both listen to other machines.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    device = torch.device(device_type, rank)
+    torch.get_device_module(device_type).set_device(rank)
+    backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    timeout = timedelta(seconds=PROBE_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=timeout, device_id=device)
     group = dist.group.WORLD
     assert group is not None
     exchange = Exchange(group, settings.current().timeout_s)
-    memory = TorchSymmetricMemory(exchange, rank.device)
-    features = probe(exchange, rank.device, memory, make_driver)
+    memory = TorchSymmetricMemory(exchange, device)
+    features = probe(exchange, device, memory, make_driver)
     memory.close()
+    dist.destroy_process_group()
     return features.lines()

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from sidelane.cli.help import output
 from sidelane.user_files import write_whole
 
 
@@ -44,6 +45,17 @@ class Written(click.Path):
 
 STDOUT = Path("-")
 """Path that stands for stdout."""
+
+
+json_option = output(
+    "--json",
+    type=Written(allow_dash=True),
+    metavar="FILE",
+    is_flag=False,
+    flag_value="-",
+    help="Write the figures here as JSON; - prints them, and nothing else.",
+)
+"""Option of a command that writes its figures as one JSON object."""
 
 
 def write_json(target: str | os.PathLike[str], content: Any, *, allow_nan: bool = True) -> Path:
@@ -98,24 +110,6 @@ def why_unwritable(target: str | os.PathLike[str], *, is_folder: bool = False) -
             return None
     except OSError as problem:
         return f"{path}: nothing can be written in {there}: {problem.strerror} (allowed=where this user may write)"
-
-
-def refuse_unwritable(what: str, target: str | os.PathLike[str] | None, *, is_folder: bool = False) -> None:
-    """Raise before a measurement whose results would be lost.
-
-    Args:
-        what: name of the target for the user.
-        target: path; None, like ``STDOUT``, can be written.
-        is_folder: files are to be written into it.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    if target is None or (Path(target) == STDOUT and not is_folder):
-        return
-    problem = why_unwritable(target, is_folder=is_folder)
-    if problem is not None:
-        raise ValueError(f"{what}: {problem}")
 
 
 def _is_special(path: Path) -> bool:

@@ -15,8 +15,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command
-from sidelane.cli.options import json_option
-from sidelane.cli.output import STDOUT, write_json
+from sidelane.cli.output import STDOUT, json_option, write_json
 from sidelane.user_files import bytes_of
 
 LATE_NS = 1_000_000_000

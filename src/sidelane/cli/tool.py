@@ -11,7 +11,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command, Commands, how
-from sidelane.cli.options import json_option
+from sidelane.cli.output import json_option
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
 

@@ -43,7 +43,7 @@ _BEYOND = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class KernelPiece:
     """One tensor or pair, with the addresses of this rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class Tiles:
     constants: dict[str, Any]
 
     @staticmethod
-    def of(piece: Piece, tile_bytes: int, reads: int = 0, stores: int = 0, total: int = 0) -> Tiles:
+    def of(piece: KernelPiece, tile_bytes: int, reads: int = 0, stores: int = 0, total: int = 0) -> Tiles:
         """Return the tiles of one piece.
 
         Args:
@@ -109,7 +109,7 @@ class Tiles:
         return Tiles(count, piece.nbytes, (0, count, *place), piece.groups, {**constants, "TILE": tile_bytes})
 
     @staticmethod
-    def of_reduction(piece: Piece, tile_bytes: int, total: int, *, gather: bool) -> Tiles:
+    def of_reduction(piece: KernelPiece, tile_bytes: int, total: int, *, gather: bool) -> Tiles:
         """Return the tiles of one piece to be reduced, whose input and output may be aligned differently.
 
         Args:
@@ -139,7 +139,7 @@ class TileTable:
     tiles: Tiles
 
     @staticmethod
-    def of(pieces: Sequence[Piece], tile_bytes: int) -> TileTable:
+    def of(pieces: Sequence[KernelPiece], tile_bytes: int) -> TileTable:
         """Number the tiles of 1 to ``MOST_LISTED`` pieces, in their order."""
         counts = np.array([-(-piece.nbytes // tile_bytes) for piece in pieces], np.int64)
         ends = np.cumsum(counts)
@@ -158,7 +158,7 @@ class TileTable:
         return dataclasses.replace(self.tiles, arguments=(address, *self.tiles.arguments[1:]))
 
 
-def _row(piece: Piece, first_tile: int) -> npt.NDArray[np.int64]:
+def _row(piece: KernelPiece, first_tile: int) -> npt.NDArray[np.int64]:
     row = np.zeros(FIRST_GROUP.value * (1 + len(piece.groups)), np.int64)
     where = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride, piece.place)
     row[: FIRST_GROUP.value] = (*where, piece.unit_bytes == 16, first_tile)

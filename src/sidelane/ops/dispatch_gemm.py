@@ -3,9 +3,9 @@
 
 """all_to_all_gemm: the first GEMM of experts, which computes rows of tokens as they arrive from their ranks.
 
-Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (``reference.all_to_all_gemm``; the fused
-operators paper, section III, has the other direction). The numbers of rows between ranks may be known on the device
-only, as in ``gemm``, whose ``counts`` describe the way back: the columns of these are its rows.
+Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (the fused operators paper, section III, has
+the other direction). The numbers of rows between ranks may be known on the device only, as in ``gemm``, whose
+``counts`` describe the way back: the columns of these are its rows.
 
 Any block of two ranks::
 
@@ -58,7 +58,7 @@ from sidelane.memory.persistent import lasting
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.handle import KernelHandle, check_tiles, is_captured, kept, power_of_two, programs_of, refuse_tiles
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, counts_in_words, experts_of
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -215,9 +215,14 @@ def all_to_all_gemm(
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
             exchange = functools.partial(sender, again=RepeatedLaunch(PLACES))
             turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
-            if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+
+            def load() -> bool:
                 groups = ExpertGroups(routed.on_device(counts), comm.rank, most_rows, are_sent=False)
                 groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
+                return True
+
+            if routed.grouped and method == AUTO and not is_captured(comm):
+                kept(comm, (ExpertGroups, key, routed.experts), load)  # a graph cannot load kernels
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 there = routed.on_device(counts)

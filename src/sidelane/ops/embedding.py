@@ -71,6 +71,7 @@ from sidelane.ops.embedding_tables import (
     require_unmoved,
     sizes_of,
     threads_of,
+    words_of,
 )
 from sidelane.ops.handle import (
     KernelHandle,
@@ -347,35 +348,11 @@ def embedding_all_to_all(
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
 
-    words = _words_of(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
+    words = words_of(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
     method = FUSED if slice_bags and method == AUTO else method
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
     found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
     return found
-
-
-def _words_of(
-    comm: Communicator,
-    words: tuple[object, ...],
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-) -> tuple[object, ...] | None:
-    """Return all on which checks and choice depend besides the layout of offsets, whatever the number of indices. None
-    if an argument may be wrong, or if values are checked.
-    """
-    if comm.config.debug:
-        return None
-    try:
-        known = checked(comm, tables)
-        bags = indices.dtype, indices.device, indices.dim(), indices.is_contiguous()
-        if weights is not None:
-            alike = weights.shape == indices.shape and weights.is_contiguous()
-            bags += weights.dtype, weights.device, alike
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # refused by checks, which tell the peers
-        return None
-    return (*words, known.identity, *bags)
 
 
 @triton.jit

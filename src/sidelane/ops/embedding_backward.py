@@ -21,6 +21,7 @@ tables.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -49,13 +50,14 @@ from sidelane.ops.embedding_tables import (
     EmbeddingTables,
     batch_of,
     check_bags,
-    check_offsets,
     check_sizes,
     checked,
     refuse_atomics,
     threads_of,
+    words_of,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.operator import Launch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -89,21 +91,12 @@ class EmbeddingBackward(KernelHandle):
         grad: torch.Tensor,
         indices: torch.Tensor,
         offsets: torch.Tensor,
-        mode: str,
         weights: torch.Tensor | None,
+        mode: str,
         sparse: bool,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run the operator with checked tables."""
+        """Run the operator with checked arguments."""
         comm, tables = self.comm, self.tables
-        with telling_refusals(comm, NAME):
-            if not sparse:
-                refuse_atomics(comm, f"{NAME} backward")
-            check_bags(comm, tables.tables, indices, offsets, weights, mode)
-            check_offsets(tables, offsets)
-            check_tensor(NAME, "grad", grad, comm.device, (tables.dtype,), (2,))
-            if grad.shape != tables.output_shape:
-                allowed = tables.output_shape
-                raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={allowed})")
         if sparse:
             found = grad.new_empty(indices.numel(), tables.dim)
         else:
@@ -190,14 +183,27 @@ def embedding_all_to_all_backward(
         UnavailableError: new tables inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        kind = checked(comm, tables).key
-        check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
-        batch = batch_of(tables, offsets)
-        check_sizes(comm, tables, batch)
-    key = ("backward", batch, *kind)
-    handle = kept(comm, key, lambda: EmbeddingBackward(comm, tables, batch))
-    return handle.run(grad, indices, offsets, mode, per_sample_weights, sparse)
+
+    def make() -> Launch:
+        with telling_refusals(comm, NAME):
+            kind = checked(comm, tables).key
+            check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
+            batch = batch_of(tables, offsets)
+            check_sizes(comm, tables, batch)
+            if not sparse:
+                refuse_atomics(comm, f"{NAME} backward")
+        handle = kept(comm, ("backward", batch, *kind), lambda: EmbeddingBackward(comm, tables, batch))
+        with telling_refusals(comm, NAME):
+            dtype, shape = handle.tables.dtype, handle.tables.output_shape
+            check_tensor(NAME, "grad", grad, comm.device, (dtype,), (2,))
+            if grad.shape != shape:
+                raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={shape})")
+        return functools.partial(handle.run, mode=mode, sparse=sparse)
+
+    words = words_of(comm, ("backward", mode, sparse), tables, indices, offsets, per_sample_weights)
+    found: tuple[list[torch.Tensor], torch.Tensor | None]
+    found = cached(comm, words, (grad, offsets), make)(grad, indices, offsets, per_sample_weights)
+    return found
 
 
 @triton.jit

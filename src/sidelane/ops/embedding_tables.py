@@ -190,6 +190,30 @@ def check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, 
         raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
 
 
+def words_of(
+    comm: Communicator,
+    words: tuple[object, ...],
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> tuple[object, ...] | None:
+    """Return all on which checks and choice depend besides the layout of offsets, whatever the number of indices. None
+    if an argument may be wrong, or if values are checked.
+    """
+    if comm.config.debug:
+        return None
+    try:
+        known = checked(comm, tables)
+        bags: tuple[object, ...] = indices.dtype, indices.device, indices.dim(), indices.is_contiguous()
+        if weights is not None:
+            alike = weights.shape == indices.shape and weights.is_contiguous()
+            bags += weights.dtype, weights.device, alike
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # refused by checks, which tell the peers
+        return None
+    return (*words, known.identity, *bags)
+
+
 def check_bags(
     comm: Communicator,
     tables: Sequence[torch.Tensor],

@@ -94,6 +94,17 @@ def find(
         return None, None
 
 
+def cached(
+    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], Launch]
+) -> Launch:
+    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
+    launch, key = find(comm, words, tensors)
+    if launch is None:
+        launch = make()
+        remember(comm, key, launch)
+    return launch
+
+
 def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
     """Return the mean of each size over the ranks, at least 1."""
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)

@@ -1,6 +1,7 @@
-"""The unfused equivalents: each fused operator as PyTorch's operators and a collective behind them.
+"""The unfused equivalents of a GEMV, a norm and embedding bags: PyTorch's operators, and a collective after them.
 
-They are the oracle of the fused operators and their baseline. Each takes the arguments of its fused operator.
+They are these operators' method ``unfused``, and take the arguments of their fused operator. The GEMMs' are those of
+``pipelined_gemm``, which compute where the collective reads.
 """
 
 from __future__ import annotations
@@ -96,52 +97,6 @@ def embedding_all_to_all(
         input_split_sizes=[len(tables) * size for size in samples],
     )
     return output.view(sum(counts), local, dim).transpose(0, 1).reshape(local, sum(counts) * dim)
-
-
-def gemm_all_to_all(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """Run ``x @ weight.T`` and an all-to-all with split sizes that the host knows; see :mod:`sidelane.ops.gemm`."""
-    sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
-    output = x.new_empty(sum(came), weight.shape[0])
-    comm.all_to_all(output, product(x[: sum(sent)], weight), output_split_sizes=came, input_split_sizes=sent)
-    return output
-
-
-def all_to_all_gemm(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """Run an all-to-all with split sizes, which the host must know, and ``came @ weight.T``. See
-    :func:`sidelane.ops.all_to_all_gemm`.
-    """
-    sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
-    rows = x.new_empty(sum(came), x.shape[1])
-    comm.all_to_all(rows, x[: sum(sent)].contiguous(), output_split_sizes=came, input_split_sizes=sent)
-    return product(rows, weight)
-
-
-def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Run ``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
-    output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])
-    comm.reduce_scatter(output, product(x, weight))
-    return output
-
-
-def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemm_all_reduce`."""
-    result = product(x, weight)
-    comm.all_reduce(result)
-    return result
-
-
-def all_gather_gemm(
-    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, gathered: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return ``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
-    if gathered is None:
-        gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
-    comm.all_gather(gathered, x.contiguous())
-    return product(gathered, weight)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,8 @@ from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.ops.gemm import PLACES, rows_sender
 from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
-from sidelane.ops.operator import Launch, find
+from sidelane.ops.operator import Launch, cached
 from sidelane.session import Communicator
-from sidelane.session.answers import remember
 from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_to_all_rows"
@@ -92,15 +91,15 @@ def send_rows(
         terms: argument of :func:`all_to_all_rows`.
         factors: argument of :func:`all_to_all_rows`.
     """
-    asked = None if comm.config.debug else (NAME, most_rows, *words)
-    launch, key = find(comm, asked, (x, counts, terms, factors))
-    if launch is None:
+
+    def make() -> Launch:
         with telling_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
             check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)
             check_most_rows(NAME, most_rows, x.shape[1])
-        launch = functools.partial(sender(), again=RepeatedLaunch(PLACES))
-        remember(comm, key, launch)
+        return functools.partial(sender(), again=RepeatedLaunch(PLACES))
+
+    launch = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)
     came: torch.Tensor = launch(x, None, counts, terms=terms, factors=factors)
     return came
 

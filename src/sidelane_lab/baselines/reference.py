@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from sidelane.cli.launch import Rank
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.options import MOST_TENSORS
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)

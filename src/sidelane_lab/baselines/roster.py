@@ -23,7 +23,6 @@ from sidelane.choice.candidate import (
     takes_one_tensor,
 )
 from sidelane.choice.key import CPU
-from sidelane.cli.launch import Rank
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
@@ -40,6 +39,7 @@ from sidelane_lab.baselines.candidate import (
     separately,
 )
 from sidelane_lab.baselines.reference import ROOT, Case
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 
 ON_CPUS = ("gloo", "dma", "auto")

@@ -12,15 +12,6 @@ import click
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.cli.help import HOW, MEASURE, WHAT, what
-from sidelane.cli.options import (
-    KINDS,
-    VERSIONS,
-    given,
-    reasons,
-    refuse_beside_machine,
-    say_rounding,
-    size,
-)
 from sidelane.cli.output import Written
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -44,6 +35,15 @@ from sidelane_lab.harness.options import (
     shared,
     values_of,
     word,
+)
+from sidelane_lab.harness.parameters import (
+    KINDS,
+    VERSIONS,
+    given,
+    reasons,
+    refuse_beside_machine,
+    say_rounding,
+    size,
 )
 from sidelane_lab.pairs.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, ComputeKind, parse_gemm, parse_workload
 from sidelane_lab.shaping.shape import SHAPES

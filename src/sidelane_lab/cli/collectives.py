@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 from sidelane.cli.help import HOW, MEASURE, OUTPUT, WHAT
-from sidelane.cli.options import ALL, KINDS, shapes
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.harness.options import (
     LAUNCHES,
@@ -29,6 +28,7 @@ from sidelane_lab.harness.options import (
     study_command,
     word,
 )
+from sidelane_lab.harness.parameters import ALL, KINDS, shapes
 from sidelane_lab.pairs.workload import TABLE_I
 
 

@@ -8,10 +8,10 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command, output
-from sidelane.cli.options import device_option, json_option, ranks_option
-from sidelane.cli.output import Written
+from sidelane.cli.output import Written, json_option
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.options import loaded, run
+from sidelane_lab.harness.parameters import device_option, ranks_option
 
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
@@ -41,13 +41,13 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
     collective between CPU processes, and what GPUs give, as predicted and as measured on H200s.
     """
     with plain_errors():
-        from sidelane.cli.launch import choose_target
+        from sidelane_lab.harness.launch import choose_target
 
         if choose_target(ranks, device).on_cpu:
             loaded("studies.demo.show").main(report, ranks, json)
             return
         from sidelane.cli import info
-        from sidelane.cli.terminal import tables_console
+        from sidelane_lab.harness.terminal import tables_console
 
         info.show(info.look(probe=False), tables_console(json))
         run(C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report))

@@ -9,9 +9,9 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LABORATORY, LOOK, PREDICT, Command, how, output, what, where
-from sidelane.cli.options import VERSIONS, NameChoice, given, json_option, report_option
-from sidelane.cli.output import Written
+from sidelane.cli.output import Written, json_option
 from sidelane_lab.harness.options import MACHINE_NAME, loaded
+from sidelane_lab.harness.parameters import VERSIONS, NameChoice, given, report_option
 
 DEMO_MACHINE = "mi300x8"
 

@@ -11,8 +11,9 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what, where
-from sidelane.cli.options import NameChoice, json_option, names, size, timeout_option
+from sidelane.cli.output import json_option
 from sidelane_lab.harness.options import loaded
+from sidelane_lab.harness.parameters import NameChoice, names, size, timeout_option
 
 COLLECTIVES = {
     "all_gather": "all_gather",

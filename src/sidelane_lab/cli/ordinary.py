@@ -6,9 +6,9 @@ import dataclasses
 
 import click
 
-from sidelane.cli.options import say_rounding
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.options import StudyOptions, count, kinds, option, size_span, study_command, words
+from sidelane_lab.harness.parameters import say_rounding
 from sidelane_lab.pairs.workload import parse_workload
 
 COLLECTIVES = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)

@@ -9,7 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import CHOOSE, Command, how
-from sidelane.cli.options import json_option
+from sidelane.cli.output import json_option
 from sidelane_lab.harness.options import loaded
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

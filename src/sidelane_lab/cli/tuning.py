@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what
-from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
-from sidelane.cli.output import Written
+from sidelane.cli.output import Written, json_option
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
@@ -29,6 +28,7 @@ from sidelane_lab.harness.options import (
     values_of,
     word,
 )
+from sidelane_lab.harness.parameters import ALL, KINDS, NameChoice, given, size
 from sidelane_lab.pairs.workload import GEMM_DTYPES, parse_gemm
 
 OUTPUT_FILE: dict[str, Any] = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import rich.console
 
-from sidelane.cli import provenance
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.comparisons.catalogue import COMPARISONS, comparison_of
 from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, ClaimPredictions, FigureValues
+from sidelane_lab.harness import provenance
 from sidelane_lab.harness.report import PAGE, STYLE, inline
 from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.papers.claim_measurements import FILES
 

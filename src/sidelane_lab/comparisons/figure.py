@@ -19,9 +19,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from sidelane.cli.table import Line, Table
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import RC, save_both
+from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.claim_measurements import FILES, MeasuredClaim, files_of, measure_claim

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from sidelane.cli.options import given
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, NodesChoice, choose
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.parameters import given
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.node_steps import (
     IN_PLACE,

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sidelane.c3.strategies import strategies
-from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.table import grouped
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 BLACK, GREY = "#000000", "#666666"

@@ -22,22 +22,21 @@ from click.shell_completion import CompletionItem
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Command, Example, Option, where
-from sidelane.cli.options import (
+from sidelane.cli.output import STDOUT, Written, json_option
+from sidelane.program.collective import Kind
+from sidelane.sizes import parse_bytes
+from sidelane_lab.harness.parameters import (
     NameChoice,
     device_option,
     given,
-    json_option,
     ranks_option,
     refuse_beside_machine,
     report_option,
     sizes_between,
     timeout_option,
 )
-from sidelane.cli.options import names as read_names
-from sidelane.cli.options import size as read_size
-from sidelane.cli.output import STDOUT, Written
-from sidelane.program.collective import Kind
-from sidelane.sizes import parse_bytes
+from sidelane_lab.harness.parameters import names as read_names
+from sidelane_lab.harness.parameters import size as read_size
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 MOST_TENSORS = 1024
@@ -331,7 +330,7 @@ def _on_cpu(parameters: Mapping[str, Any]) -> bool:
     """Return True where ranks would be CPU processes; predictions are of GPUs."""
     if parameters.get("machine") is not None:
         return False
-    from sidelane.cli.launch import choose_target
+    from sidelane_lab.harness.launch import choose_target
 
     return choose_target(parameters["ranks"], parameters["device"]).on_cpu
 

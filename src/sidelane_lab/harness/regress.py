@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import say, tables_console
 from sidelane_lab.harness.study import FlatRow, Results, read
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import say, tables_console
 
 LIBRARIES = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "unfused_nccl", "none")
 """Implementations, and ways of whole steps up to a comma, whose communication is not Sidelane's."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import rich.console
 
-from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.study import Picture, R, Results, study_of
+from sidelane_lab.harness.table import MISSING, Line, Table, grouped, notes_of, number, verdict
 
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "

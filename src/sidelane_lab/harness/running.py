@@ -18,15 +18,16 @@ from typing import Generic
 import rich.console
 import rich.progress
 
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
-from sidelane.cli.output import STDOUT, refuse_unwritable
-from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.cli.output import STDOUT
 from sidelane.errors import Page, UnavailableError
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
+from sidelane_lab.harness.terminal import progress_console, tables_console
 
 
 class Sender:

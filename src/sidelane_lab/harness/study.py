@@ -18,13 +18,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from sidelane.cli import provenance
-from sidelane.cli.launch import LaunchTarget
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Table
 from sidelane.machine.inventory import machine_name
 from sidelane.user_files import json_of, text_of
+from sidelane_lab.harness import provenance
+from sidelane_lab.harness.launch import LaunchTarget
 from sidelane_lab.harness.options import require
+from sidelane_lab.harness.table import Table
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 MODEL = "model"

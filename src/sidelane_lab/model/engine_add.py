@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.cli.table import Line, Table
 from sidelane.program.builders.flags import FlagPlan
 from sidelane.program.builders.moving import rotation
 from sidelane.program.builders.reducing import reduce
@@ -18,6 +17,7 @@ from sidelane.program.collective import REDUCING, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Reduce, Signal, Wait
 from sidelane.program.transform import freeze
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.collectives import collective_of, dependencies, executed_run, library_us
 from sidelane_lab.sim import simulate

@@ -22,8 +22,8 @@ import rich.padding
 import rich.text
 
 from sidelane.cli.output import write_json
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, geomean
 from sidelane_lab.pairs.workload import Bound
 from sidelane_lab.papers.claims import numbers, published, value_text

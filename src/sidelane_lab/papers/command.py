@@ -16,9 +16,9 @@ import rich.text
 from matplotlib.figure import Figure
 
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table, without_empty_columns
-from sidelane.cli.terminal import progress, progress_console, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
+from sidelane_lab.harness.table import Line, Table, without_empty_columns
+from sidelane_lab.harness.terminal import progress, progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find, named
 from sidelane_lab.machines.ranges import Variation, predict_each, variations
 from sidelane_lab.machines.spec import Machine

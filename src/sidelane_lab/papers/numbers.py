@@ -25,7 +25,7 @@ def write_numbers(
     """
     if path is None:
         return []
-    from sidelane.cli import provenance  # which loads torch, while a prediction needs none
+    from sidelane_lab.harness import provenance  # which loads torch, while a prediction needs none
 
     numbers = machine.quantities()
     numbers |= {f"{other.name} {name}": quantity for other in others for name, quantity in other.quantities().items()}

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.table import Line, Table, grouped, number
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane_lab.harness import study as files
+from sidelane_lab.harness.table import Line, Table, grouped, number
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (

@@ -18,10 +18,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table, grouped, number
-from sidelane.cli.terminal import progress_console, say_written, tables_console
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import RC, file_name, save_both
+from sidelane_lab.harness.table import Line, Table, grouped, number
+from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import bands, ends, variations
 from sidelane_lab.machines.spec import Machine

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find, named
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress, say, say_written, tables_console
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.ranges import Variation, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, RunStatus

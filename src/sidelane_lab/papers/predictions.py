@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.c3.strategies import named, strategies
-from sidelane.cli.table import Line, Table, grouped, notes_of
-from sidelane.cli.terminal import progress_console, say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.explain.nodes import predict_collectives
+from sidelane_lab.harness.table import Line, Table, grouped, notes_of
+from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run

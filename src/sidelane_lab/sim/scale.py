@@ -15,10 +15,10 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
-from sidelane.cli import provenance
 from sidelane.cli.output import write_json
 from sidelane.program.collective import Buffer, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane_lab.harness import provenance
 from sidelane_lab.machines.load import named
 from sidelane_lab.sim.simulate import simulate
 

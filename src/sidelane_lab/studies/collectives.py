@@ -11,15 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from sidelane.cli.launch import LaunchTarget, Rank
-from sidelane.cli.table import (
-    MISSING,
-    Line,
-    Table,
-    grouped,
-    number,
-    place_of,
-)
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -33,6 +24,7 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
@@ -46,6 +38,14 @@ from sidelane_lab.harness.study import (
     Picture,
     Results,
     Study,
+)
+from sidelane_lab.harness.table import (
+    MISSING,
+    Line,
+    Table,
+    grouped,
+    number,
+    place_of,
 )
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from sidelane.cli.launch import Rank
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
 from sidelane_lab.cli.gemms import GemmOptions
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by

@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from sidelane.cli.launch import Rank
-from sidelane.cli.table import Table
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -42,10 +40,12 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
 from sidelane_lab.cli.collectives import HostOptions
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.report import Cell, spread, tables_by
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
+from sidelane_lab.harness.table import Table
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import tables_console
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
 

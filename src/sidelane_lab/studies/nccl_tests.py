@@ -7,15 +7,15 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.launch import choose_target
 from sidelane.cli.output import STDOUT, write_json
-from sidelane.cli.table import grouped
-from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import parse_bytes
 from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.harness.launch import choose_target
 from sidelane_lab.harness.running import StudyFollower, follow, interrupted_by_sigterm, require_measured, selection_of
 from sidelane_lab.harness.study import Results, collect
+from sidelane_lab.harness.table import grouped
+from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Topology
 from sidelane_lab.studies.collectives import STUDY, CollectiveRow

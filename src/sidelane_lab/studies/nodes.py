@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli import provenance
 from sidelane.cli.output import write_json
 from sidelane.integrations.nodes.choose import choose
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.verify import verify
+from sidelane_lab.harness import provenance
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.node_steps import nodes_of

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.c3.strategies import named
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.numbers import write_numbers

@@ -17,9 +17,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, RC, STYLES, VERMILLION, save_both
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find, with_nodes
 from sidelane_lab.machines.ranges import bands, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli import provenance
 from sidelane.cli.output import write_json
+from sidelane_lab.harness import provenance
 from sidelane_lab.machines.load import named
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.command import STRATEGIES, flat, read_trace

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sidelane.device.launch import Launch, LaunchSite, unit_bytes
 from sidelane.execute.base import Addresses
 from sidelane.kernels import block_flags, broadcast, direct, ll, staged
-from sidelane.kernels.tile_table import Piece, Tiles, TileTable
+from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.kernel import KernelProgram, Protocol
 
@@ -81,13 +81,13 @@ class _Kernel:
         """Return the addresses of a part's bytes from an offset on, on all ranks."""
         return tuple(self.address(number, span_of(rank, offset, 0)) for rank in range(self.site.world_size))
 
-    def pieces(self, groups: Groups | None = None) -> list[Piece]:
+    def pieces(self, groups: Groups | None = None) -> list[KernelPiece]:
         """Return the parts that have bytes, with their addresses on this rank. Raises ValueError without one."""
         program, rank = self.program, self.site.rank
         gathers = program.reduction is None and program.root is None  # an output has a part of every rank
         strided = gathers or (program.distinct and program.two_shot)
         return [
-            Piece(
+            KernelPiece(
                 input=self.address(number, part.input_span(rank, 0, 0)),
                 output=self.address(number, part.output_span(rank, 0, 0)),
                 nbytes=nbytes,

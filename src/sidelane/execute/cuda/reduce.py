@@ -17,7 +17,7 @@ from typing import Any
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch
 from sidelane.device.memory import pointer
-from sidelane.kernels.arithmetic import DTYPES, accumulate, finish, widen
+from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
 from sidelane.program.collective import MAX_NODE_RANKS, Reduction
 
 WARPS = 16
@@ -62,15 +62,7 @@ def _constants(
     fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * sources <= _MOST_IN_FLIGHT]
     block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
     elements = nbytes // reduction.element_bytes
-    constants = {
-        "N": sources,
-        "OP": str(reduction.op),
-        "DTYPE": DTYPES[reduction.dtype],
-        "ELEMENT_BYTES": reduction.element_bytes,
-        "FLOAT": reduction.dtype in ("float32", "float16", "bfloat16"),
-        "ALIGNED": aligned,
-        "BLOCK": block,
-    }
+    constants = {"N": sources, **reduction_constants(reduction), "ALIGNED": aligned, "BLOCK": block}
     return max(1, min(blocks, -(-elements // block))), constants
 
 

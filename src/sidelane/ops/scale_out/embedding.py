@@ -16,9 +16,10 @@ free for the transport.
 
 The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
 
-Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2: the send buffer of rank 0 has samples 2 and 3 of table 0,
-then those of table 1. Slice 1, of table 1, begins at element 2 * D there, and at column D of row 0 on rank 1. With
-slices of both tables there is one: tables 0 and 1 of sample 2, then of sample 3, as they lie in the rows of rank 1.
+Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2, two tables on rank 0: its send buffer has room for its own
+samples (unused), then samples 2 and 3 of table 0, then those of table 1. Slice 1, of table 1, begins at element 6 * D
+there, and at column D of row 0 on rank 1 (``slices_between``). With slices of both tables there is one: tables 0 and 1
+of sample 2, then of sample 3, as they lie in the rows of rank 1.
 
 Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], for each rank by groups of TABLES tables, sample by
 sample.
@@ -26,6 +27,7 @@ sample.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,7 +122,8 @@ class EmbeddingAcrossNodes:
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
-        slices = self._between_nodes()
+        cut = self.slice_bags, self.slice_tables
+        slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, cut)
         counters = 2 + len(slices.sent)
         with telling_refusals(comm, NAME):  # there may be no memory
             self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
@@ -132,34 +135,6 @@ class EmbeddingAcrossNodes:
         with telling_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self.slice_bags, : self.slice_tables * dim])
         ranks.agree(NAME, (mode, self.slice_bags, self.slice_tables, batch, dim, str(dtype)))
-
-    def _between_nodes(self) -> Slices:
-        """Return the slices of this rank and for it. Numbers count groups of tables, and in each groups of samples."""
-        ranks, tables, own = self.ranks, self.tables, self.ranks.rank
-        starts = [sum(tables.counts[:owner]) for owner in range(ranks.world_size)]
-        sent = []
-        for target in ranks.fars:
-            samples, before = tables.samples[target], sum(tables.samples[:target]) * tables.counts[own]
-            for number, (table, count, sample, part) in enumerate(self._cut(tables.counts[own], samples)):
-                first = (before + table * samples + sample * count) * tables.dim
-                sent.append(Outgoing(target, number, first, part * count * tables.dim))
-        came = {
-            source: tuple(
-                Arriving(sample * tables.width + (starts[source] + table) * tables.dim, part, count * tables.dim)
-                for table, count, sample, part in self._cut(tables.counts[source], tables.samples[own])
-            )
-            for source in ranks.fars
-        }
-        return Slices(tuple(sent), came, tables.width)
-
-    def _cut(self, tables: int, samples: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the first table, the tables, the first sample and the samples of each slice; ranks with fewer samples
-        have slices without any.
-        """
-        for table in range(0, tables, self.slice_tables):
-            for sample in range(0, self._slices * self.slice_bags, self.slice_bags):
-                part = max(0, min(self.slice_bags, samples - sample))
-                yield table, min(self.slice_tables, tables - table), sample, part
 
     def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
         """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.
@@ -235,6 +210,51 @@ def slice_of(samples: int, tables: int, row_bytes: int, slice_bags: int | None =
     nbytes = max(least, min(most, samples * tables * row_bytes // SLICES))
     bags = min(samples, max(1, nbytes // row_bytes))
     return bags, max(1, nbytes // (row_bytes * bags))
+
+
+def slices_between(
+    rank: int, fars: Sequence[int], counts: Sequence[int], samples: Sequence[int], dim: int, cut: tuple[int, int]
+) -> Slices:
+    """Return the slices of a rank and for it. Numbers count groups of tables, and in each groups of samples.
+
+    Args:
+        rank: the rank.
+        fars: ranks on other nodes.
+        counts: number of tables of each rank.
+        samples: number of samples of each rank.
+        dim: D, number of elements of a bag.
+        cut: number of samples and of tables of a slice.
+
+    >>> found = slices_between(0, (1,), (2, 1), (2, 2), 8, (2, 1))
+    >>> found.sent
+    (Outgoing(target=1, number=0, first=32, size=16), Outgoing(target=1, number=1, first=48, size=16))
+    >>> found.came, found.stride
+    ({1: (Arriving(first=16, rows=2, columns=8),)}, 24)
+    """
+    bags, some = cut
+
+    def parts(owner: int, getter: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the first table, the tables, the first sample and the samples of each slice; none of those with which
+        ranks with more samples go on.
+        """
+        for table in range(0, counts[owner], some):
+            for sample in range(0, samples[0], bags):  # the first rank has most
+                yield table, min(some, counts[owner] - table), sample, max(0, min(bags, samples[getter] - sample))
+
+    sent, starts, width = [], list(itertools.accumulate(counts, initial=0)), sum(counts) * dim
+    for target in fars:
+        before = sum(samples[:target]) * counts[rank]
+        for number, (table, tables, sample, part) in enumerate(parts(rank, target)):
+            first = (before + table * samples[target] + sample * tables) * dim
+            sent.append(Outgoing(target, number, first, part * tables * dim))
+    came = {
+        source: tuple(
+            Arriving(sample * width + (starts[source] + table) * dim, part, tables * dim)
+            for table, tables, sample, part in parts(source, rank)
+        )
+        for source in fars
+    }
+    return Slices(tuple(sent), came, width)
 
 
 def embedding_all_to_all(

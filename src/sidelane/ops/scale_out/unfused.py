@@ -139,9 +139,9 @@ def embedding_all_to_all_backward(
     with torch.no_grad():
         of_bags = _of_bags(known, grad, ranks)
         found, of_weights = [], None if per_sample_weights is None else torch.zeros_like(per_sample_weights)
+        cuts = offsets[::batch].tolist()
         for number, table in enumerate(tables):
-            starts = offsets[number * batch : (number + 1) * batch + 1]
-            some, sizes = slice(int(starts[0]), int(starts[-1])), starts.diff()
+            some, sizes = slice(*cuts[number : number + 2]), offsets[number * batch :][: batch + 1].diff()
             rows, values = indices[some].long(), of_bags[:, number].float()
             if mode == MEAN:
                 values = values / sizes.clamp(min=1)[:, None]

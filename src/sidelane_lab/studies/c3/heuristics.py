@@ -16,14 +16,14 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.c3.rule import ENGINES
-from sidelane.cli import provenance
-from sidelane.cli.table import Line, Table, grouped, notes_of
-from sidelane.cli.terminal import tables_console
 from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions
+from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
 from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
+from sidelane_lab.harness.table import Line, Table, grouped, notes_of
+from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.heuristic import KINDS, isolated_of_machine, sweep_of

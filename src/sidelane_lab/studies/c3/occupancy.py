@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidelane.c3.partitions import PairStreams
-from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import OccupancyOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study

@@ -9,11 +9,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Table, grouped, number
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, file_name, plot_line, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import IMPLEMENTATIONS, Picture, Results
+from sidelane_lab.harness.table import Table, grouped, number
 from sidelane_lab.shaping.choice import choose, shaping_of
 from sidelane_lab.studies.c3.rows import PairRow, pair_words
 

@@ -11,7 +11,6 @@ from typing import Protocol
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     BLACK,
@@ -23,6 +22,7 @@ from sidelane_lab.harness.drawing import (
     save_titled,
 )
 from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.table import grouped
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.pairs.spans import Trace
 from sidelane_lab.pairs.workload import Workload

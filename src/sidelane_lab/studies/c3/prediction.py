@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import Mover, named
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table, grouped, notes_of
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
+from sidelane_lab.harness.table import Line, Table, grouped, notes_of
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.strategies import objection, predict

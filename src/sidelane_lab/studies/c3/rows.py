@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
+from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number
 
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 

@@ -15,7 +15,6 @@ from sidelane.c3.partitions import DevicePartitions, PairStreams
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.candidate import DMA, SM
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
@@ -26,6 +25,7 @@ from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import C3Options, Key
 from sidelane_lab.cli.collectives import SETTLE_S
+from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names

@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from sidelane.choice.candidate import applicable
-from sidelane.cli.launch import LaunchTarget, Rank
-from sidelane.cli.table import MISSING, Line, Table, grouped, number
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import prelaunchable
 from sidelane.sizes import format_bytes
@@ -37,11 +35,13 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnDma, Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import PRELAUNCHED, ChainOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, tables_by, text_of
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Study
+from sidelane_lab.harness.table import MISSING, Line, Table, grouped, number
 from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
 
 ALONE = Entrant("", "GEMMs alone")

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from sidelane import fsdp
-from sidelane.cli.launch import Rank
 from sidelane.integrations import ledger
 from sidelane.integrations.ledger import SIDELANE, ReportRow
 from sidelane_lab.baselines.candidate import captured
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
 from sidelane_lab.studies.process_group.ways import StudyGroups
 

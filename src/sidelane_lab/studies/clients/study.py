@@ -22,16 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target
-from sidelane.cli.table import MISSING, verdict
 from sidelane.integrations import ledger
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.clients import PROGRAMS, ClientOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import FlatRow, Results, Study
+from sidelane_lab.harness.table import MISSING, verdict
 from sidelane_lab.studies.clients.programs import (
     COMPILED,
     DDP,

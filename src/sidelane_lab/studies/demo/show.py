@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-from sidelane.cli.launch import Rank, run_ranks
 from sidelane.cli.output import write_json
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, tables_console
 from sidelane.config import BUILTIN, COMPUTE, NOTHING, Config
 from sidelane.errors import ProgramError
 from sidelane.program.builders import build
@@ -26,8 +23,11 @@ from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.call import explain
+from sidelane_lab.harness.launch import Rank, run_ranks
 from sidelane_lab.harness.report import STYLE, inline
 from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress_console, say, tables_console
 from sidelane_lab.studies.demo import figures
 
 RANKS = 4

@@ -11,11 +11,11 @@ import importlib
 import statistics
 from collections.abc import Sequence
 
-from sidelane.cli.table import Line, Table, grouped
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.harness import study as files
 from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.table import Line, Table, grouped
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.numbers import write_numbers

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sidelane.cli.table import Table, grouped
 from sidelane_lab.cli.e2e import WORKLOADS
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.harness.table import Table, grouped
 from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE
 from sidelane_lab.studies.clients.study import makers_of, spread_ms
 

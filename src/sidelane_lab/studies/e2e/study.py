@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank, choose_target
 from sidelane.config import current
 from sidelane.integrations import ledger
 from sidelane.machine.inventory import machine_name
@@ -24,6 +23,7 @@ from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import EndToEndOptions
+from sidelane_lab.harness.launch import Rank, choose_target
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from sidelane.cli.launch import Rank
+from sidelane_lab.harness.launch import Rank
 
 GEMM, ATTENTION, COLLECTIVE, COPY_IN, COPY_OUT, PEER_COPY, OTHER = GROUPS = (
     *("gemm", "attention", "collective", "copy_in", "copy_out", "peer_copy", "other"),

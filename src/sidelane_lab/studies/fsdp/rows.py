@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import MISSING, Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, plain_name, save
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture
+from sidelane_lab.harness.table import MISSING, Table, grouped, verdict
 
 TRAINED_BY = (
     *("nccl", "gloo", "nccl_ce", "sidelane_ag", "sidelane", "sidelane_copies"),

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from sidelane.cli.launch import Rank
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.model.layer import Transformer
 from sidelane_lab.studies.fsdp.cases import StepCase

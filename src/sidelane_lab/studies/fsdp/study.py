@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.running import Sender

@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from sidelane import config as settings
 from sidelane import fsdp
-from sidelane.cli.launch import Rank
 from sidelane.errors import UnavailableError
 from sidelane.integrations import direct_gather
 from sidelane.integrations.direct_gather import Straight, Tensors
@@ -26,6 +25,7 @@ from sidelane.integrations.ring import Ring
 from sidelane.program.shape import Beside
 from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 
 BUFFERS = 2

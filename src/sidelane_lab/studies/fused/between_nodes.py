@@ -81,9 +81,9 @@ def record(path: Path, rows: Sequence[Mapping[str, Any]], predicted: Sequence[Pa
     """Write rows of the machine at hand with where they come from, and how far the prediction is off in percent of the
     measured time.
     """
-    from sidelane.cli import provenance
     from sidelane.cli.output import write_json
     from sidelane.machine.inventory import machine_name
+    from sidelane_lab.harness import provenance
 
     ranks = rows[0]["ranks"]
     on_cpu = not torch.cuda.is_available()

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.fused_heuristic import ORDERS, ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
-from sidelane.cli.table import Table, grouped, verdict
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.harness.table import Table, grouped, verdict
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 ALONE = ("compute", "collective")

@@ -20,18 +20,18 @@ import torch.distributed as dist
 from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.choice.store import required
-from sidelane.cli.launch import Rank
-from sidelane.cli.output import refuse_unwritable
-from sidelane.cli.terminal import progress_console
 from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness.drawing import file_name
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import Results, Study, read
+from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.studies.fused.rows import (
     ALONE,
     FusedRow,

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from sidelane.cli.table import Table, grouped
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.study import OF_LIBRARY, Allowed, FlatRow
+from sidelane_lab.harness.table import Table, grouped
 
 THERE, BACK, CONTIGUOUS = LAYOUTS = "there", "back", "contiguous"
 SYMMETRIC, ORDINARY = MEMORIES = "symmetric", "ordinary"

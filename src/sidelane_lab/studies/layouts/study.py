@@ -19,12 +19,12 @@ import torch
 from sidelane import config as settings
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
-from sidelane.cli.launch import Rank
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.layouts import ALONE, BESIDE, LayoutOptions, Shape
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.running import Sender

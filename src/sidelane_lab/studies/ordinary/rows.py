@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli.table import (
-    Table,
-    grouped,
-    place_of,
-)
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import draw_sizes
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.study import OF_LIBRARY, Picture, Results
+from sidelane_lab.harness.table import (
+    Table,
+    grouped,
+    place_of,
+)
 from sidelane_lab.studies.c3.rows import TOGETHER_COLUMNS, alone_words, lost_percent, pair_words
 from sidelane_lab.studies.collectives import CollectiveRow
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sidelane.c3.partitions import PairStreams
-from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.workload import Workload

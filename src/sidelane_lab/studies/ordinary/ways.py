@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.cli.launch import Rank
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
@@ -29,6 +28,7 @@ from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, nothing_to_wait_for
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, bound_call
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.ordinary.rows import STAGED, SYMMETRIC
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import matplotlib as mpl
 
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane_lab.cli.collectives import PhasesOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.numbers import write_report

@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 import torch
 
 from sidelane import config as settings
-from sidelane.cli.launch import Rank
 from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
@@ -26,6 +25,7 @@ from sidelane.program.transform.stamp import slots_of
 from sidelane.session.session import Session
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import poison
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.phases.split import Sample
 
 FLAGS = 4096

@@ -9,12 +9,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Table, grouped, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import MODEL, FlatRow, Picture
+from sidelane_lab.harness.table import Table, grouped, number, verdict
 
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)

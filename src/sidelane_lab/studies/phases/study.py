@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.machine.inventory import machine_name
 from sidelane.program.batch import Definition
 from sidelane.program.collective import Collective
@@ -22,6 +21,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.collectives import PhasesOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.running import Sender

@@ -13,12 +13,12 @@ from typing import Any
 
 import matplotlib as mpl
 
-from sidelane.cli.table import Line, Table, number
-from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
+from sidelane_lab.harness.table import Line, Table, number
+from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Table, grouped, place_of, verdict
 from sidelane_lab.harness.drawing import (
     COLOURS,
     GREY,
@@ -25,6 +24,7 @@ from sidelane_lab.harness.drawing import (
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import IMPLEMENTATIONS, MODEL, FlatRow, Picture
+from sidelane_lab.harness.table import Table, grouped, place_of, verdict
 
 LIBRARY = "library"
 

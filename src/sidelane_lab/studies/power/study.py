@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from sidelane.choice.candidate import DMA
-from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import REDUCING
@@ -22,6 +21,7 @@ from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall,
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job, Problem, WayComparison
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study

@@ -25,8 +25,6 @@ from pathlib import Path
 import torch
 
 from sidelane.choice.candidate import DMA
-from sidelane.cli.launch import Rank
-from sidelane.cli.table import Table, grouped, place_of
 from sidelane.program.collective import Kind
 from sidelane.program.wraparound import as_int32
 from sidelane.session.prelaunch import Prelaunched
@@ -35,11 +33,13 @@ from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCal
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
 from sidelane_lab.cli.prelaunch import CALL, HOST, KERNEL, STREAM, TRIGGERS, PrelaunchOptions
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, tables_by
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Picture, Results, Study
+from sidelane_lab.harness.table import Table, grouped, place_of
 from sidelane_lab.studies.collectives import ready
 
 HIDDEN_US = 2 * HIDDEN_LAUNCH_US

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from sidelane.cli.table import MISSING, Table, number
 from sidelane_lab.cli.process_group import OPERATIONS
 from sidelane_lab.harness.report import Cell, spread, tables_by
 from sidelane_lab.harness.study import OF_LIBRARY, FlatRow
+from sidelane_lab.harness.table import MISSING, Table, number
 
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
 EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"

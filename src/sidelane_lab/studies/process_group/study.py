@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from sidelane import fsdp
-from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
@@ -29,6 +28,7 @@ from sidelane_lab.baselines.candidate import captured, check_call
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.process_group import OPERATIONS, GroupOptions
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.running import Sender

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.ledger import report as report_of_groups
 from sidelane.integrations.process_group import SidelaneGroup
@@ -19,6 +18,7 @@ from sidelane.session import Communicator
 from sidelane.session.pools import pool
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.cli.process_group import OPERATIONS
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.process_group.rows import ASYNC, ORDINARY, POOLED
 
 KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))

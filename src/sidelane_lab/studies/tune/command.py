@@ -20,11 +20,7 @@ from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, Key, key_here
 from sidelane.choice.store import InForce, in_force, name_of, required, user_file
 from sidelane.choice.store import read as read_profile
-from sidelane.cli import provenance
-from sidelane.cli.launch import Rank, choose_target
-from sidelane.cli.output import refuse_unwritable, write_text
-from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, tables_console
+from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
@@ -32,8 +28,13 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import TuneOptions
+from sidelane_lab.harness import provenance
+from sidelane_lab.harness.launch import Rank, choose_target
+from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.running import Sender, StudyFollower, follow
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.harness.table import Line, Table
+from sidelane_lab.harness.terminal import progress_console, say, tables_console
 from sidelane_lab.studies.collectives import CollectiveRow, measure_case
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
-from sidelane.cli.launch import Rank, choose_target
 from sidelane.cli.output import STDOUT
-from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import IsolatedOptions
+from sidelane_lab.harness.launch import Rank, choose_target
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
 from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm

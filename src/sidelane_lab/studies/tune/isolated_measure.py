@@ -17,12 +17,12 @@ import torch
 from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Means, Partition, Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
-from sidelane.cli.launch import Rank
 from sidelane.machine import local
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
 from sidelane_lab.pairs.movers import implementation_of

@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     BLACK,
@@ -26,6 +25,7 @@ from sidelane_lab.harness.drawing import (
 )
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane_lab.pairs.isolated_times import Isolated
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane_lab.pairs.partition import class_of, expected_time_us, limit_of, units_for, units_to_spare

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sidelane.cli.help import how, output, where
-from sidelane.cli.output import Written
+from sidelane.cli.output import STDOUT, Written, why_unwritable
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
@@ -92,14 +94,6 @@ device_option = where(
     "--device", type=click.Choice(DEVICES), default="auto", help="auto takes GPUs if there are two or more."
 )
 timeout_option = how("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, help="Seconds for all of it.")
-json_option = output(
-    "--json",
-    type=Written(allow_dash=True),
-    metavar="FILE",
-    is_flag=False,
-    flag_value="-",
-    help="Write the figures here as JSON; - prints them, and nothing else.",
-)
 report_option = output(
     "--report",
     type=Written(is_folder=True),
@@ -140,3 +134,21 @@ def sizes_between(smallest: int, largest: int, factor: int) -> Iterator[int]:
             f"sizes: nothing from {format_bytes(smallest)} to {format_bytes(largest)} (--min-bytes, --max-bytes)"
         )
     return itertools.takewhile(lambda size: size <= largest, (smallest * factor**power for power in itertools.count()))
+
+
+def refuse_unwritable(what: str, target: str | os.PathLike[str] | None, *, is_folder: bool = False) -> None:
+    """Raise before a measurement whose results would be lost.
+
+    Args:
+        what: name of the target for the user.
+        target: path; None, like ``STDOUT``, can be written.
+        is_folder: files are to be written into it.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if target is None or (Path(target) == STDOUT and not is_folder):
+        return
+    problem = why_unwritable(target, is_folder=is_folder)
+    if problem is not None:
+        raise ValueError(f"{what}: {problem}")

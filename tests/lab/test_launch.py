@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from interpreter import Interpreter
 from sidelane import Communicator, Config
-from sidelane.cli import launch
-from sidelane.cli.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
 from sidelane.machine import local
+from sidelane_lab.harness import launch
+from sidelane_lab.harness.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
 
 PATIENT_S = 60.0
 """However busy the machine is."""

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from typing import Any
 
-PRELOADED = ("sidelane.cli.launch", "sidelane.session.communicator", "sidelane.collectives.backend_cpu")
+PRELOADED = ("sidelane_lab.harness.launch", "sidelane.session.communicator", "sidelane.collectives.backend_cpu")
 """Modules that the fork server imports. ``__main__`` is not among them: a script's own start is not for it."""
 
 

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.processes import environment, rank_context, take_over
 from sidelane.errors import PeerError, SidelaneError, last_line
 from sidelane.machine import local
 from sidelane.native import load_replays
+from sidelane_lab.harness.processes import environment, rank_context, take_over
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

@@ -1,21 +1,14 @@
-"""Provenance of a result: the machine, the code and the versions that a study ran on."""
+"""Versions of the code and of what it runs on."""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
-import shlex
 import subprocess
-import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from sidelane.machine import local
-from sidelane.machine.inventory import machine_name
 from sidelane.version import VERSION
 
 
@@ -39,13 +32,6 @@ def commit() -> str:
     return "unknown"
 
 
-def command_line() -> str:
-    """Return this process's command as a person would type it, without the folders of this machine."""
-    program = Path(sys.argv[0])
-    name = "sidelane" if program.name in ("sidelane", "__main__.py") else f"python {program.name}"
-    return " ".join([name, *(shlex.quote(re.sub(r"(^|=)/(.*/)?", r"\1", argument)) for argument in sys.argv[1:])])
-
-
 def software_versions() -> dict[str, str]:
     """Return the versions of all software that may change a figure."""
     versions = {
@@ -67,24 +53,6 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def accelerator_name() -> tuple[str, int]:
-    """Return the full name of the accelerators here, and their number."""
-    device_type, count = local.device_type_and_count()
-    assert count, "results of a device type that this machine does not have"
-    return str(torch.get_device_module(device_type).get_device_name(0)), count
-
-
 def processor_name() -> str:
     """Return the name of the processor and the number of cores that this process may use."""
     return f"{local.processor()}, {local.cores()} cores"
-
-
-def heading() -> list[str]:
-    """Return the lines at the top of a text result: machine, date, commit and versions."""
-    name = "cpu"
-    if local.device_type_and_count()[1]:
-        device, count = accelerator_name()
-        name = f"{machine_name(device, count)} ({count} x {device})"
-    software = ", ".join(f"{package} {version}" for package, version in software_versions().items())
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return [f"machine:  {name}", f"date:     {date}", f"commit:   {commit()}", f"software: {software}"]
