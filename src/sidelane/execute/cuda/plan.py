@@ -75,6 +75,10 @@ class _Lowering:
         self.unhurried = streams.unhurried() if in_rows and streams.program.alone else frozenset()
         self.event_of = {flag: event for event, flag in enumerate(streams.own_flags)}
         self.events, self.cells = len(self.event_of), 0
+        captured = streams.captured
+        self.begins = WriteValue(HostWord.BUSY, Value(1)) if captured else WriteValue(HostWord.STARTED, EPOCH)
+        self.ends = WriteValue(HostWord.BUSY, Value(0)) if captured else WriteValue(HostWord.FINISHED, EPOCH)
+        self.unforked, self.fork = {*streams.forking}, -1
         self.steps: list[StreamCall] = []
         # Memory operations that follow each other on one stream are one call.
         self.batch: list[WriteValue | WaitValue] = []
@@ -82,44 +86,49 @@ class _Lowering:
         self.cell_copies: list[Memcpy] = []  # behind the batch
 
     def plan(self) -> StreamPlan:
-        streams, captured = self.streams, self.streams.captured
-        commands, sides, join_at = streams.commands, streams.sides, streams.join_at
-        begins = WriteValue(HostWord.BUSY, Value(1)) if captured else WriteValue(HostWord.STARTED, EPOCH)
-        ends = WriteValue(HostWord.BUSY, Value(0)) if captured else WriteValue(HostWord.FINISHED, EPOCH)
-        last_wait = streams.last_wait()
-        # The end is told in the shadow of the copies, behind the last wait, or else behind everything.
-        ends_aside = ends if streams.asides and last_wait is not None and last_wait < join_at else None
-        begin_at = -1 if streams.is_split else streams.place_of_begin()
-        if streams.is_split:
-            self._add(0, begins)
-        forking = [] if streams.is_split else [s for s in sides if not streams.forks_by_itself(s)]
-        fork = -1
-        if forking:  # each waits for the event at its first command
-            fork = self._new_event()
-            self._emit(0, RecordEvent(fork))
-        for position, placed in enumerate(commands):
-            if position == join_at:
-                self._join(streams.asides, ends_aside)
-            if position == begin_at:
-                self._add(0, begins)
-            if placed.stream in forking:
-                forking.remove(placed.stream)
-                self._emit(placed.stream, WaitEvent(fork))
+        streams, behind = self.streams, len(self.streams.commands)
+        self._begin(-1)
+        self._fork()
+        for position, placed in enumerate(streams.commands):
+            self._join_asides(position)
+            self._begin(position)
+            if placed.stream in self.unforked:
+                self.unforked.remove(placed.stream)
+                self._emit(placed.stream, WaitEvent(self.fork))
             self._lower(placed)
-            if position == last_wait and ends_aside is None:
-                self._add(0, ends)
-        if begin_at == len(commands):
-            self._add(0, begins)
-        if join_at == len(commands):
-            self._join(streams.asides, ends_aside)
-        self._join([s for s in sides if s not in streams.asides and not streams.joins_by_itself(s)])
-        if last_wait is None:
-            self._add(0, ends)
+            self._end(position)
+        self._begin(behind)
+        self._join_asides(behind)
+        self._join(streams.joining)
+        self._end(behind)
         self._flush()
         ahead = tuple(step for step in self.steps if streams.is_split and step.stream)
         steps = tuple(step for step in self.steps if not (streams.is_split and step.stream))
         marks, arrivals = self._events_of_callers()
-        return StreamPlan(len(sides) + 1, self.events, self.cells, ahead, steps, marks=marks, arrivals=arrivals)
+        return StreamPlan(len(streams.sides) + 1, self.events, self.cells, ahead, steps, marks=marks, arrivals=arrivals)
+
+    def _begin(self, position: int) -> None:
+        """Tell the host of the begin, if ``position`` is its place."""
+        if position == self.streams.begin_at:
+            self._add(0, self.begins)
+
+    def _end(self, position: int) -> None:
+        """Tell the host of the end, if ``position`` is its place."""
+        if position == self.streams.end_at:
+            self._add(0, self.ends)
+
+    def _join_asides(self, position: int) -> None:
+        """Let stream 0 wait for the asides, if ``position`` is its place."""
+        if position == self.streams.join_at:
+            if self.streams.end_at is None:
+                self._add(self.streams.asides[-1], self.ends)  # in the shadow of the copies
+            self._join(self.streams.asides)
+
+    def _fork(self) -> None:
+        """Record where side streams fork. Each waits for the event at its first command."""
+        if self.unforked:
+            self.fork = self._new_event()
+            self._emit(0, RecordEvent(self.fork))
 
     def _events_of_callers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Return the events that replace the triggers and the arrivals in a graph."""
@@ -129,10 +138,8 @@ class _Lowering:
         events = self.event_of
         return tuple(tuple(tuple(events[flag] for flag in flags if flag in events) for flags in one) for one in both)
 
-    def _join(self, streams: Sequence[int], last: WriteValue | None = None) -> None:
-        """Let stream 0 wait for the end of ``streams``. ``last``: a write at the end of the last one."""
-        if last is not None:
-            self._add(streams[-1], last)
+    def _join(self, streams: Sequence[int]) -> None:
+        """Let stream 0 wait for the end of ``streams``."""
         joins = {stream: self._new_event() for stream in streams}
         for stream, event in joins.items():
             self._emit(stream, RecordEvent(event))

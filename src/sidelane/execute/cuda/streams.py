@@ -41,6 +41,10 @@ class RankStreams:
         sides: streams besides the caller's.
         asides: side streams of copies and resets that wait for events of stream 0 only, so that they always end.
         join_at: position of the command before which stream 0 joins the asides.
+        forking: side streams for which a fork from stream 0 is recorded; others wait for it by themselves.
+        joining: side streams that stream 0 joins at the end.
+        begin_at: position of the command before which the host is told of the begin; -1: at once.
+        end_at: position of the command behind which the host is told of the end; None: where the asides end.
         is_split: the side streams are submitted ahead of the collective's call.
     """
 
@@ -69,47 +73,15 @@ class RankStreams:
                         by_stream = self._signalled if isinstance(command, Signal) else self._waited
                         by_stream[stream].add(command.flag)
         self.asides, self.join_at = self._place_asides()
+        own = set(self.own_flags)
+        self.forking = [] if self.is_split else [s for s in self.sides if not self._forks_by_itself(s, own)]
+        self.joining = [s for s in self.sides if s not in self.asides and not self._joins_by_itself(s, own)]
+        self.begin_at = -1 if self.is_split else self._place_of_begin()
+        self.end_at = self._place_of_end()
 
     def is_within_stream(self, flag: Flag) -> bool:
         """Return True if the order of one stream makes the event of ``flag`` unnecessary."""
         return len(self._touching[flag]) == 1
-
-    def forks_by_itself(self, stream: int) -> bool:
-        """Return True if a side stream begins with a wait for stream 0."""
-        first = self._without_resets(stream)[0]
-        return isinstance(first, Wait) and first.flag in self._signalled[0] & set(self.own_flags)
-
-    def joins_by_itself(self, stream: int) -> bool:
-        """Return True if a side stream ends with a signal for which stream 0 waits."""
-        last = self._without_resets(stream)[-1]
-        return isinstance(last, Signal) and last.flag in self._waited[0] & set(self.own_flags)
-
-    def place_of_begin(self) -> int:
-        """Return the position of the write that tells of the begin: behind the signals for which peers wait.
-
-        It is in front of a stamp there; behind all commands if stream 0 has no others.
-        """
-        first = [(n, placed.command) for n, placed in enumerate(self.commands) if not placed.stream]
-        others = (n for n, (_, c) in enumerate(first) if not isinstance(c, Signal | Stamp) and not _stays(c))
-        place = next(others, None)
-        while place and isinstance(first[place - 1][1], Stamp):
-            place -= 1
-        return len(self.commands) if place is None else first[place][0]
-
-    def last_wait(self) -> int | None:
-        """Return the position of the last wait for a peer in a graph; None if several streams wait for peers.
-
-        There ``BUSY`` is reset, since no later call can hang. (An epoch means that all work has ended: it is written at
-        the end.)
-        """
-        waits = [
-            (position, placed.stream)
-            for position, placed in enumerate(self.commands)
-            if isinstance(placed.command, Wait) and placed.command.flag not in self.own_flags
-        ]
-        if not self.captured or not waits or any(stream for _, stream in waits):
-            return None
-        return waits[-1][0]
 
     def unhurried(self) -> frozenset[int]:
         """Return the side streams whose copies may take twice their time, since other copies cross links for longer."""
@@ -120,6 +92,43 @@ class RankStreams:
         aside = frozenset(stream for stream in self.asides if not crossing[stream])
         longest = max(crossing.values(), default=0)
         return aside if sum(within[stream] for stream in aside) <= longest else frozenset()
+
+    def _place_of_begin(self) -> int:
+        """Return the place behind the signals for which peers wait, and in front of a stamp there.
+
+        It is behind all commands if stream 0 has no others.
+        """
+        first = [(n, placed.command) for n, placed in enumerate(self.commands) if not placed.stream]
+        others = (n for n, (_, c) in enumerate(first) if not isinstance(c, Signal | Stamp) and not _stays(c))
+        place = next(others, None)
+        while place and isinstance(first[place - 1][1], Stamp):
+            place -= 1
+        return len(self.commands) if place is None else first[place][0]
+
+    def _place_of_end(self) -> int | None:
+        """Return the place behind all commands; in a graph behind the last wait for a peer, if one stream waits.
+
+        There ``BUSY`` is reset, since no later call can hang. (An epoch means that all work has ended.)
+        """
+        waits = [
+            (position, placed.stream)
+            for position, placed in enumerate(self.commands)
+            if isinstance(placed.command, Wait) and placed.command.flag not in self.own_flags
+        ]
+        if not self.captured or not waits or any(stream for _, stream in waits):
+            return len(self.commands)
+        last = waits[-1][0]
+        return None if self.asides and last < self.join_at else last
+
+    def _forks_by_itself(self, stream: int, own: set[Flag]) -> bool:
+        """Return True if a side stream begins with a wait for stream 0."""
+        first = self._without_resets(stream)[0]
+        return isinstance(first, Wait) and first.flag in self._signalled[0] & own
+
+    def _joins_by_itself(self, stream: int, own: set[Flag]) -> bool:
+        """Return True if a side stream ends with a signal for which stream 0 waits."""
+        last = self._without_resets(stream)[-1]
+        return isinstance(last, Signal) and last.flag in self._waited[0] & own
 
     def _place_asides(self) -> tuple[list[int], int]:
         """Order the copies of ``asides`` behind those of stream 0, and find the place where stream 0 joins them.
