@@ -17,7 +17,7 @@ from ranks import RankPool
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import find
-from sidelane.collectives.plan import Agreement
+from sidelane.collectives.agreement import Agreement
 from sidelane.program.collective import Kind
 
 
@@ -76,7 +76,7 @@ def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
         preparer = comm.lane.preparer
         if captured:
             request = comm.lane.arguments.all_reduce(tensor, tensor, "sum")
-            preparer.prepare(Agreement.of(request, "b2b", frozen=True), request)
+            preparer.prepare(Agreement.of((request,), "b2b", frozen=True), (request,))
         for size in (1 << 20, 1 << 22):
             assert preparer._staging._block is not None
             old = weakref.ref(preparer._staging._block.tensor)
@@ -110,7 +110,7 @@ def staging_of_captures(group: dist.ProcessGroup) -> None:
         backend = comm._backend
         backend.abilities = dataclasses.replace(backend.abilities, captures=True)  # type: ignore[misc]
         comm.all_to_all(tensor, tensor)
-        preparer.prepare(Agreement.of(request, "auto", frozen=True), request)  # raises where staging would have to grow
+        preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
 
 
 def test_a_first_call_reserves_what_its_capture_needs(pool: RankPool) -> None:
@@ -126,9 +126,9 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
         table = tuple((candidate, None) for candidate in found)
         wanted = Choice(found[0], "as the test wants it", table)
         with mock.patch.object(comm.lane.preparer._planner, "choice", return_value=wanted):
-            prepared = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+            prepared = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
             comm.all_to_all(tensor, tensor, variant="b2b")
-            again = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
+            again = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
         return prepared.choice.candidate.variant, again.choice.candidate.variant
 
 

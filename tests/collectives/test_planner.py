@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from sidelane.choice.store import builtin
-from sidelane.collectives.plan import AUTO, Agreement, Plan, Planner
+from sidelane.collectives.agreement import Agreement, CallPart
+from sidelane.collectives.plan import AUTO, Plan, Planner
 from sidelane.execute.base import Capabilities
 from sidelane.program import collective as define
 from sidelane.program.collective import ReduceOp, Reduction
@@ -35,7 +36,7 @@ def planner() -> Planner:
 
 def captured(size: int, variant: str = AUTO) -> Agreement:
     collective = define.all_reduce([size // 2] * 2, Reduction(ReduceOp.SUM, "bfloat16"))
-    return Agreement(collective, "bfloat16", variant, (0, 0), (0, size), frozen=True, beside="nothing")
+    return Agreement((CallPart(collective, "bfloat16", (0, 0), (0, size)),), variant, frozen=True)
 
 
 @pytest.mark.parametrize(("room", "variant"), [(0, "two_shot"), (32 * MB - 1, "two_shot"), (32 * MB, "two_shot_push")])

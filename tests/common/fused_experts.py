@@ -209,6 +209,25 @@ def chosen(group: dist.ProcessGroup) -> list[list[str]]:
     return told
 
 
+def products_of_calls(group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the number of grouped products of calls with layouts of their own, by auto and by name."""
+    found: list[list[int]] = []
+    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        n, went = comm.world_size, list[str]()
+        groups = expert_products.ExpertGroups
+        patch.setattr(groups, "product", noting(groups.product, "grouped", went))
+        patch.setattr(operator, "choose_method", lambda *_, **__: Selection(Method(UNFUSED), "a test"))
+        weight, counts = torch.randn(2, 8, 16).bfloat16(), torch.ones(n, n, 2, dtype=torch.int64)
+        for (op, _), method in itertools.product(OPERATORS, ("auto", UNFUSED)):
+            made = []
+            for rows in (2 * n, 2 * n, 3 * n):
+                went.clear()
+                op(comm, torch.randn(rows, 16).bfloat16(), weight, counts, most_rows=4 * n, method=method)
+                made.append(len(went))
+            found.append(made)
+    return found
+
+
 def refused(group: dist.ProcessGroup) -> list[str]:
     """Of counts that only a device has, without a grouped product: what is unfused is not there, and auto is fused."""
     told: list[str] = []

@@ -12,7 +12,8 @@ import pytest
 from cuda_world import programs, world_of
 
 from sidelane.choice.candidate import find
-from sidelane.collectives.plan import Agreement, make_program
+from sidelane.collectives.agreement import Agreement, CallPart
+from sidelane.collectives.plan import make_program
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.execute.cuda import copy_batches, plan
 from sidelane.execute.cuda.bind import copies_of
@@ -165,7 +166,7 @@ def test_a_call_is_alone_unless_its_caller_says_otherwise(beside: str) -> None:
     candidate = find(Kind.ALL_GATHER, "b2b")
     assert candidate is not None
     gather = define.all_gather([64, 64])
-    agreement = Agreement(gather, "uint8", "b2b", (0, 0), (1, 0), frozen=False, beside=beside)
+    agreement = Agreement((CallPart(gather, "uint8", (0, 0), (1, 0)),), "b2b", frozen=False, beside=beside)
     assert make_program(agreement, candidate, {Copy}).alone == (beside == NOTHING)
 
 

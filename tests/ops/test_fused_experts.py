@@ -81,6 +81,11 @@ def test_several_experts_are_looked_up_apart(four: Crew) -> None:
                 assert text.startswith(f"{name}: {way}: ") and f"{where}{shape}, eager" in text
 
 
+def test_kernels_of_grouped_products_are_loaded_once_for_graphs(four: Crew) -> None:
+    for found in four.run(fused_experts.products_of_calls, 2):
+        assert found == [[2, 1, 1], [1, 1, 1]] * 2, "a call computes once, whatever its layout"
+
+
 def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
     for told in four.run(fused_experts.refused, 2):
         for line, columns in zip(told, ("4 and 8", "4"), strict=True):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sidelane.choice.candidate import find
-from sidelane.collectives.plan import Agreement, make_program
+from sidelane.collectives.agreement import Agreement, CallPart
+from sidelane.collectives.plan import make_program
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
 from sidelane_lab.cli.collectives import PHASED, PhasesOptions
@@ -122,12 +123,12 @@ def test_transfers_are_the_copies_alone() -> None:
 
 
 def test_copies_inside_a_gpu_are_those_of_calls_that_say_nothing_of_a_computation() -> None:
-    symmetric = {"input_place": (0, 0), "output_place": (1, 0), "frozen": False}
     for name, variant in (("all_gather", "b2b"), ("all_to_all", "b2b"), ("all_gather", "b2b+prelaunch")):
         operation = Operation(name, variant, 64 * MB)
         program, candidate = operation.program(2, native={Copy}), find(Kind(name), "b2b")
         assert isinstance(program.collective, Collective) and candidate is not None
-        assert program == make_program(Agreement(program.collective, "uint8", variant, **symmetric), candidate, {Copy})
+        part = CallPart(program.collective, "uint8", (0, 0), (1, 0))
+        assert program == make_program(Agreement((part,), variant, frozen=False), candidate, {Copy})
 
 
 def test_variants_go_to_the_operations_that_have_them() -> None:

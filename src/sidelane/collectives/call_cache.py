@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sidelane.choice import Choice
+from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.list_calls import ListRequest
-from sidelane.collectives.plan import Agreement, AnyAgreement, Plan
+from sidelane.collectives.plan import Plan
 from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
@@ -31,7 +31,8 @@ from sidelane.program.collective import Buffer
 from sidelane.program.footprint import BASE_BYTES, loaded_bytes, program_bytes
 
 Key = tuple[Hashable, ...]
-AnyRequest = Request | ListRequest
+Requests = tuple[Request, ...]
+"""One rank's view of a call: a request for each tensor, or for each pair."""
 
 MOST_BYTES = 64 << 20
 """Bytes of all entries that are kept, and of the programs that these run, as ``footprint`` estimates them."""
@@ -196,15 +197,15 @@ class PlannedCall(NamedTuple):
     """A checked call before this rank has read the posts of its peers.
 
     Attributes:
-        request: this rank's view of the call.
+        requests: this rank's view of the call.
         agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
         signature: text that the ranks compare.
         exchanged: what else this rank posts in each call: split sizes, as text.
         compares: see ``PoolPlaces.compares``.
     """
 
-    request: AnyRequest
-    agreement: AnyAgreement
+    requests: Requests
+    agreement: Agreement
     signature: str
     exchanged: str
     compares: bool
@@ -249,8 +250,6 @@ class ShapeProgram:
         program: the program.
         addresses: addresses at which it was loaded first.
         places: pairs of a buffer in these addresses and the number of the tensor that it is.
-        request: request of the first call.
-        tensors: addresses of the first call's tensors.
         agreement: agreement of all ranks.
         signature: text that the ranks compare.
         choice: candidate that runs it, and the reason.
@@ -260,8 +259,6 @@ class ShapeProgram:
     program: Plan
     addresses: Addresses
     places: tuple[tuple[tuple[int, str], int], ...]
-    request: Request
-    tensors: tuple[int, ...]
     agreement: Agreement
     signature: str
     choice: Choice

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.collectives.arguments import Arguments, Request, identities
-from sidelane.collectives.call_cache import AnyRequest
+from sidelane.collectives.agreement import Agreement
+from sidelane.collectives.arguments import Arguments, identities
+from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.calls import compare
-from sidelane.collectives.plan import Agreement, AnyAgreement, check_variant
+from sidelane.collectives.plan import check_variant
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.posts import PostedCall
 from sidelane.program.collective import Kind
@@ -43,7 +44,7 @@ class CallForm(abc.ABC):
 
     Attributes:
         name: kind of the collective, or ``BATCH``.
-        details: all arguments besides tensors and variant. May raise the errors of :meth:`request`.
+        details: all arguments besides tensors and variant. May raise the errors of :meth:`requests`.
         tensors: the caller's tensors; None where this rank has none.
         repeated_as: key by which compiled code finds the call again; None for one collective on single tensors.
         exchanges: the ranks exchange more than its signature in each call (:meth:`posted`).
@@ -69,7 +70,7 @@ class CallForm(abc.ABC):
         return None
 
     def identities(self) -> Hashable:
-        """Return all properties of the tensors that :meth:`request` depends on. May raise the errors of that method."""
+        """Return all properties of the tensors that :meth:`requests` depends on. May raise its errors."""
         return identities(self.tensors)
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
@@ -77,14 +78,14 @@ class CallForm(abc.ABC):
         check_variant(Kind(self.name), variant, abilities)
 
     @abc.abstractmethod
-    def request(self, arguments: Arguments) -> AnyRequest:
-        """Return the checked request of this rank. Raises TypeError or ValueError for arguments that do not fit."""
+    def requests(self, arguments: Arguments) -> Requests:
+        """Return the checked requests of this rank. Raises TypeError or ValueError for arguments that do not fit."""
 
-    def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
-        """Return the part of a request that must be the same on all ranks."""
-        return Agreement.of(request, variant, frozen, beside)
+    def agreement(self, requests: Requests, variant: str, frozen: bool, beside: Beside) -> Agreement:
+        """Return the part of the requests that must be the same on all ranks."""
+        return Agreement.of(requests, variant, frozen, beside)
 
-    def posted(self, agreement: AnyAgreement) -> tuple[str, str]:
+    def posted(self, agreement: Agreement) -> tuple[str, str]:
         """Return the signature of a request that was made, which the ranks compare, and what else they exchange."""
         return agreement.text(), ""
 
@@ -113,6 +114,5 @@ class SingleCall(CallForm):
     def __init__(self, name: Kind, tensors: tuple[Any, ...], details: tuple[Hashable, ...]) -> None:
         self.name, self.tensors, self.details = name, tensors, details
 
-    def request(self, arguments: Arguments) -> Request:
-        asked: Request = getattr(arguments, self.name)(*self.tensors, *self.details)
-        return asked
+    def requests(self, arguments: Arguments) -> Requests:
+        return (getattr(arguments, self.name)(*self.tensors, *self.details),)

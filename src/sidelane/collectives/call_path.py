@@ -9,7 +9,6 @@ from typing import TypeVar
 from sidelane import log
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.call_cache import (
-    AnyRequest,
     CallEntry,
     Key,
     PlannedCall,
@@ -22,7 +21,6 @@ from sidelane.collectives.call_cache import (
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
-from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pool_places import PLACES, Outcomes, PoolPlaces, PostedPlaces
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
@@ -167,7 +165,7 @@ class CallPath:
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
         if self.places is not None and planned.compares and (asked.exchanges or not call.async_op):
             room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
-            call.places = self.places.posted(_parts(planned.request), asked.tensors, room)
+            call.places = self.places.posted(planned.requests, asked.tensors, room)
 
     def _plan(self, call: _Call) -> PlannedCall:
         """Return the plan of a call, checked here if it is new. Raises TypeError or ValueError for wrong arguments."""
@@ -176,11 +174,11 @@ class CallPath:
         if entry.planned is None:
             asked.check_variant(call.variant, self.calls.backend.abilities)
             beside = self.hint(asked.name, call.beside)
-            request = asked.request(self.arguments)
-            agreement = asked.agreement(request, call.variant, call.place[1], beside)
+            requests = asked.requests(self.arguments)
+            agreement = asked.agreement(requests, call.variant, call.place[1], beside)
             signature, exchanged = asked.posted(agreement)
-            compares = self.places is not None and self.places.compares(_parts(request), asked.tensors)
-            entry.planned = PlannedCall(request, agreement, signature, exchanged, compares)
+            compares = self.places is not None and self.places.compares(requests, asked.tensors)
+            entry.planned = PlannedCall(requests, agreement, signature, exchanged, compares)
         return entry.planned
 
     def _agree(self, call: _Call) -> None:
@@ -208,22 +206,21 @@ class CallPath:
     def _settle(self, call: _Call, planned: PlannedCall, posts: Sequence[PostedCall]) -> SettledCall:
         """Compare the posts of all ranks, and prepare the call that follows from them."""
         asked = call.asked.settled(self.calls.control, call.number, posts)
-        key, request = call.key, planned.request
+        key, requests = call.key, planned.requests
         if asked is not call.asked:
-            key, request = (*key, asked.details), asked.request(self.arguments)
+            key, requests = (*key, asked.details), asked.requests(self.arguments)
         reached: list[Request] | None = None
         outcomes: Outcomes = ()
         if self.places is not None and call.places is not None:
             texts = [post.differing.partition(PLACES)[2] for post in posts]
-            reached, outcomes = self.places.settle(texts, _parts(request))
+            reached, outcomes = self.places.settle(texts, requests)
         if reached is not None:
-            key = (*key, tuple(part.places for part in reached))
-            request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
+            key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
         prepared = self._cache.prepared(key)
         if prepared is None:
-            agreement = asked.agreement(request, call.variant, call.place[1], planned.agreement.beside)
+            agreement = asked.agreement(requests, call.variant, call.place[1], planned.agreement.beside)
             with self.calls.making_ready():
-                prepared = self.preparer.prepare(agreement, request, key)
+                prepared = self.preparer.prepare(agreement, requests, key)
         return SettledCall(posts, prepared, outcomes)
 
     def _prepare(self, call: _Call) -> PreparedCall:
@@ -232,7 +229,7 @@ class CallPath:
             planned = call.planned
             assert planned is not None
             with self.calls.making_ready():
-                return self.preparer.prepare(planned.agreement, planned.request, call.key, call.shape)
+                return self.preparer.prepare(planned.agreement, planned.requests, call.key, call.shape)
         try:
             again = call.remember and self.repeats is not None and self.repeats.comes_again
             prepared, call.comes_again = self.preparer.prepare_at(call.program, call.shape, call.key, comes_again=again)
@@ -286,7 +283,3 @@ class CallPath:
 def _is_final(entry: CallEntry, async_op: bool) -> bool:
     """Return True if a call on tensors in pools runs as it did before: the ranks need not compare their places."""
     return async_op or (entry.planned is not None and not entry.planned.compares)
-
-
-def _parts(request: AnyRequest) -> tuple[Request, ...]:
-    return (request,) if isinstance(request, Request) else request.parts

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-import torch
-
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
-from sidelane.collectives.arguments import Request
-from sidelane.collectives.list_calls import ListAgreement, ListEntry
+from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
 from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
-from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.collective import Collective, Kind
 from sidelane.program.footprint import program_bytes
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
 from sidelane.program.once import Once
-from sidelane.program.shape import Beside, CallShape
+from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
@@ -38,79 +33,6 @@ MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
 
 The oldest goes first, on all ranks alike; uneven calls can need any number.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    """The part of a call that must be the same on every rank. From it, every rank makes the same program.
-
-    Attributes:
-        collective: the collective.
-        dtype: element type.
-        variant: the caller's argument, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it;
-            None for ordinary memory that peers do not reach, and for the arguments that only the root has.
-        frozen: the call is being captured into a graph.
-        beside: what the caller says runs next to it.
-    """
-
-    collective: Collective
-    dtype: str
-    variant: str
-    input_place: tuple[int, int] | None
-    output_place: tuple[int, int] | None
-    frozen: bool
-    beside: Beside = NOTHING
-
-    @staticmethod
-    def of(request: Request, variant: str, frozen: bool, beside: Beside = NOTHING) -> Agreement:
-        input_place, output_place = request.places
-        return Agreement(
-            collective=request.collective,
-            dtype=str(request.dtype).removeprefix("torch."),
-            variant=variant,
-            input_place=input_place,
-            output_place=output_place,
-            frozen=frozen,
-            beside=beside,
-        )
-
-    @property
-    def name(self) -> str:
-        return self.collective.kind
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        return (self.collective.kind,)
-
-    @property
-    def call(self) -> CallShape:
-        """The input of the choice among candidates."""
-        symmetric = self.output_place is not None
-        if self.collective.kind in REDUCING:  # kernels read the inputs; a reduce_scatter has its output for itself
-            scattered = self.collective.kind is Kind.REDUCE_SCATTER
-            symmetric = self.input_place is not None and (symmetric or scattered)
-        return CallShape.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
-
-    def text(self) -> str:
-        """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
-        return _text(self)
-
-    def _words(self) -> str:
-        digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
-        places = f"input {_place(self.input_place)}, output {_place(self.output_place)}"
-        others = ", captured" if self.frozen else ""
-        others += f", beside {self.beside}" if self.beside != NOTHING else ""
-        elements = f"{self.collective.largest_buffer // getattr(torch, self.dtype).itemsize} {self.dtype}"
-        return f"{self.collective} of {elements}, {places}, variant {self.variant}{others} #{digest}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _text(agreement: Agreement) -> str:
-    return agreement._words()
-
-
-AnyAgreement = Agreement | ListAgreement
 
 
 class Planner:
@@ -139,23 +61,23 @@ class Planner:
         self._abilities = abilities
         self._chosen_by = chosen_by
         # In the order of their first call, which all ranks share.
-        self._programs: dict[AnyAgreement, Plan] = {}
+        self._programs: dict[Agreement, Plan] = {}
         self._nbytes = 0
-        self._choices: dict[AnyAgreement, Choice] = {}
+        self._choices: dict[Agreement, Choice] = {}
         self._held: Once[Program, Program] = Once(self._hold)
 
-    def known(self, agreement: AnyAgreement) -> bool:
+    def known(self, agreement: Agreement) -> bool:
         """Return True if all ranks have made this call before."""
         return agreement in self._programs
 
-    def forget(self, agreement: AnyAgreement) -> None:
+    def forget(self, agreement: Agreement) -> None:
         """Forget a program whose first call failed here: the peers may not have made that call."""
         program = self._programs.pop(agreement, None)
         if program is not None:
             self._nbytes -= program_bytes(program)
             self._choices.pop(agreement, None)
 
-    def program(self, agreement: AnyAgreement) -> Plan:
+    def program(self, agreement: Agreement) -> Plan:
         """Return the program of a call, or the programs that alternate.
 
         Raises:
@@ -171,7 +93,7 @@ class Planner:
             self._programs[agreement] = program
         return program
 
-    def program_that_fits(self, agreement: AnyAgreement, fits: Callable[[Plan], bool]) -> tuple[Plan, Choice]:
+    def program_that_fits(self, agreement: Agreement, fits: Callable[[Plan], bool]) -> tuple[Plan, Choice]:
         """Return the program of a call and its choice. If the choice of ``auto`` does not fit, take the best that does.
 
         Args:
@@ -190,7 +112,7 @@ class Planner:
                 return self._proved(agreement, candidate), taken
         return program, choice
 
-    def _proved(self, agreement: AnyAgreement, candidate: Candidate) -> Plan:
+    def _proved(self, agreement: Agreement, candidate: Candidate) -> Plan:
         program = make_program(agreement, candidate, self._capabilities.moves)
         if self._verify and isinstance(program, Program):
             verify(program)
@@ -198,7 +120,7 @@ class Planner:
             program.verify()
         return program
 
-    def held(self, agreement: AnyAgreement) -> Program:
+    def held(self, agreement: Agreement) -> Program:
         """Return the program of a call behind one trigger on each rank (``transform.hold``).
 
         Raises:
@@ -214,14 +136,14 @@ class Planner:
             verify(held)
         return held
 
-    def unproved(self, agreement: AnyAgreement) -> Plan:
+    def unproved(self, agreement: Agreement) -> Plan:
         """Return the program of a call only to inspect what it needs: it is neither verified nor cached."""
         known = self._programs.get(agreement)
         if known is not None:
             return known
         return make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
 
-    def choice(self, agreement: AnyAgreement) -> Choice:
+    def choice(self, agreement: Agreement) -> Choice:
         """Choose the candidate of a call, with the reason; the same on every rank.
 
         Raises:
@@ -234,13 +156,12 @@ class Planner:
             choice = self._choices[agreement] = self._choose(agreement)
         return choice
 
-    def _choose(self, agreement: AnyAgreement) -> Choice:
+    def _choose(self, agreement: Agreement) -> Choice:
         if agreement.variant == AUTO:
             choice = choose(self._profile, agreement.call, self._abilities)
             return dataclasses.replace(choice, subject=_subject(agreement.call, choice.candidate), by=self._chosen_by)
-        listed = isinstance(agreement, ListAgreement)
         for kind in agreement.kinds:
-            check_variant(kind, agreement.variant, self._abilities, listed=listed)
+            check_variant(kind, agreement.variant, self._abilities, listed=agreement.is_listed)
         kind = agreement.kinds[0]
         candidate = find(kind, Variant.of(agreement.variant).called)
         assert candidate is not None, "check_variant lets nothing else through"
@@ -255,7 +176,7 @@ def _subject(call: CallShape, candidate: Candidate) -> str:
     return f"{name} of {format_bytes(call.nbytes)}{tensors} by {candidate.mover}"
 
 
-def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
+def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
     """Make the program of a call; it is not verified yet.
 
     Args:
@@ -273,21 +194,19 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
                 f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
                 f"{PRELAUNCH} is for copy engines)"
             )
-        if isinstance(agreement, ListAgreement):
-            there = [part for part in agreement.parts if any(map(any, part.collective.counts))]
-            return kernel_program(
-                agreement.collective,
-                candidate.variant,
-                symmetric_input=all(part.input_place is not None for part in there),
-                symmetric_output=all(part.output_place is not None for part in there),
-            )
-        places = {
-            "symmetric_input": agreement.input_place is not None and agreement.input_place[1] % ALIGNMENT == 0,
-            "symmetric_output": agreement.output_place is not None,
-        }
-        return kernel_program(agreement.collective, candidate.variant, **places)
+        # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
+        there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
+        inputs = [part.input_place for part in there]
+        return kernel_program(
+            agreement.collective,
+            candidate.variant,
+            symmetric_input=all(
+                place is not None and (agreement.is_listed or place[1] % ALIGNMENT == 0) for place in inputs
+            ),
+            symmetric_output=all(part.output_place is not None for part in there),
+        )
     if candidate.takes_turns:
-        assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
+        assert isinstance(agreement.collective, Collective), "check_variant and choose let no list take turns"
         if prelaunched:
             raise ValueError(
                 f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: what "
@@ -301,18 +220,18 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
         )
     program = lower(_build(agreement, candidate.variant), moves)
     # Copies of rows are not split into every other row.
-    is_resharded = isinstance(agreement, ListAgreement) and agreement.is_resharded
-    program = dataclasses.replace(program, alone=agreement.beside == NOTHING and not is_resharded)
+    program = dataclasses.replace(program, alone=agreement.beside == NOTHING and not agreement.is_resharded)
     if prelaunched:
         program = prelaunch(program)
     return freeze(program) if agreement.frozen else program
 
 
-def _build(agreement: AnyAgreement, variant: str) -> Program:
-    if isinstance(agreement, ListAgreement):
+def _build(agreement: Agreement, variant: str) -> Program:
+    if agreement.batch is not None:
         transports = [choose_transport(part.for_engines(), variant) for part in agreement.parts]
-        return build_batch(agreement.collective, variant, transports)
-    return build(agreement.collective, variant, choose_transport(agreement, variant))
+        return build_batch(agreement.batch, variant, transports)
+    (part,) = agreement.parts
+    return build(part.collective, variant, choose_transport(part, variant))
 
 
 def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *, listed: bool = False) -> None:
@@ -334,19 +253,19 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 
 
-def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transport:
+def choose_transport(part: CallPart, variant: str) -> Transport:
     """Choose the transport with the fewest copies for the buffers of a call (for reductions: for their results).
 
     Raises:
         ValueError: the variant writes into outputs, and the output is ordinary memory.
     """
-    collective = agreement.collective
-    if not any(map(any, collective.counts)) or collective.kind is Kind.REDUCE_SCATTER:
+    collective = part.collective
+    if not part.has_bytes or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
     if collective.kind is Kind.ALL_REDUCE:
-        return Transport.PUSH if agreement.output_place is not None else Transport.STAGED
+        return Transport.PUSH if part.output_place is not None else Transport.STAGED
     if writes_into_outputs(variant):
-        if agreement.output_place is None and collective.world_size > 1:
+        if part.output_place is None and collective.world_size > 1:
             raise ValueError(
                 f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "
                 "symmetric memory (value=ordinary memory, allowed=a tensor from Communicator.empty)"
@@ -354,14 +273,8 @@ def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transpor
         return Transport.PUSH
     if collective.in_place and collective.kind is Kind.ALL_TO_ALL:
         return Transport.STAGED
-    if agreement.output_place is not None:
+    if part.output_place is not None:
         return Transport.PUSH
-    if agreement.input_place is not None:
+    if part.input_place is not None:
         return Transport.PULL
     return Transport.STAGED
-
-
-def _place(place: tuple[int, int] | None) -> str:
-    if place is None:
-        return "ordinary"
-    return f"symmetric {place[0]}+{place[1]}"

@@ -11,23 +11,23 @@ import torch
 from sidelane import log
 from sidelane.choice import Choice
 from sidelane.choice.candidate import SM
+from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_cache import (
-    AnyRequest,
     CallCache,
     Key,
     PreparedCall,
+    Requests,
     Shape,
     ShapeProgram,
     places_of,
 )
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
-from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
+from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Plan, Planner
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -86,12 +86,12 @@ class Preparer:
         if backend.abilities.captures and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # now, since a capture cannot allocate
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
-        self._captures_have_room: set[AnyAgreement] = set()
+        self._captures_have_room: set[Agreement] = set()
         self._kept: list[object] = []
         self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
 
-    def known(self, agreement: AnyAgreement) -> bool:
+    def known(self, agreement: Agreement) -> bool:
         """Return True if no rank needs another agreement or allocation for this call."""
         return self._planner.known(agreement)
 
@@ -129,8 +129,8 @@ class Preparer:
 
     def prepare(
         self,
-        agreement: AnyAgreement,
-        request: AnyRequest,
+        agreement: Agreement,
+        requests: Requests,
         key: Key | None = None,
         shape: Shape | None = None,
     ) -> PreparedCall:
@@ -138,7 +138,7 @@ class Preparer:
 
         Args:
             agreement: the agreement of all ranks.
-            request: the request of this rank.
+            requests: the requests of this rank.
             key: cache key of the call, with its addresses; None: do not cache it.
             shape: shape of the call, if other calls of the shape may run the same program.
         """
@@ -146,7 +146,7 @@ class Preparer:
         try:
             program, choice = self._plan(agreement)
             self._reserve(program, agreement.frozen)
-            addresses = self._addresses(program, request, agreement.frozen)
+            addresses = self._addresses(program, requests, agreement.frozen)
             loaded = self._load_at(program, addresses, agreement.frozen)
         except BaseException:
             if not was_known:
@@ -160,11 +160,11 @@ class Preparer:
             log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)
         if key is not None:
             self.cache.entry(key).prepared = prepared
-        if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):
-            places = places_of(request, self._rank, shape.addresses)
+        if shape is not None and not agreement.is_listed:
+            places = places_of(requests[0], self._rank, shape.addresses)
             if places is not None:
-                first = (request, shape.addresses, agreement, prepared.signature, choice)
-                self.cache.entry(shape.key).shape = ShapeProgram(program, addresses, places, *first)
+                made = ShapeProgram(program, addresses, places, agreement, prepared.signature, choice)
+                self.cache.entry(shape.key).shape = made
         return prepared
 
     def make_room(self, program: Program) -> None:
@@ -187,7 +187,7 @@ class Preparer:
         self.cache.entry(key).prepared = prepared
         return prepared
 
-    def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
+    def _plan(self, agreement: Agreement) -> tuple[Plan, Choice]:
         """Return the program of a call, and its choice."""
         if agreement.frozen:
             return self._planner.program_that_fits(agreement, self._has_staging)
@@ -234,7 +234,7 @@ class Preparer:
             # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
             self.cache.clear()
 
-    def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
+    def _reserve_for_captures(self, agreement: Agreement) -> None:
         """Allocate the staging that the same call needs in a capture, where ``auto`` may choose another candidate.
 
         A capture cannot allocate. Once per agreement is enough, on all ranks alike: staging never shrinks.
@@ -247,7 +247,7 @@ class Preparer:
             self._captures_have_room.clear()
         self._captures_have_room.add(agreement)
 
-    def held(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
+    def held(self, agreement: Agreement) -> tuple[Program, Choice]:
         """Return the program of a call behind one trigger on each rank, which the caller loads, and its choice.
 
         Raises:
@@ -258,7 +258,7 @@ class Preparer:
     def addresses(self, program: Program, request: Request) -> Addresses:
         """Return the current addresses of such a program: its staging may move between calls. Collective at first."""
         self._reserve(program, False)
-        return self._addresses(program, request, False)
+        return self._addresses(program, (request,), False)
 
     def renew(self, call: int) -> None:
         """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""
@@ -289,7 +289,7 @@ class Preparer:
         self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
-    def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
+    def _addresses(self, plan: Plan, requests: Requests, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
         staging, _ = self._needs(plan, frozen)
         program: Program | KernelProgram
@@ -305,26 +305,26 @@ class Preparer:
             assert plan.flag_count <= FLAGS
             program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
         buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
-        if isinstance(request, ListRequest):
-            assert isinstance(program.collective, Batch)
-            pieces = self._pieces(program.collective, request)
+        if isinstance(program.collective, Batch):
+            pieces = self._pieces(program.collective, requests)
         else:
+            (request,) = requests
             remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 reached = self.reach(request.region(buffer), buffer in remote)
                 buffers.update({(rank, buffer): address for rank, address in reached.items()})
         return Addresses(buffers, flags, arenas, pieces=pieces, spread=staging.is_spread)
 
-    def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, str], Pieces]:
+    def _pieces(self, batch: Batch, requests: Requests) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []
-        for part in request.parts:
+        for part in requests:
             row: dict[tuple[int, str], int] = {}
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 region = part.region(buffer)
                 reached = self.reach(region, region.symmetric)
                 row.update({(rank, buffer): address for rank, address in reached.items()})
             rows.append(row)
-        return pieces_of(batch, rows, [part.resharding for part in request.parts])
+        return pieces_of(batch, rows, [part.resharding for part in requests])
 
     def reach(self, region: Region, remote: bool) -> dict[int, int]:
         """Return the addresses of a region by rank: of all ranks if ``remote``, else of this one only."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.call_forms import CallForm, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.heap import Location, Region
-from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.pool_places import PLACES
 from sidelane.errors import MismatchError
 from sidelane.memory.control import ControlBlock
@@ -61,15 +61,15 @@ class UnevenCall(CallForm):
         self._rows = [self._whole(*given) for given in zip(("output", "input"), self._splits, strict=True)]
         return (*self._rows, *(tensor.shape[:1] for tensor in self.tensors), *own_part(self._copies_own))
 
-    def request(self, arguments: Arguments) -> Request:
+    def requests(self, arguments: Arguments) -> tuple[Request]:
         """Check the tensors and sizes, and return the places of the tensors, with no bytes to send yet."""
         expected, sent = arguments.split_bytes(self.tensors, self._rows, self._copies_own)
         output, input = map(arguments.locate, self.tensors)
         self._own = json.dumps([sent, expected, _shown(input), _shown(output)], separators=(",", ":"))
         n = self._world_size
-        return Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype)
+        return (Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype),)
 
-    def posted(self, agreement: AnyAgreement) -> tuple[str, str]:
+    def posted(self, agreement: Agreement) -> tuple[str, str]:
         signature = f"all_to_all with split sizes of {self.tensors[1].dtype}, variant {agreement.variant}"
         signature += f", beside {agreement.beside}" + ", captured" * agreement.frozen
         return signature + ", own parts stay" * (not self._copies_own), self._own
@@ -122,13 +122,13 @@ class SplitCall(CallForm):
     def details(self) -> Splits:
         return self._splits
 
-    def request(self, arguments: Arguments) -> Request:
+    def requests(self, arguments: Arguments) -> tuple[Request]:
         counts, input_place, output_place, copies_own = self._splits
         output, input = (
             dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
             for region, place in zip(map(arguments.locate, self.tensors), (output_place, input_place), strict=True)
         )
-        return Request(define.all_to_all(counts, copies_own=copies_own), input, output, self.tensors[1].dtype)
+        return (Request(define.all_to_all(counts, copies_own=copies_own), input, output, self.tensors[1].dtype),)
 
 
 def _shown(region: Region) -> object:

@@ -58,7 +58,7 @@ from sidelane.memory.persistent import lasting
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.handle import KernelHandle, check_tiles, is_captured, kept, power_of_two, programs_of, refuse_tiles
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, counts_in_words, experts_of
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -208,16 +208,21 @@ def all_to_all_gemm(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
-            again = RepeatedLaunch(_PLACES)
+            again = routed.again(_PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again)
 
         def unfused(pieces: int) -> Launch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
-            exchange = functools.partial(sender, again=RepeatedLaunch(PLACES))
+            exchange = functools.partial(sender, again=routed.again(PLACES))
             turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
-            if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+
+            def load() -> bool:
                 groups = ExpertGroups(routed.on_device(counts), comm.rank, most_rows, are_sent=False)
                 groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
+                return True
+
+            if routed.grouped and method == AUTO and not is_captured(comm):
+                kept(comm, (ExpertGroups, key, routed.experts), load)  # a graph cannot load kernels
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 there = routed.on_device(counts)

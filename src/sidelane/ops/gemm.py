@@ -52,7 +52,16 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.handle import INTERPRETED, KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.handle import (
+    INTERPRETED,
+    KernelHandle,
+    check_tiles,
+    is_captured,
+    kept,
+    power_of_two,
+    programs_of,
+    refuse_tiles,
+)
 from sidelane.ops.operands import Counts, apart_from, check_routed, counts_in_words, experts_of
 from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -281,18 +290,23 @@ def gemm_all_to_all(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            again = RepeatedLaunch(PLACES)
+            again = routed.again(PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
 
         def unfused(pieces: int) -> Launch:
             send = functools.partial(
-                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=RepeatedLaunch(PLACES)
+                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=routed.again(PLACES)
             )
             if routed.experts is None:
                 return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts))
-            if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
+
+            def load() -> bool:
                 groups = ExpertGroups(routed.on_device(counts), comm.rank, x.shape[0], are_sent=True)
                 groups.product(groups.in_order(x.detach()), weight.detach())
+                return True
+
+            if routed.grouped and method == AUTO and not is_captured(comm):
+                kept(comm, (ExpertGroups, key, routed.experts), load)  # a graph cannot load kernels
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 there = routed.on_device(counts)

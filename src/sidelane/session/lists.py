@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from sidelane.choice import Abilities
+from sidelane.collectives.agreement import BATCH, LISTED, Agreement, CallPart
 from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.heap import Region
-from sidelane.collectives.list_calls import BATCH, LISTED, ListAgreement, ListEntry, ListRequest
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.work import Work
 from sidelane.modes import untraced
@@ -68,21 +69,21 @@ class ListedCall(CallForm):
         for kind in dict.fromkeys(each.kind for each in self._asked):
             check_variant(kind, variant, abilities, listed=True)
 
-    def request(self, arguments: Arguments) -> ListRequest:
+    def requests(self, arguments: Arguments) -> Requests:
         where = self._where
         rows = [(each, row) for each, columns in zip(self._asked, self._lists, strict=True) for row in _rows(columns)]
-        asked = ListRequest(tuple(_requests(arguments, rows, where)))
-        _check_apart(self.name, asked.parts, where)
-        return asked
+        requests = tuple(_requests(arguments, rows, where))
+        _check_apart(self.name, requests, where)
+        return requests
 
     @property
     def _where(self) -> str:
         """The place of the tensors, for errors; empty if there is no list."""
         return BATCH if self.name == BATCH else "lists"
 
-    def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: Beside) -> ListAgreement:
-        parts = tuple(map(ListEntry.of, request.parts))
-        return ListAgreement(self.name, self._world_size, parts, variant, frozen, beside)
+    def agreement(self, requests: Requests, variant: str, frozen: bool, beside: Beside) -> Agreement:
+        parts = tuple(map(CallPart.of, requests))
+        return Agreement.of_list(self.name, self._world_size, parts, variant, frozen, beside)
 
     def written(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for columns in self._lists for tensor in columns[0])

@@ -15,11 +15,11 @@ import torch
 
 from sidelane.choice import Abilities, Candidate, Choice
 from sidelane.choice.candidate import DMA, everything
+from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.arguments import Request, check_tensors
 from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, count_writes
-from sidelane.collectives.plan import Agreement
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
@@ -273,7 +273,7 @@ def prepare_prelaunched(
         check_tensors(name, *tensors)
         _check_variant(name, kind, variant, calls.backend.abilities)
         request: Request = getattr(path.arguments, kind)(*tensors, *details)
-        agreement = Agreement.of(request, variant, frozen=False, beside=path.hint(name, beside))
+        agreement = Agreement.of((request,), variant, frozen=False, beside=path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text()}"
 
     _, (request, agreement) = path.agree(name, check)

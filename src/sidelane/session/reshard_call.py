@@ -9,8 +9,8 @@ from typing import Any
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import everything, reshards
 from sidelane.collectives.arguments import Arguments, Dimensions
+from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallRequest
-from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.plan import AUTO, check_variant
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
@@ -60,9 +60,9 @@ class ReshardCall(ListedCall):
                 f"allowed={', '.join((AUTO, *names))})"
             )
 
-    def request(self, arguments: Arguments) -> ListRequest:
+    def requests(self, arguments: Arguments) -> Requests:
         self._asked = [CallRequest(Kind.ALL_TO_ALL, self._given, (self._copies_own, self._checked()))]
-        return super().request(arguments)
+        return super().requests(arguments)
 
     def _checked(self) -> Dimensions:
         """Return the caller's dimensions and sizes as numbers. Raises TypeError for anything else."""

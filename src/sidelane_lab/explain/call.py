@@ -16,9 +16,9 @@ from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.cli.output import write_json
+from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.list_calls import ListAgreement, ListEntry
-from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
+from sidelane.collectives.plan import AUTO, Plan, make_program
 from sidelane.config import NOTHING
 from sidelane.errors import nearest
 from sidelane.program import collective as define
@@ -83,7 +83,7 @@ class Explanation:
         packets: packets of rank 0, if they were asked for.
     """
 
-    agreement: AnyAgreement
+    agreement: Agreement
     choice: Choice
     by: InForce
     where: str
@@ -187,7 +187,7 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
     call = found.agreement.call
     words = [
         f"{call.kind} of {format_bytes(call.nbytes)} among {_ranks(call.world_size)}, {call.dtype}",
-        *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
+        *([f"{len(found.agreement.parts)} tensors"] if found.agreement.is_listed else []),
         "in place" if call.in_place else "out of place",
         "in a graph" if call.captured else "eager",
         *([] if call.symmetric else ["ordinary memory"]),
@@ -301,13 +301,13 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _choice(by: InForce, simulated: Machine | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
+def _choice(by: InForce, simulated: Machine | None, abilities: Abilities, agreement: Agreement) -> Choice:
     if simulated is not None:
         by = _simulated(simulated, agreement)
     return choose(by.profile, agreement.call, abilities)
 
 
-def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
+def _rounding(options: ExplainOptions, agreement: Agreement) -> tuple[str, ...]:
     """Say what is rounded where the size that was asked for does not exist."""
     of_all = agreement.call.nbytes // (options.tensors or 1)
     if of_all == options.nbytes:
@@ -317,23 +317,15 @@ def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ..
     return (f"{options.nbytes} bytes are not {number} of {options.dtype} elements{shared}: explained for {of_all}",)
 
 
-def _agreement(options: ExplainOptions, world_size: int, where: str) -> AnyAgreement:
+def _agreement(options: ExplainOptions, world_size: int, where: str) -> Agreement:
     collective, beside = _collective(options, world_size), _beside(options, where)
     place = None if options.ordinary else (0, 0)
     reads, scatters = options.kind in REDUCING, options.kind is Kind.REDUCE_SCATTER
     places = (place if reads else None, None if scatters else place)
     if options.tensors is not None:
-        parts = (ListEntry(collective, options.dtype, *places),) * options.tensors
-        return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, beside)
-    return Agreement(
-        collective=collective,
-        dtype=options.dtype,
-        variant=AUTO,
-        input_place=places[0],
-        output_place=places[1],
-        frozen=options.captured,
-        beside=beside,
-    )
+        parts = (CallPart(collective, options.dtype, *places),) * options.tensors
+        return Agreement.of_list(options.kind, world_size, parts, AUTO, options.captured, beside)
+    return Agreement((CallPart(collective, options.dtype, *places),), AUTO, options.captured, beside)
 
 
 def _beside(options: ExplainOptions, where: str) -> Beside:
@@ -366,7 +358,7 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
     return define.all_reduce(aligned_shards(whole, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place)
 
 
-def _simulated(machine: Machine, agreement: AnyAgreement) -> InForce:
+def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     call = agreement.call
     curves = []
@@ -380,17 +372,17 @@ def _simulated(machine: Machine, agreement: AnyAgreement) -> InForce:
     return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
 
 
-def _predicted(machine: Machine, agreement: AnyAgreement) -> tuple[tuple[Candidate, float], ...]:
+def _predicted(machine: Machine, agreement: Agreement) -> tuple[tuple[Candidate, float], ...]:
     """Return the simulated times of copy engines, the fastest first."""
     profile = _simulated(machine, agreement).profile
     times = [] if profile is None else [(one.candidate, one.at(agreement.call.nbytes)) for one in profile.curves]
     return tuple(sorted(times, key=lambda entry: entry[1]))
 
 
-def _library_us(machine: Machine, agreement: AnyAgreement) -> float | None:
+def _library_us(machine: Machine, agreement: Agreement) -> float | None:
     """Return what a kernel of the vendor's library is predicted to take for such a call, of one tensor and alone."""
     call = agreement.call
-    is_alone = call.beside == NOTHING and not isinstance(agreement, ListAgreement)
+    is_alone = call.beside == NOTHING and not agreement.is_listed
     if call.kind not in LIBRARY_KINDS or call.world_size != machine.gpus or not is_alone:
         return None
     return library_us(machine, call.kind, call.nbytes)

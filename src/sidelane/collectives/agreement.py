@@ -1,9 +1,13 @@
-"""Calls with many tensors as data: the request of one rank, and the agreement of all ranks."""
+"""The part of a call that must be the same on all ranks: from it every rank makes the same program.
+
+A call is a tuple of parts, one for each tensor or pair of tensors: one part, unless it has lists or is a batch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -24,15 +28,16 @@ BATCH = "batch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ListRequest:
-    """One rank's view of a call with many tensors: a request for each tensor, or for each pair."""
+class CallPart:
+    """One tensor or pair of tensors of a call.
 
-    parts: tuple[Request, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ListEntry:
-    """The part of a list agreement for one tensor or pair; its attributes are those of ``plan.Agreement``."""
+    Attributes:
+        collective: the collective.
+        dtype: element type.
+        input_place, output_place: number of the symmetric block and offset in it; None for ordinary memory, and for the
+            arguments that only the root has.
+        resharding: layout of both, if their parts are no contiguous ones.
+    """
 
     collective: Collective
     dtype: str
@@ -41,63 +46,92 @@ class ListEntry:
     resharding: Resharding | None = None
 
     @staticmethod
-    def of(request: Request) -> ListEntry:
-        return ListEntry(
+    def of(request: Request) -> CallPart:
+        return CallPart(
             request.collective, str(request.dtype).removeprefix("torch."), *request.places, request.resharding
         )
 
-    def for_engines(self) -> ListEntry:
-        """Return the entry for a program of copy engines, whose reductions always go through staging."""
+    def for_engines(self) -> CallPart:
+        """Return the part for a program of copy engines, whose reductions always go through staging."""
         if self.collective.kind not in REDUCING:
             return self
         return dataclasses.replace(self, input_place=None, output_place=None)
 
     @property
+    def has_bytes(self) -> bool:
+        """True if any rank sends bytes, to itself or to others."""
+        return any(map(any, self.collective.counts))
+
+    @property
     def symmetric(self) -> bool:
         """True if peers reach the output, and for reductions the input. A reduce_scatter needs its input only."""
-        if not any(map(any, self.collective.counts)):
-            return True
         kind = self.collective.kind
         read = kind not in REDUCING or self.input_place is not None
         return read and (kind is Kind.REDUCE_SCATTER or self.output_place is not None)
 
 
 @dataclasses.dataclass(frozen=True)
-class ListAgreement:
-    """The part of a call with many tensors that must be the same on all ranks (see ``plan.Agreement``).
+class Agreement:
+    """The part of a call that must be the same on every rank.
 
     Attributes:
-        name: the kind of a call with lists, or ``BATCH``.
-        world_size: number of ranks in the group.
-        parts: one entry for each tensor or pair.
+        parts: one for each tensor or pair.
         variant: the caller's argument, ``auto`` included.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
+        batch: for a call with lists, the collectives as one; None for a call on single tensors.
     """
 
-    name: str
-    world_size: int
-    parts: tuple[ListEntry, ...]
+    parts: tuple[CallPart, ...]
     variant: str
     frozen: bool
     beside: Beside = NOTHING
+    batch: Batch | None = None
 
-    @cached_property
-    def collective(self) -> Batch:
-        """The collective that the program must carry out."""
-        return Batch(self.name, self.world_size, tuple(part.collective for part in self.parts))
+    @staticmethod
+    def of(requests: Sequence[Request], variant: str, frozen: bool, beside: Beside = NOTHING) -> Agreement:
+        """Return the agreement of a call on single tensors."""
+        return Agreement(tuple(map(CallPart.of, requests)), variant, frozen, beside)
+
+    @staticmethod
+    def of_list(
+        name: str, world_size: int, parts: Sequence[CallPart], variant: str, frozen: bool, beside: Beside = NOTHING
+    ) -> Agreement:
+        """Return the agreement of a call with lists. ``name``: their kind, or ``BATCH``."""
+        batch = Batch(name, world_size, tuple(part.collective for part in parts))
+        return Agreement(tuple(parts), variant, frozen, beside, batch)
 
     @property
+    def is_listed(self) -> bool:
+        """True for a call with lists, a batch, or tensors with a layout."""
+        return self.batch is not None
+
+    @property
+    def collective(self) -> Collective | Batch:
+        """The collective that the program must carry out."""
+        return self.parts[0].collective if self.batch is None else self.batch
+
+    @property
+    def name(self) -> str:
+        """The kind of the call, or ``BATCH``."""
+        return self.kinds[0] if self.batch is None else self.batch.name
+
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of collectives in the call; the kind with the most bytes comes first."""
-        if self.name != BATCH:
-            return (Kind(self.name),)
+        if self.batch is not None and self.batch.name != BATCH:
+            return (Kind(self.batch.name),)
         nbytes: dict[Kind, int] = {}
         for part in self.parts:
             collective = part.collective
             nbytes[collective.kind] = nbytes.get(collective.kind, 0) + collective.largest_buffer
         # A batch without tensors counts as an all_gather without tensors.
         return tuple(sorted(nbytes, key=lambda kind: (-nbytes[kind], kind))) or (Kind.ALL_GATHER,)
+
+    @property
+    def is_resharded(self) -> bool:
+        """True if tensors have a layout: their parts lie in rows."""
+        return any(part.resharding is not None for part in self.parts)
 
     @property
     def call(self) -> CallShape:
@@ -108,13 +142,15 @@ class ListAgreement:
             )
             for part in self.parts
         ]
+        if self.batch is None:
+            return calls[0]
         return CallShape(
             kind=self.kinds[0],
-            world_size=self.world_size,
+            world_size=self.batch.world_size,
             nbytes=sum(call.nbytes for call in calls),
             dtype=calls[0].dtype if calls else "uint8",
             in_place=any(call.in_place for call in calls),
-            symmetric=all(call.symmetric for call in calls),
+            symmetric=all(call.symmetric or not part.has_bytes for call, part in zip(calls, self.parts, strict=True)),
             captured=self.frozen,
             beside=COMPUTE if isinstance(self.beside, Computation) else self.beside,
             computation=self.beside if isinstance(self.beside, Computation) else None,
@@ -127,33 +163,44 @@ class ListAgreement:
             uniform=len({(part.collective.reduction, part.collective.root) for part in self.parts}) <= 1,
         )
 
-    @property
-    def is_resharded(self) -> bool:
-        """True if tensors have a layout: their parts lie in rows."""
-        return any(part.resharding is not None for part in self.parts)
-
     def text(self) -> str:
         """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""
-        sizes = "; ".join(map(_words, self.parts))
-        return f"{self.collective}, variant {self.variant}{others} #{digest}: {sizes or 'nothing'}"
+        if self.batch is not None:
+            sizes = "; ".join(map(_words, self.parts))
+            return f"{self.batch}, variant {self.variant}{others} #{digest}: {sizes or 'nothing'}"
+        (part,) = self.parts
+        places = f"input {_place(part.input_place)}, output {_place(part.output_place)}"
+        return f"{part.collective} of {_elements(part)}, {places}, variant {self.variant}{others} #{digest}"
 
 
-def _words(part: ListEntry) -> str:
+def _words(part: CallPart) -> str:
     collective = part.collective
     places = [
-        f"{name} symmetric {place[0]}+{place[1]}"
+        f"{name} {_place(place)}"
         for name, place in (("input", part.input_place), ("output", part.output_place))
         if place is not None
     ]
     return ", ".join(
         [
-            f"{collective.kind} of {collective.largest_buffer // getattr(torch, part.dtype).itemsize} {part.dtype}",
+            f"{collective.kind} of {_elements(part)}",
             *["in place"] * collective.in_place,
             *["own parts stay"] * (not collective.copies_own),
             *[str(part.resharding)] * (part.resharding is not None),
             *places,
         ]
     )
+
+
+def _elements(part: CallPart) -> str:
+    return f"{part.collective.largest_buffer // getattr(torch, part.dtype).itemsize} {part.dtype}"
+
+
+def _place(place: Location) -> str:
+    return "ordinary" if place is None else f"symmetric {place[0]}+{place[1]}"
