@@ -210,8 +210,7 @@ def test_groups_and_failures_are_bounded(tmp_path: Path) -> None:
     for number in range(1000):
         group = "lasting" if number % 3 == 0 else f"group {number}"
         call = ranges.ObservedCall("barrier", (), (), (0,), group)
-        recorder.begin(call)
-        recorder.end(call, None)
+        recorder.end(call, recorder.begin(call), None)
         recorder.failed(PeerError(f"call {number}", (1,)))
     assert len(recorder._groups) <= 9 and len(recorder._sequences) <= 9
     content = recorder.content()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,3 +134,54 @@ def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, interpreter: In
     (tmp_path / "nvtx.py").write_text("def get_domain(name):\n    print(name)")
     interpreter.start(PROGRAM, tmp_path, (tmp_path,))
     assert interpreter.wait()[:2] == ([0], ["sidelane\n"])
+
+
+class Noting(ranges.Observer):
+    """Observer that writes down what it is told of a call."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def begin(self, call: ranges.ObservedCall) -> str:
+        self.said.append("begin")
+        return call.name
+
+    def returned(self, call: ranges.ObservedCall, note: str, error: BaseException | None) -> None:
+        self.said.append(("returned", note, error))
+
+    def end(self, call: ranges.ObservedCall, note: str, error: BaseException | None) -> None:
+        self.said.append(("end", note, error, bool(call.finished_ns), len(call.outputs)))
+
+
+class Later:
+    """Handle of a call that keeps its callbacks, as futures do, after they have been called."""
+
+    def __init__(self) -> None:
+        self.functions: list[Any] = []
+
+    def when_ended(self, function: Any) -> bool:
+        self.functions.append(function)
+        return True
+
+
+def test_an_observer_is_told_of_the_return_and_of_the_end_and_no_tensor_is_kept() -> None:
+    observer, work, problem = Noting(), Later(), ValueError("not so")
+    ranges.observe(observer)
+    try:
+        tensors = [torch.ones(1)]
+        gone = weakref.ref(tensors[0])
+        with ranges.ObservedCall("late", tensors, (), (0,)) as call:
+            call.work = work
+        assert observer.said == ["begin", ("returned", "late", None)]
+        work.functions[0](None)
+        assert observer.said[2:] == [("end", "late", None, True, 1)]
+        del tensors, call
+        assert gone() is None
+        with pytest.raises(ValueError, match="not so"), ranges.ObservedCall("wrong", (), (), (0,)):
+            raise problem
+        with ranges.ObservedCall("other", (), (), (0,)) as call:  # of a backend whose end the host does not learn of
+            call.work = object()
+    finally:
+        ranges.leave(observer)
+    assert observer.said[4:6] == [("returned", "wrong", problem), ("end", "wrong", problem, False, 0)]
+    assert observer.said[7:] == [("returned", "other", None), ("end", "other", None, False, 0)]

@@ -41,7 +41,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,16 +49,6 @@ from sidelane import log
 from sidelane.errors import SEE, Page, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
-
-VARIABLES = (
-    *("SIDELANE_TIMEOUT_S", "SIDELANE_WARN_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE"),
-    *("SIDELANE_PROFILE", "SIDELANE_NATIVE"),
-    "SIDELANE_MEMORY_BYTES",
-    *("SIDELANE_VIRTUAL_NODES", "SIDELANE_DETERMINISTIC"),
-    # for the process, not for a communicator
-    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
-    "SIDELANE_COMMIT",  # for results: which code ran
-)
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_WARN_S = 30.0
@@ -168,19 +158,9 @@ def from_environment(environment: Mapping[str, str]) -> Config:
                 stacklevel=2,
             )
     _log_level(environment)
-    _switch(environment, "SIDELANE_NVTX", default=False)
-    return Config(
-        timeout_s=_seconds(environment, "SIDELANE_TIMEOUT_S", DEFAULT_TIMEOUT_S),
-        warn_s=_seconds(environment, "SIDELANE_WARN_S", DEFAULT_WARN_S),
-        debug=_switch(environment, "SIDELANE_DEBUG", default=False),
-        verify=_switch(environment, "SIDELANE_VERIFY", default=True),
-        beside=environment.get("SIDELANE_BESIDE", NOTHING),
-        profile=environment.get("SIDELANE_PROFILE") or None,
-        native=_switch(environment, "SIDELANE_NATIVE", default=True),
-        memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
-        virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
-        deterministic=_switch(environment, "SIDELANE_DETERMINISTIC", default=False),
-    )
+    _switch("SIDELANE_NVTX", environment.get("SIDELANE_NVTX", "0"))
+    given = {variable: environment[variable] for variable in _READERS if variable in environment}
+    return Config(**{_field(variable): _READERS[variable](variable, value) for variable, value in given.items()})
 
 
 def profile_folder() -> Path | None:
@@ -221,7 +201,7 @@ def mark_ranges() -> None:
     Raises:
         ValueError: it is neither 0 nor 1, or the package ``nvtx`` is not installed.
     """
-    if _switch(os.environ, "SIDELANE_NVTX", default=False):
+    if _switch("SIDELANE_NVTX", os.environ.get("SIDELANE_NVTX", "0")):
         from sidelane import ranges  # which imports PyTorch
 
         try:
@@ -273,10 +253,13 @@ def _log_level(environment: Mapping[str, str]) -> int | None:
     return log.LEVELS[found.upper()]
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    value = environment.get(name)
+def _field(variable: str) -> str:
+    return variable.removeprefix("SIDELANE_").lower()
+
+
+def _seconds(name: str, value: str) -> float:
     try:
-        seconds = default if value is None else float(value)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MOST_TIMEOUT_S:
@@ -285,30 +268,21 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
     return seconds
 
 
-def _bytes(environment: Mapping[str, str], name: str) -> int | None:
-    value = environment.get(name)
-    if not value:
-        return None
+def _bytes(name: str, value: str) -> int | None:
     try:
-        return parse_bytes(value)
+        return parse_bytes(value) if value else None
     except ValueError:
         raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
 
 
-def _numbers(environment: Mapping[str, str], name: str) -> tuple[int, ...] | None:
-    value = environment.get(name)
-    if not value:
-        return None
+def _numbers(name: str, value: str) -> tuple[int, ...] | None:
     try:
-        return tuple(map(int, value.split(",")))
+        return tuple(map(int, value.split(","))) if value else None
     except ValueError:
         raise _refused(f"{name}: not a list of numbers (value={value!r}, allowed=0,0,1,1 for example)") from None
 
 
-def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
-    value = environment.get(name)
-    if value is None:
-        return default
+def _switch(name: str, value: str) -> bool:
     if value not in ("0", "1"):
         raise _refused(f"{name}: not a switch (value={value!r}, allowed='0' or '1')")
     return value == "1"
@@ -317,3 +291,24 @@ def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool
 def _refused(text: str) -> ValueError:
     """Return the error of a setting, with the page that describes all of them."""
     return see(ValueError(text), Page.SETTINGS)
+
+
+_READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "SIDELANE_TIMEOUT_S": _seconds,
+    "SIDELANE_WARN_S": _seconds,
+    "SIDELANE_DEBUG": _switch,
+    "SIDELANE_VERIFY": _switch,
+    "SIDELANE_BESIDE": lambda _, value: value,
+    "SIDELANE_PROFILE": lambda _, value: value or None,
+    "SIDELANE_NATIVE": _switch,
+    "SIDELANE_MEMORY_BYTES": _bytes,
+    "SIDELANE_VIRTUAL_NODES": _numbers,
+    "SIDELANE_DETERMINISTIC": _switch,
+}
+"""Variables of a communicator's settings, each named as the field of :class:`Config`, and functions that read them."""
+
+VARIABLES = (
+    *_READERS,
+    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),  # settings of the process
+    "SIDELANE_COMMIT",  # for results: which code ran
+)

@@ -28,7 +28,7 @@ import torch
 
 from sidelane import forks, log, ranges
 from sidelane.errors import MismatchError, PeerError, SidelaneError
-from sidelane.ranges import ObservedCall
+from sidelane.ranges import ObservedCall, Observer
 from sidelane.user_files import write_whole
 from sidelane.version import VERSION
 
@@ -141,7 +141,7 @@ class _Entry:
     error: str = ""
 
 
-class FlightRecorder:
+class FlightRecorder(Observer):
     """Observer that keeps the last calls, and writes them when a communicator fails.
 
     Args:
@@ -152,7 +152,6 @@ class FlightRecorder:
     def __init__(self, prefix: str, most: int) -> None:
         self._prefix = prefix
         self._entries: collections.deque[_Entry] = collections.deque(maxlen=max(most, 1))
-        self._open: dict[int, _Entry] = {}  # by thread
         self._records = itertools.count()
         self._sequences: dict[str, Any] = collections.defaultdict(lambda: itertools.count(1))
         self._groups: dict[str, Sequence[int]] = {}
@@ -160,15 +159,15 @@ class FlightRecorder:
         self._more_failures = 0
         self._writing = forks.rlock()
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: ObservedCall) -> _Entry:
         group, outputs, thread = call.group, _sides(call.outputs), threading.get_ident()
         if group not in self._groups:
             self._add_group(group, call.ranks)
         inputs, is_on_host = _sides(call.inputs) or outputs, call.device != "cuda"
         record, sequence = next(self._records), next(self._sequences[group])
         entry = _Entry(record, sequence, group, call.name, inputs, outputs, is_on_host, thread, call.began_ns)
-        self._open[thread] = entry
         self._entries.append(entry)
+        return entry
 
     def _add_group(self, group: str, ranks: Sequence[int]) -> None:
         """Note a group, and once they are many, forget those of which no call is kept: programs make ever new ones."""
@@ -181,40 +180,25 @@ class FlightRecorder:
                 self._sequences.pop(old, None)
         self._groups[group] = ranks
 
-    def end(self, call: ObservedCall, error: BaseException | None) -> None:
-        entry = self._open.pop(threading.get_ident(), None)
-        if entry is None:  # recorded since it began
-            return
+    def returned(self, call: ObservedCall, note: _Entry, error: BaseException | None) -> None:
         if error is not None:
-            self._note(entry, error)
-        elif not entry.is_on_host:
+            return
+        if not note.is_on_host:
             if (maker := call.maker) is not None:
-                entry.maker, entry.number = weakref.ref(maker), maker.control.begun(maker.control.rank)
+                note.maker, note.number = weakref.ref(maker), maker.control.begun(maker.control.rank)
         elif call.work is not None and not hasattr(call.work, "when_ended"):  # another backend's
-            entry.work = weakref.ref(call.work)
-        elif call.work is None or not call.work.when_ended(functools.partial(self._ended, entry)):
-            entry.ended_ns = call.ended_ns
+            note.work = weakref.ref(call.work)
 
-    def waited(self, ranks: Sequence[int], seconds: float) -> None:
-        """Do nothing: times of the calls tell it."""
-
-    def fell_back(self, name: str, where: str, why: str) -> None:
-        """Do nothing: the call itself is recorded."""
+    def end(self, call: ObservedCall, note: _Entry, error: BaseException | None) -> None:
+        if error is None:
+            note.ended_ns = call.finished_ns
+            return
+        note.error = f"{type(error).__name__}: {error}"
+        if isinstance(error, PeerError | MismatchError):
+            self._fail(error)
 
     def failed(self, error: BaseException) -> None:
         if isinstance(error, SidelaneError):
-            self._fail(error)
-
-    def _ended(self, entry: _Entry, error: BaseException | None) -> None:
-        """Note the end of an asynchronous call on CPU tensors."""
-        if error is None:
-            entry.ended_ns = time.time_ns()
-        else:
-            self._note(entry, error)
-
-    def _note(self, entry: _Entry, error: BaseException) -> None:
-        entry.error = f"{type(error).__name__}: {error}"
-        if isinstance(error, PeerError | MismatchError):
             self._fail(error)
 
     def _fail(self, error: SidelaneError) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from sidelane import forks, log, ranges
-from sidelane.ranges import ObservedCall
+from sidelane.ranges import ObservedCall, Observer
 from sidelane.user_files import write_whole
 from sidelane.version import VERSION
 
@@ -119,48 +118,20 @@ Known = tuple[str, str, str, str]
 """Group, collective, dtype and device of a call."""
 
 
-class _Measurer:
+class _Measurer(Observer):
     """Observer that measures calls: a base, whose :meth:`add` takes what was measured."""
 
     def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
         """Take a call; see :class:`CallMetrics`."""
         raise NotImplementedError
 
-    def begin(self, call: ObservedCall) -> None:
-        """Do nothing: a call has its begin."""
-
-    def end(self, call: ObservedCall, error: BaseException | None) -> None:
-        tensors, work = call.outputs or call.inputs, call.work
-        device = call.device
-        known, nbytes = (call.group, call.name, ranges.name_of_dtype(tensors), device), call.nbytes
-        began_ns = call.began_ns
-        host_us = (call.ended_ns - began_ns) / 1e3
-        if error is not None:
-            self.add(known, nbytes, host_us, None, type(error).__name__)
-        elif device != "cpu" or (work is not None and not hasattr(work, "when_ended")):
-            self.add(known, nbytes, host_us, None, "")
-        elif work is None or not self._follow(work, began_ns, known, nbytes, host_us):
-            self.add(known, nbytes, host_us, host_us, "")
-
-    def _follow(self, work: Any, began_ns: int, known: Known, nbytes: int, host_us: float) -> bool:
-        """Take a call when it has ended; return False if it ended with its return."""
-
-        def ended(error: BaseException | None) -> None:
-            if error is None:
-                self.add(known, nbytes, host_us, (time.time_ns() - began_ns) / 1e3, "")
-            else:
-                self.add(known, nbytes, host_us, None, type(error).__name__)
-
-        return bool(work.when_ended(ended))
-
-    def waited(self, ranks: Sequence[int], seconds: float) -> None:
-        """Do nothing: a wait is part of its call."""
-
-    def fell_back(self, name: str, where: str, why: str) -> None:
-        """Do nothing: the call itself is measured."""
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing: the call itself is measured."""
+    def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
+        device, duration_us = call.device, None
+        if error is None and call.finished_ns and device == "cpu":
+            duration_us = (call.finished_ns - call.began_ns) / 1e3
+        known = (call.group, call.name, ranges.name_of_dtype(call.outputs or call.inputs), device)
+        host_us = (call.ended_ns - call.began_ns) / 1e3
+        self.add(known, call.nbytes, host_us, duration_us, "" if error is None else type(error).__name__)
 
 
 class _Subscription(_Measurer):

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,28 +43,28 @@ observers: tuple[Observer, ...] = ()
 """The observers of this process's calls; :func:`observe` and :func:`leave` change it."""
 
 
-class Observer(Protocol):
-    """Something that is told of calls on the thread that makes them. It keeps no tensors."""
+class Observer:
+    """Something that is told of calls. It keeps no tensors. A subclass has the methods of what it notes."""
 
-    def begin(self, call: ObservedCall) -> None:
-        """Take note of a call that begins."""
-        ...
+    def begin(self, call: ObservedCall) -> Any:
+        """Take note of a call that begins, on its thread; what is returned is this observer's note of the call."""
 
-    def end(self, call: ObservedCall, error: BaseException | None) -> None:
-        """Take note of a call that returns to its caller, or raises."""
-        ...
+    def returned(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
+        """Take note of a call that returns to its caller, or raises, on its thread."""
+
+    def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
+        """Take note of the end of a call: when the host learns of it, on any thread; on the call's thread if it has
+        raised, has ended when it returns, or ends where no host sees it, as on GPUs (``call.finished_ns`` is 0 then).
+        """
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Take note of a wait of the host for late peers, by their ranks in the world. Any thread may wait."""
-        ...
 
     def fell_back(self, name: str, where: str, why: str) -> None:
         """Take note of a call that another backend makes, or of something slower that calls do from now on."""
-        ...
 
     def failed(self, error: BaseException) -> None:
         """Take note of the end of a communicator by an error. Any thread may find it."""
-        ...
 
 
 def observe(observer: Observer) -> None:
@@ -122,13 +122,14 @@ class ObservedCall:
     Attributes:
         began_ns: time of the begin, in nanoseconds of the epoch.
         ended_ns: time at which it returned to its caller, in nanoseconds of the epoch; 0 before.
+        finished_ns: time of its end, where the host knows it; 0 if it does not, and before.
         work: what it returned: the handle of an asynchronous call, else None.
     """
 
-    began_ns = ended_ns = 0
+    began_ns = ended_ns = finished_ns = 0
     work: Any = None
     _recorded = _is_marked = False
-    _told: tuple[Observer, ...] = ()
+    _told: Sequence[tuple[Observer, Any]] = ()
     _profiled: Any = None
 
     def __init__(
@@ -149,12 +150,15 @@ class ObservedCall:
         _thread.within = self._recorded = True
         try:
             if observers:
-                self.began_ns, self._told = time.time_ns(), observers
+                self.began_ns = time.time_ns()
+                self._told = told = []
                 for observer in observers:
+                    note = None
                     try:
-                        observer.begin(self)
+                        note = observer.begin(self)
                     except Exception:
                         _log_failure(observer, "begin")
+                    told.append((observer, note))
             if _domain is not None:
                 _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
                 self._is_marked = True
@@ -180,11 +184,33 @@ class ObservedCall:
             _domain.pop_range()
         if self._told:
             self.ended_ns = time.time_ns()
-            for observer in self._told:
-                try:
-                    observer.end(self, error)
-                except Exception:
-                    _log_failure(observer, "end")
+            self._follow(error)
+
+    def _follow(self, error: BaseException | None) -> None:
+        """Tell observers of the return, and of the end: now, or when the host learns of it."""
+        for observer, note in self._told:
+            try:
+                observer.returned(self, note, error)
+            except Exception:
+                _log_failure(observer, "returned")
+        if error is None and self.device != "cuda" and (self.work is None or hasattr(self.work, "when_ended")):
+            if self.work is not None and self.work.when_ended(self._end):
+                return
+            self.finished_ns = self.ended_ns
+        self._tell_end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.finished_ns = time.time_ns()
+        self._tell_end(error)
+        self.outputs = self.inputs = ()  # the work keeps its callbacks, and with this one it would keep the tensors
+        self.work = None
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        for observer, note in self._told:
+            try:
+                observer.end(self, note, error)
+            except Exception:
+                _log_failure(observer, "end")
 
     @property
     def device(self) -> str:

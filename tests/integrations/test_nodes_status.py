@@ -15,6 +15,7 @@ from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.order import HostOrder
 
 
 class Witness:
@@ -30,7 +31,7 @@ class Witness:
 
 
 def status_of(rank: int, store: dist.Store, witness: Any, timeout_s: float = 0.3) -> NodesStatus:
-    return NodesStatus(store, rank, Nodes.named("aabb"), range(4), witness, timeout_s)
+    return NodesStatus(store, rank, Nodes.named("aabb"), range(4), witness, timeout_s, lambda: None)
 
 
 def watchdog_of(witness: Witness, timeout_s: float) -> NodesWatchdog:
@@ -53,7 +54,7 @@ def test_who_has_come_to_the_call_is_not_named_though_its_part_has_ended() -> No
     found = asks.agree(PeerTimeoutError("late", ()))
     assert isinstance(found, PeerTimeoutError) and found.ranks == (2,)
     assert str(found).startswith("rank 2 (rank 2 of the world, node 1) did not answer: late")
-    assert others[3].at_fault() == [2], "and all say the same"
+    assert others[3].gone(()) == [2], "and all say the same"
 
 
 class Stream:
@@ -96,8 +97,8 @@ def test_a_death_ends_a_call_soon_but_not_one_that_ends_well() -> None:
 def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
     """By the call under way if it fails meanwhile, which takes seconds; else by the next one."""
     made = NodesCommunicator.__new__(NodesCommunicator)
-    made.rank, made.world_size, made.device, made.own, made._rail = 0, 4, torch.device("cpu"), mock.Mock(), None
-    made.lane, made.owner, made._on_streams = mock.Mock(), mock.Mock(), False
+    made.rank, made.world_size, made.device = 0, 4, torch.device("cpu")
+    made.own, made.lane, made.owner, made._order = mock.Mock(), mock.Mock(), mock.Mock(), HostOrder(made)
     made.lane.calls.config = Config()
     made.status = status_of(0, dist.HashStore(), Witness())
     ended = PeerTimeoutError("rank 3 did not answer", (3,))
@@ -106,9 +107,8 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
         made._let_go(ended)
         raise PeerError("the same, as this rank saw it", (3,))
 
-    if in_call:
-        made._run = run  # type: ignore[method-assign]
-    else:
+    made._groups = mock.Mock(rail=None, on_streams=False, run=run)
+    if not in_call:
         made._let_go(ended)
     tensor = torch.ones(4)
     with pytest.raises(PeerTimeoutError, match="rank 3 did not answer") as caught:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import log, ranges
 from sidelane.collectives.work import Work
 from sidelane.execute.timeline import Interval, write_chrome_trace
-from sidelane.ranges import ObservedCall
+from sidelane.ranges import ObservedCall, Observer
 from sidelane.sizes import format_bytes
 
 HOST, DEVICE = "host: calls", "device: calls"
@@ -87,12 +87,11 @@ class _Traced:
     ends: list[tuple[str, torch.cuda.Event]] = dataclasses.field(default_factory=list)
 
 
-class Tracer:
+class Tracer(Observer):
     """Observer that notes the times of calls, on the host and on the current GPU, if there is one."""
 
     def __init__(self) -> None:
         self._calls: list[_Traced] = []
-        self._open: dict[int, _Traced] = {}
         self._zero: tuple[int, torch.cuda.Event] | None = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -101,41 +100,31 @@ class Tracer:
             event.synchronize()
             self._zero = time.time_ns(), event
 
-    def begin(self, call: ObservedCall) -> None:
+    def begin(self, call: ObservedCall) -> _Traced:
         nbytes, dtype = call.nbytes, ranges.name_of_dtype(call.outputs or call.inputs)
         label = f"{call.name} {format_bytes(nbytes)}B {dtype}" if nbytes else call.name
         traced = _Traced(label, 0 if call.maker is None else id(call.maker), call.began_ns)
         if self._is_on_device(call):
             traced.begin = _marked(torch.cuda.current_stream())
-        self._open[id(call)] = traced
         self._calls.append(traced)
+        return traced
 
-    def end(self, call: ObservedCall, error: BaseException | None) -> None:
-        traced = self._open.pop(id(call), None)
-        if traced is None:
-            return
-        traced.ended_ns = call.ended_ns
+    def returned(self, call: ObservedCall, note: _Traced, error: BaseException | None) -> None:
+        note.ended_ns = call.ended_ns
         if error is not None:
-            traced.label += f" ({type(error).__name__})"
-        elif traced.begin is not None:
-            if call.work is not None and not isinstance(call.work, Work):
-                return  # another backend's, on a stream of its own
-            stream = (call.work.stream if call.work is not None else None) or torch.cuda.current_stream()
-            traced.ends.append((DEVICE, _marked(stream)))
-            handles = call.maker.backend.engine_streams() if call.maker is not None else ()
-            for number, handle in enumerate(handles, 1):
-                traced.ends.append((f"{ENGINES} {number}", _marked(torch.cuda.ExternalStream(handle))))
-        elif isinstance(call.work, Work):
-            call.work.when_ended(lambda _: setattr(traced, "finished_ns", time.time_ns()))
+            note.label += f" ({type(error).__name__})"
+            return
+        if note.begin is None or (call.work is not None and not isinstance(call.work, Work)):
+            return  # the work of another backend is on a stream of its own
+        stream = (call.work.stream if call.work is not None else None) or torch.cuda.current_stream()
+        note.ends.append((DEVICE, _marked(stream)))
+        handles = call.maker.backend.engine_streams() if call.maker is not None else ()
+        for number, handle in enumerate(handles, 1):
+            note.ends.append((f"{ENGINES} {number}", _marked(torch.cuda.ExternalStream(handle))))
 
-    def waited(self, ranks: Sequence[int], seconds: float) -> None:
-        """Do nothing: a wait is part of its call."""
-
-    def fell_back(self, name: str, where: str, why: str) -> None:
-        """Do nothing: the call itself is noted."""
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing: the call itself is noted."""
+    def end(self, call: ObservedCall, note: _Traced, error: BaseException | None) -> None:
+        if isinstance(call.work, Work):  # another call ended when it returned, or where no host sees it
+            note.finished_ns = call.finished_ns
 
     def intervals(self) -> list[tuple[str, str, int, int]]:
         """Return lane, label, begin and end of everything, in nanoseconds of the epoch. Waits for the device."""

@@ -84,7 +84,7 @@ class Cut(Generic[T]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece(Generic[T]):
+class NodesPiece(Generic[T]):
     """Some elements of all parts, which move together, as one rank sees them.
 
     Attributes:
@@ -151,7 +151,7 @@ class Piece(Generic[T]):
         return whole
 
 
-def all_gather(piece: Piece[T]) -> Iterator[None]:
+def all_gather(piece: NodesPiece[T]) -> Iterator[None]:
     """Gather own parts along the rail, while ranks of a node exchange theirs; then hand on within it what has come."""
     steps, members, outputs = piece.steps, piece.nodes.members, piece.outputs(len(piece.nodes.of))
     arrived, own = piece.scratch("arrived", len(members)), outputs[piece.own[piece.place]]
@@ -172,7 +172,7 @@ def all_gather(piece: Piece[T]) -> Iterator[None]:
     )
 
 
-def all_reduce(piece: Piece[T]) -> Iterator[None]:
+def all_reduce(piece: NodesPiece[T]) -> Iterator[None]:
     """Reduce slice ``i`` to rank ``i`` of the node and along its rail; then each rank hands on its slice."""
     steps, many = piece.steps, len(piece.own)
     packed = piece.scratch("packed", many, slices=many, is_sent=True)
@@ -188,7 +188,7 @@ def all_reduce(piece: Piece[T]) -> Iterator[None]:
     steps.broadcast((place, row) for place, rows in enumerate(slices) for _, row in rows)
 
 
-def reduce_scatter(piece: Piece[T]) -> Iterator[None]:
+def reduce_scatter(piece: NodesPiece[T]) -> Iterator[None]:
     """Reduce to each rank, within the node, the parts for all ranks of its rail; then reduce them along the rail."""
     steps, packed = piece.steps, piece.pack()
     middle, arrived = piece.scratch("middle", len(piece.nodes.members)), piece.scratch("arrived", 1)
@@ -199,7 +199,7 @@ def reduce_scatter(piece: Piece[T]) -> Iterator[None]:
     steps.copy(zip(*piece.outputs(1), *piece.packed(arrived, 1), strict=True))
 
 
-def all_to_all(piece: Piece[T]) -> Iterator[None]:
+def all_to_all(piece: NodesPiece[T]) -> Iterator[None]:
     """Collect within the node the parts for all ranks of a rail; then exchange them along the rail."""
     steps, packed = piece.steps, piece.pack()
     near, far, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
@@ -224,7 +224,7 @@ def all_to_all(piece: Piece[T]) -> Iterator[None]:
     )
 
 
-def broadcast(piece: Piece[T], root: int) -> Iterator[None]:
+def broadcast(piece: NodesPiece[T], root: int) -> Iterator[None]:
     """Scatter slices within the root's node, and broadcast slice ``i`` along rail ``i``; then each rank hands its on.
 
     No port sends more than two times the bytes, the root's included. All of the root's node gets what equal slices
@@ -290,7 +290,7 @@ def run(
     sizes = [sum(cut.end - cut.begin for cut in some) for some in cuts]
     before: Iterator[None] = iter(())
     for number, (some, size) in enumerate(zip(cuts, sizes, strict=True)):
-        piece = RECIPES[kind](Piece(steps, nodes, node, place, some, number, size, max(sizes)), *root)
+        piece = RECIPES[kind](NodesPiece(steps, nodes, node, place, some, number, size, max(sizes)), *root)
         next(piece)
         next(before, None)
         before = piece

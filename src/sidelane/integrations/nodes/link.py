@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +12,16 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.side_stream import SideStream
-from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.config import COMPUTE, Config
-from sidelane.errors import PeerError, UnavailableError
-from sidelane.integrations.direct_gather import Tensors
+from sidelane.config import Config
 from sidelane.integrations.fallback import Witness
 from sidelane.integrations.links import Link
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.ring import Ring
 from sidelane.memory.exchange import ranks_of
 from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Beside
 
 
 class NodesLink(Link):
@@ -58,7 +51,7 @@ class NodesLink(Link):
         self.nodes = nodes
         rank, ranks = group.rank(), ranks_of(group)
         witness = Witness(liveness)
-        self._lanes: list[NodesLane] = []
+        self._lanes: list[NodesCommunicator] = []
         if choose(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             none: Any = SimpleNamespace(rank=rank, world_size=len(ranks))  # no call comes to it
             self.gather, self.scatter = none, none
@@ -66,21 +59,20 @@ class NodesLink(Link):
             return
         try:
             for name in ("gather", "scatter"):
-                made = NodesCommunicator(
+                lane = NodesCommunicator(
                     dist.PrefixStore(f"{name}/", store),
                     *(rank, ranks, nodes),
                     device=device,
                     config=config,
                     witness=witness,
                     name=f"{group.group_name}/fsdp {name}",
-                    beside=COMPUTE,
                 )
-                self._lanes.append(NodesLane(made))
+                self._lanes.append(lane)
         except BaseException:
             self.close()
             raise
-        self.gather, self.scatter = self._lanes
-        self.ring = Ring(self._lanes[0].empty, self._lanes[0].comm.device)
+        self.gather, self.scatter = first, _ = self._lanes
+        self.ring = Ring(first.empty, first.device)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         choice = choose(kind, nbytes, self.nodes)
@@ -99,7 +91,7 @@ class NodesLink(Link):
         """Do nothing: all memory is ordinary."""
 
     def memory(self) -> MemoryUse:
-        return MemoryUse.of_all(lane.comm.own.memory() for lane in self._lanes)
+        return MemoryUse.of_all(lane.own.memory() for lane in self._lanes)
 
     def close(self) -> None:
         if hasattr(self, "ring"):
@@ -107,74 +99,3 @@ class NodesLink(Link):
         for lane in self._lanes:
             lane.close()
         self._lanes.clear()
-
-
-class NodesLane:
-    """A :class:`NodesCommunicator` whose calls may be asynchronous. Such calls query it (``order.Guard``).
-
-    Args:
-        comm: communicator that makes the calls.
-    """
-
-    def __init__(self, comm: NodesCommunicator) -> None:
-        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
-        guard = weakref.proxy(self)  # connections and threads end with a lane, not when garbage is collected
-        self._order = StreamOrder(guard) if comm.device.type == "cuda" else HostOrder(guard)
-
-    def all_gather(
-        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
-    ) -> dist.Work | None:
-        """See ``Communicator.all_gather``; ``beside`` was given before."""
-        return self._run(output, input, async_op, functools.partial(self.comm.all_gather, output, input))
-
-    def reduce_scatter(
-        self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
-    ) -> dist.Work | None:
-        """See ``Communicator.reduce_scatter``; ``beside`` was given before."""
-        return self._run(output, input, async_op, functools.partial(self.comm.reduce_scatter, output, input, op=op))
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Return bytes that are symmetric in this node; ordinary ones if the node has no more. Collective in a node.
-
-        Nodes need not agree: a call takes either.
-        """
-        self.comm.owner.require()
-        make = functools.partial(self._made, nbytes)
-        return self._order.alone(make) if isinstance(self._order, HostOrder) else make()
-
-    def _made(self, nbytes: int) -> torch.Tensor:
-        try:
-            return self.comm.own.empty(nbytes, dtype=torch.uint8)
-        except UnavailableError:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
-
-    def close(self) -> None:
-        """End it; calls under way fail. No effect in a forked copy."""
-        if not self.comm.owner.is_copied:
-            self.comm.close()
-            self._order.close()
-
-    def late(self) -> tuple[str, Sequence[int]]:
-        """See ``order.Guard``."""
-        return self.comm.late()
-
-    def interrupted(self, error: KeyboardInterrupt) -> None:
-        """See ``order.Guard``."""
-        self.comm.leave(error)
-
-    def ends(self) -> None:
-        """See ``order.Guard``."""
-        told = PeerError(f"rank {self.rank} ended without waiting for its asynchronous calls", (self.rank,))
-        self.comm.leave(told)
-
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """See ``order.Guard``."""
-        backend: Any = self.comm.lane.backend
-        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
-        return work
-
-    def _run(self, output: Tensors, input: Tensors, async_op: bool, job: Callable[[], None]) -> dist.Work | None:
-        self.comm.owner.require()
-        outputs, inputs = ((each,) if isinstance(each, torch.Tensor) else tuple(each) for each in (output, input))
-        work = self._order.run(job, (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
-        return work if async_op else None

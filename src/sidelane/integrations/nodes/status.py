@@ -18,6 +18,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ _LOOK_S = 0.5
 
 
 class NodesStatus:
-    """Status of one communicator; see the module.
+    """Status of one communicator; see the module. Calls along rails that wait query it (``works.PeerWatch``).
 
     Args:
         store: store of the communicator's ranks alone.
@@ -43,6 +44,7 @@ class NodesStatus:
         ranks: ranks of the group, in the world.
         witness: knows the processes of this machine.
         timeout_s: time-out of calls; on streams, from the time when a call begins to run.
+        release: function that makes the other ranks of this node stop waiting for this one.
 
     Attributes:
         timeout_s: time-out of calls.
@@ -58,9 +60,10 @@ class NodesStatus:
         ranks: Sequence[int],
         witness: Witness,
         timeout_s: float,
+        release: Callable[[], None],
     ) -> None:
         self._store, self._rank, self._nodes, self._ranks = store, rank, nodes, tuple(ranks)
-        self._witness, self.timeout_s = witness, timeout_s
+        self._witness, self.timeout_s, self._release = witness, timeout_s, release
         self._grace_s = min(_GRACE_S, timeout_s)
         self._neighbours = tuple(other for other in nodes.members[nodes.of[rank]] if other != rank)
         self._has_answered = False
@@ -103,10 +106,20 @@ class NodesStatus:
         self.tell((self._rank,), why)
         self.end(PeerError(f"rank {self._rank} {why}", (self._rank,)))
 
-    def at_fault(self) -> list[int]:
-        """Return the ranks known to be at fault."""
+    def gone(self, peers: Sequence[int]) -> list[int]:
+        """Return the ranks at fault, as far as known; whichever a call needs."""
         told = self._told()
         return list(told[0]) if told is not None else self._witness.dead(self._neighbours)
+
+    def explain(self, error: Exception, peers: Sequence[int]) -> NoReturn:
+        """Raise for an error of a part of a call, after an agreement.
+
+        Args:
+            error: the error.
+            peers: ranks at fault, if no rank knows better.
+        """
+        self._release()
+        raise self.agree(error, peers) from error
 
     def agree(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
         """Agree with all ranks left on the ranks at fault; this takes a few seconds if no rank knows.
@@ -240,7 +253,7 @@ class NodesWatchdog:
             return None
         first = self._marks[0]
         first.since = now if first.since is None else first.since
-        if self._status.at_fault():
+        if self._status.gone(()):
             self._noticed = now if self._noticed is None else self._noticed
             if now - self._noticed > _GRACE_S:
                 return PeerError(f"call {first.number} among several nodes was under way")
