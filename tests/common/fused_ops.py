@@ -246,7 +246,7 @@ def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> s
                 expected = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
                 draws.late()
                 given = (one.to(device) for one in (xs[comm.rank], residual, weight))
-                found = handle.run(*given, None, None, None, None, 1e-6)
+                found = handle.run(None, *given, None, None, None, None, 1e-6)
                 kept += zip(found, (expected, total), strict=True)
             comm.synchronize()
             for number, (result, wanted) in enumerate(kept):
@@ -267,7 +267,7 @@ def tilings_that_do_not_compile(group: dist.ProcessGroup) -> list[str]:
         ):
             with mock.patch.object(handle._kernel, "launch", side_effect=error):
                 try:
-                    handle.run(torch.ones(20, 8), torch.ones(8), None, None)
+                    handle.run(None, torch.ones(20, 8), torch.ones(8), None, None)
                 except Exception as found:
                     told.append(f"{type(found).__name__}: {found}")
     return told
@@ -462,7 +462,7 @@ def norms_of_teams(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]], p
                         x.copy_(xs[comm.rank]), before.copy_(residual)
                         draws.late()
                         written = (x, before) if again else (None, x)
-                        y, total = handle.run(x, before, weight, *written, narrow, scale, 1e-6)
+                        y, total = handle.run(None, x, before, weight, *written, narrow, scale, 1e-6)
                         comm.synchronize()
                         found.append([part.clone() for part in (y, total, narrow.view(torch.uint8), scale)])
                         calls += not alone
@@ -482,7 +482,7 @@ def norm_without_a_slice(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]
             cells = handle._came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
             cells[1, 1, :128] = 1 << 32
             try:
-                handle.run(torch.ones(1, 256), None, torch.ones(256), None, None, None, None, 1e-6)
+                handle.run(None, torch.ones(1, 256), None, torch.ones(256), None, None, None, None, 1e-6)
                 comm.synchronize()
             except PeerError as error:
                 return type(error).__name__, error.ranks

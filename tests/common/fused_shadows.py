@@ -229,7 +229,7 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
         sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
         assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
         yield Launched(
-            functools.partial(handle.run, weight, x, None, out),
+            functools.partial(handle.run, None, weight, x, None, out),
             handle._kernel,
             {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
             fused_gemv.cells(n, rows, handle._rows_each, **sizes),
@@ -255,7 +255,7 @@ def norm_in_cells(comm: Communicator, rows: int, words: int) -> Launched:
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle._options["PARTS"]}
     return Launched(
-        lambda: handle.run(x, None, weight, None, out, None, None, 1e-6),
+        lambda: handle.run(None, x, None, weight, None, out, None, None, 1e-6),
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False, **sizes),
@@ -270,7 +270,7 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
     handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="pushed")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     yield Launched(
-        lambda: handle.run(x, None, weight, None, out, None, None, 1e-6),
+        lambda: handle.run(None, x, None, weight, None, out, None, None, 1e-6),
         handle._kernel,
         {
             (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),

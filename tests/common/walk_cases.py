@@ -43,6 +43,26 @@ def all_gather(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
         return [walk(lambda: comm.all_gather(output, input)) for _ in range(calls)]
 
 
+def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
+    """``dist.all_reduce`` of one tensor on a Sidelane group that orders calls by streams: what each of them enters."""
+    with made_up_gpus(driver=NativeDriver()) as driver:
+        ours: Any = sidelane.wrap(group)
+        orders = ours._dispatcher._orders
+        orders["cpu"] = orders["cuda"]
+        try:
+            tensor, found = torch.ones(1000, dtype=torch.int32), []  # of which the driver adds bytes
+            for _ in range(calls):
+                found.append(walk(lambda: dist.all_reduce(tensor, group=ours)))
+                ours.communicator("cpu").synchronize()
+                driver.synchronize()
+            assert tensor.eq(group.size() ** calls).all()
+            (row,) = (row for row in sidelane.report().rows if row.group == ours.group_name)
+            assert (row.operation, row.where, row.calls, row.nbytes) == ("all_reduce", "sidelane", calls, 4000 * calls)
+            return found
+        finally:
+            ours.shutdown()
+
+
 def all_reduce(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """``dist.all_reduce`` of one tensor on a Sidelane group of CPU ranks: what each of them enters."""
     with sidelane_group(group) as ours:

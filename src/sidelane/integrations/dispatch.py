@@ -30,7 +30,7 @@ from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain
+from sidelane.integrations.repeat import Key, RepeatedCall, are_plain
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
@@ -102,7 +102,7 @@ class Dispatcher:
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
-        self._again: dict[Key, Again] = {}
+        self._repeated: dict[Key, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
         self.owner = forks.Owner("process group")
         self._rank, self._name = group.rank(), ""
@@ -152,7 +152,7 @@ class Dispatcher:
 
     def disown(self) -> None:
         """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
-        self._again.clear()
+        self._repeated.clear()
 
     def begin_coalescing(self) -> None:
         """Keep the works that :meth:`run` and :meth:`pass_on` return from here on."""
@@ -181,7 +181,7 @@ class Dispatcher:
             self._ended = how
             self._witness.liveness.leave(str(self._told()))
         self._kept.clear()
-        self._again.clear()
+        self._repeated.clear()
         self.memory.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
@@ -189,74 +189,68 @@ class Dispatcher:
                 _leave(communicator, self._told())
             communicator.close()
 
-    def run_alike(
-        self, name: str, detail: Hashable, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
+    def launch(
+        self,
+        name: str,
+        detail: Hashable,
+        tensors: Sequence[torch.Tensor],
+        opts: Any,
+        make: Callable[[], GroupCall],
+        observed: ranges.ObservedCall | None = None,
     ) -> dist.Work:
-        """Make a call in the way of an earlier one like it, or else as :meth:`run` does.
+        """Make a call like an earlier one, or else as :meth:`run` does.
 
         Args:
-            name: name of the operation, one of ``repeat.METHODS``.
+            name: name of the operation, one of ``repeat.OPERATIONS``.
             detail: its reduction or root; None where it has neither.
             tensors: tensors of the call, the output first; of one dtype and device if it is like another.
             opts: options of torch.
             make: function that puts the call together.
+            observed: the call, for those that observe it; None if nobody does, or to begin it here.
         """
-        key = (name, detail, tensors[0].dtype, tensors[0].device)
-        if ranges.is_active():
-            return self._run_alike_observed(key, tensors, opts, make)
-        work = self._run_again(key, tensors, opts)
-        return self._run(_keyed(make(), key)) if work is None else work
-
-    def _run_alike_observed(
-        self, key: Key, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
-    ) -> dist.Work:
-        """Make a call as :meth:`run_alike` does, and tell observers of it."""
-        with ranges.ObservedCall(key[0], tensors[:1], tensors[1:], self._ranks, self._name) as observed:
-            work, is_ours = self._run_again(key, tensors, opts), True
-            if work is None:
-                call = _keyed(make(), key)
-                work = self._run(call)
-                is_ours = not call.refusal
-            observed.work = work
-            if is_ours:
-                observed.maker = self._maker(tensors)
-            return work
+        if observed is None and ranges.is_active():
+            with ranges.ObservedCall(name, tensors[:1], tensors[1:], self._ranks, self._name) as observed:
+                observed.work = made = self.launch(name, detail, tensors, opts, make, observed)
+                return made
+        device = tensors[0].device
+        key = (name, detail, tensors[0].dtype, device)
+        repeated = self._repeated.get(key)
+        if (
+            repeated is None
+            or opts.timeout > NO_TIMEOUT
+            or self._coalescing is not None
+            or (name == "all_to_all_single" and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
+            or (device.type == "cpu" and self._captures())
+        ):
+            return self._run(_keyed(make(), key), observed)
+        is_async = opts.asyncOp
+        try:
+            work = self._orders[device.type].repeat(repeated, tensors, is_async)
+        except Exception as error:
+            self._explain(error)
+            raise
+        if work is None:
+            return self._run(_keyed(make(), key), observed)
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
+        choice = repeated.calls.last_choice
+        assert choice is not None
+        if choice is not repeated.choice:
+            repeated.take_choice(choice)
+        self.ledger.note(repeated.row, choice.reason, nbytes)
+        if is_async and nbytes <= SMALL_BYTES:
+            self._kept.append(work)
+        if observed is not None:
+            observed.maker = self._maker(tensors)
+        return work
 
     def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
         """Return the calls of the communicator of such tensors; None if there is none yet."""
         made = self._communicators.get(tensors[0].device.type if tensors else "cpu")
         return None if made is None else made.lane.calls
 
-    def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
-        """Make a call like an earlier one; return None, with nothing done, if there is none or a decision is needed."""
-        again = self._again.get(key)
-        if again is None or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
-            return None
-        _, _, dtype, device = key
-        is_async, on_host = opts.asyncOp, device.type == "cpu"
-        if is_async and on_host:
-            return None  # its thread makes all decisions, while the caller goes on
-        if key[0] == "all_to_all_single" and tensors[0].nbytes >= STAGED_BYTES:
-            return None  # see _slower_staged
-        if not may_be_plain(tensors):
-            return None
-        if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
-            return None
-        order = self._orders[device.type]
-        try:
-            work = order.run_compiled(again, tensors, is_async)
-            if work is None:
-                if not are_plain(tensors, dtype, device):
-                    return None
-                work = order.run(lambda: again.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
-        except Exception as error:
-            self._explain(error)
-            raise
-        nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
-        again.note(self.ledger, nbytes)
-        if is_async and nbytes <= SMALL_BYTES:
-            self._kept.append(work)
-        return work
+    def _captures(self) -> bool:
+        """Return True if the current stream is captured into a graph."""
+        return self._can_capture and torch.cuda.is_current_stream_capturing()
 
     def run(self, call: GroupCall) -> dist.Work:
         """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
@@ -266,19 +260,17 @@ class Dispatcher:
             return self._run(call)
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
         with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name) as observed:
-            observed.work = work = self._run(call)
-            if not call.refusal:
-                observed.maker = self._maker(call.tensors)
+            observed.work = work = self._run(call, observed)
             return work
 
-    def _run(self, call: GroupCall) -> dist.Work:
+    def _run(self, call: GroupCall, observed: ranges.ObservedCall | None = None) -> dist.Work:
         self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call) or self._slower_staged(call, device)
         if (call.refusal or self._nodes.spans) and settings.current().deterministic and call.adds_floats:
             why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
             raise in_no_order(call.name, why if call.refusal else "it adds up sums of several nodes")
-        if self._can_capture and torch.cuda.is_current_stream_capturing():
+        if self._captures():
             self._refuse_in_graph(call, device)
         order = self._orders.get(device)
         if order is None:
@@ -291,6 +283,8 @@ class Dispatcher:
             self._coalescing.append(work)
         if call.is_async and call.nbytes <= SMALL_BYTES:
             self._kept.append(work)
+        if observed is not None and not call.refusal:
+            observed.maker = self._maker(call.tensors)
         return work
 
     def _across(self, call: GroupCall) -> str:
@@ -314,7 +308,7 @@ class Dispatcher:
             return ""
         if self.names.get(device) != "nccl" or self._nodes.spans:
             return ""
-        if self._can_capture and torch.cuda.is_current_stream_capturing():
+        if self._captures():
             return ""
         made = self._communicator(call.tensors[0].device)
         if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
@@ -335,7 +329,7 @@ class Dispatcher:
             peers: the other rank, or all ranks that it may be.
         """
         self.require()
-        if self._can_capture and torch.cuda.is_current_stream_capturing():
+        if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
         if self._coalescing is not None:
@@ -377,7 +371,7 @@ class Dispatcher:
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
-            self._again[call.key] = Again(communicator, call.key, call.options)
+            self._repeated[call.key] = RepeatedCall(communicator, call.key, call.options)
 
     def _explain(self, error: Exception) -> None:
         """Add details to the error of a call; raise if it is the end of the group."""

@@ -101,25 +101,29 @@ class Ledger:
             nbytes: size of the call in bytes.
         """
         global _last
-        operation, dtype, device, where, why = key
+        _last = (self, key, nbytes, reason)
+        is_new = False
         with self._lock:
-            row = ranges.row_of(key, self._sums)
-            if row is not key:
-                row = (*row[:3], where, row[4])
-            entry = self._sums.get(row)
-            is_new = entry is None
+            entry = self._sums.get(key)
             if entry is None:
-                entry = self._sums[row] = _Sum()
+                row = ranges.row_of(key, self._sums)
+                if row is not key:
+                    row, reason = (*row[:3], key[3], row[4]), ""
+                is_new = row not in self._sums
+                entry = self._sums.setdefault(row, _Sum())
             entry.calls += 1
             entry.nbytes += nbytes
-            entry.reason = reason if row is key else ""
-        _last = (self, key, nbytes, reason)
+            entry.reason = reason
         if is_new:
-            what = f"{operation} of {dtype} on {device}" if dtype else operation
-            level = logging.INFO if where == SIDELANE else logging.WARNING
-            log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
-        if where != SIDELANE and ranges.observers:
-            ranges.tell("fell_back", operation, where, why)
+            self._log(key)
+        if key[3] != SIDELANE and ranges.observers:
+            ranges.tell("fell_back", key[0], key[3], key[4])
+
+    def _log(self, key: Key) -> None:
+        operation, dtype, device, where, why = key
+        what = f"{operation} of {dtype} on {device}" if dtype else operation
+        level = logging.INFO if where == SIDELANE else logging.WARNING
+        log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
 
     def forget(self) -> None:
         """Reset the counts."""

@@ -17,9 +17,10 @@ from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
-from sidelane.integrations.repeat import Again
+from sidelane.integrations.repeat import PLAIN, RepeatedCall
 from sidelane.integrations.works import EndedWork, HostWork
 from sidelane.memory import ending
+from sidelane.program.collective import Kind
 
 Job = Callable[[], None]
 T = TypeVar("T")
@@ -85,9 +86,12 @@ class HostOrder:
         self.alone(job)
         return EndedWork(outputs)
 
-    def run_compiled(self, again: Again, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
-        """Return None: compiled code makes no calls on CPU tensors."""
-        return None
+    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+        """Make a call like an earlier one; see :meth:`StreamOrder.repeat`."""
+        if is_async or not call.takes(tensors):
+            return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
+        self.alone(lambda: call.make(tensors))
+        return EndedWork(tensors[:1])
 
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
@@ -168,23 +172,34 @@ class StreamOrder:
         self._side.run(job)
         return self._guard.work_on(self._side, tensors, outputs)
 
-    def run_compiled(self, again: Again, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
-        """Queue a call as compiled code remembers it; return None, with no call made, if it does not.
+    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+        """Make a call like an earlier one, in compiled code if that remembers it.
 
         Args:
-            again: maker of calls like this one.
+            call: decisions for calls like this one.
             tensors: tensors of the caller, the output first.
-            is_async: the caller's stream does not wait.
+            is_async: the caller goes on at once.
+
+        Returns:
+            Work of the call; None, with no call made, if decisions are needed.
         """
+        for tensor in tensors:  # compiled code cannot look at others, and does not find out about them
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+                return None
         side = self._side
+        given = (tensors[0], tensors[0]) if call.kind is Kind.ALL_REDUCE else tuple(tensors)
         if not is_async:
             if side is not None:
                 _wait_for(side)
-            return EndedWork(tensors[:1]) if again.make_compiled(tensors) else None
-        if side is None:
+            if call.communicator.make_again(call.kind, given, call.details, 0):
+                return EndedWork(tensors[:1])
+        elif side is not None:
+            side.follow()
+            if call.communicator.make_again(call.kind, given, call.details, side.handle):
+                return self._guard.work_on(side, tensors, tensors[:1])
+        if not call.takes(tensors):
             return None
-        side.follow()
-        return self._guard.work_on(side, tensors, tensors[:1]) if again.make_compiled(tensors, side.handle) else None
+        return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""

@@ -223,7 +223,7 @@ class SidelaneGroup(dist.ProcessGroup):
                 output, input, opts, functools.partial(self._other._allgather_base, output, input, opts)
             )
 
-        return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
+        return self._dispatcher.launch("all_gather_into_tensor", None, (output, input), opts, make)
 
     _allgather_base = all_gather_single
 
@@ -236,14 +236,14 @@ class SidelaneGroup(dist.ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
             make = functools.partial(calls.all_gather, output, input, opts, other)
-            return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
+            return self._dispatcher.launch("all_gather_into_tensor", None, (output, input), opts, make)
         return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_gather``."""
-        opts = _with_timeout(opts or c10d.AllgatherOptions(), timeout)
+        opts = _options(c10d.AllgatherOptions, opts, timeout)
         inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
         other = functools.partial(self._other.allgather, outputs, inputs, opts)
         if len(inputs) != 1:
@@ -260,7 +260,7 @@ class SidelaneGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Make an ``all_to_all_single``."""
-        opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
+        opts = _options(dist.AllToAllOptions, opts, timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
 
         def make() -> GroupCall:
@@ -269,7 +269,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
         if any(sizes):
             return self._dispatcher.run(make())
-        return self._dispatcher.run_alike("all_to_all_single", None, (output, input), opts, make)
+        return self._dispatcher.launch("all_to_all_single", None, (output, input), opts, make)
 
     alltoall_base = all_to_all_single
 
@@ -281,7 +281,7 @@ class SidelaneGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Make an ``all_to_all``."""
-        opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
+        opts = _options(dist.AllToAllOptions, opts, timeout)
         other = functools.partial(self._other.alltoall, outputs, inputs, opts)
         return self._dispatcher.run(calls.all_to_all_list(outputs, inputs, opts, other))
 
@@ -293,7 +293,7 @@ class SidelaneGroup(dist.ProcessGroup):
             other = functools.partial(self._other._reduce_scatter_base, output, input, opts)
             return calls.reduce_scatter(output, input, opts, other)
 
-        return self._dispatcher.run_alike("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
+        return self._dispatcher.launch("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -306,7 +306,7 @@ class SidelaneGroup(dist.ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
             make = functools.partial(calls.reduce_scatter, output, input, opts, other)
-            return self._dispatcher.run_alike("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
+            return self._dispatcher.launch("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
         return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -315,7 +315,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Make a ``reduce_scatter``."""
-        opts = _with_timeout(_reducing(opts, dist.ReduceScatterOptions), timeout)
+        opts = _options(dist.ReduceScatterOptions, opts, timeout)
         outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
         other = functools.partial(self._other.reduce_scatter, outputs, inputs, opts)
         if len(outputs) != 1:
@@ -324,14 +324,19 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
-        opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
+        if timeout is not None or not isinstance(opts, dist.AllreduceOptions):
+            opts = _options(dist.AllreduceOptions, opts, timeout)
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
 
         def make() -> GroupCall:
-            return calls.all_reduce(tensors, opts, functools.partial(self._other.allreduce, tensors, opts))
+            listed = list(tensors)
+            return calls.all_reduce(listed, opts, functools.partial(self._other.allreduce, listed, opts))
 
         if len(tensors) != 1:
             return self._dispatcher.run(make())
-        return self._dispatcher.run_alike("all_reduce", _reduction(opts), tensors, opts, make)
+        detail = getattr(opts.reduceOp, "op", opts.reduceOp)  # torch's number of it
+        return self._dispatcher.launch("all_reduce", detail, tensors, opts, make)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Make several ``all_reduce``."""
@@ -344,11 +349,11 @@ class SidelaneGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``broadcast``."""
-        opts, tensors = _with_timeout(_rooted(opts, dist.BroadcastOptions, root), timeout), _listed(tensors)
+        opts, tensors = _options(dist.BroadcastOptions, opts, timeout, root), _listed(tensors)
         other = functools.partial(self._other.broadcast, tensors, opts)
         if len(tensors) != 1 or opts.rootTensor:
             return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
-        return self._dispatcher.run_alike(
+        return self._dispatcher.launch(
             "broadcast", opts.rootRank, tensors, opts, lambda: calls.broadcast(tensors[0], opts, other)
         )
 
@@ -356,7 +361,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``scatter``."""
-        opts, outputs = _with_timeout(_rooted(opts, dist.ScatterOptions, root), timeout), _listed(outputs)
+        opts, outputs = _options(dist.ScatterOptions, opts, timeout, root), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
         other = functools.partial(self._other.scatter, outputs, nested, opts)
         return self._dispatcher.run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
@@ -365,7 +370,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``gather``."""
-        opts, inputs = _with_timeout(_rooted(opts, dist.GatherOptions, root), timeout), _listed(inputs)
+        opts, inputs = _options(dist.GatherOptions, opts, timeout, root), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
         other = functools.partial(self._other.gather, nested, inputs, opts)
         return self._dispatcher.run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
@@ -373,7 +378,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make a ``barrier``; on GPUs the host waits for it, as it does with NCCL."""
         self._dispatcher.require()
-        opts = _with_timeout(opts or dist.BarrierOptions(), timeout)
+        opts = _options(dist.BarrierOptions, opts, timeout)
         device = torch.device("cpu")
         if opts.device is not None:
             device = opts.device
@@ -397,7 +402,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``reduce``."""
-        opts, tensors = _with_timeout(_rooted(opts, dist.ReduceOptions, root), timeout), _listed(tensors)
+        opts, tensors = _options(dist.ReduceOptions, opts, timeout, root), _listed(tensors)
         return self._dispatcher.run(
             calls.make("reduce", [], tensors, functools.partial(self._other.reduce, tensors, opts), None, opts)
         )
@@ -472,26 +477,28 @@ def _reduction(opts: Any) -> Any:
     return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
-def _reducing(opts: Any, kind: type[Any]) -> Any:
-    """Return options of a reduction if the caller gave only its operation, or nothing."""
-    if isinstance(opts, kind):
-        return opts
-    made = kind()
-    if opts is not None:
-        made.reduceOp = opts
-    return made
+_GIVEN = {
+    dist.AllreduceOptions: "reduceOp",
+    dist.ReduceScatterOptions: "reduceOp",
+    **dict.fromkeys((dist.BroadcastOptions, dist.GatherOptions, dist.ReduceOptions, dist.ScatterOptions), "rootRank"),
+}
+"""Option that callers may give in place of all, by the class of the options."""
 
 
-def _rooted(opts: Any, kind: type[Any], root: int) -> Any:
-    """Return options of a call with a root if the caller gave only the root."""
-    if isinstance(opts, kind):
-        return opts
-    made = kind()
-    made.rootRank = root if opts is None else opts
-    return made
+def _options(kind: type[Any], opts: Any, timeout: timedelta | None, root: int = 0) -> Any:
+    """Return torch's options of a call, of which the caller may have given all, one (``_GIVEN``) or none.
 
-
-def _with_timeout(opts: Any, timeout: timedelta | None) -> Any:
+    Args:
+        kind: class of the options.
+        opts: the caller's argument.
+        timeout: the caller's other argument; it counts if it is one.
+        root: root of a call that has one, if ``opts`` is None.
+    """
+    name = _GIVEN.get(kind)
+    if opts is None or (name is not None and not isinstance(opts, kind)):
+        opts, given = kind(), root if opts is None and name == "rootRank" else opts
+        if name is not None and given is not None:
+            setattr(opts, name, given)
     if timeout is not None and timeout > NO_TIMEOUT:
         opts.timeout = timeout
     return opts

@@ -208,12 +208,12 @@ def all_to_all_gemm(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
-            again = RepeatedLaunch(_PLACES)
+            again = routed.again(_PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again)
 
         def unfused(pieces: int) -> Launch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
-            exchange = functools.partial(sender, again=RepeatedLaunch(PLACES))
+            exchange = functools.partial(sender, again=routed.again(PLACES))
             turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
 
             def load() -> bool:

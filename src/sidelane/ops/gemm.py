@@ -290,12 +290,12 @@ def gemm_all_to_all(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            again = RepeatedLaunch(PLACES)
+            again = routed.again(PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
 
         def unfused(pieces: int) -> Launch:
             send = functools.partial(
-                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=RepeatedLaunch(PLACES)
+                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=routed.again(PLACES)
             )
             if routed.experts is None:
                 return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts))

@@ -102,11 +102,11 @@ class GemvAllReduce(KernelHandle):
 
     def run(
         self,
+        again: RepeatedLaunch | None,
         weight: torch.Tensor,
         x: torch.Tensor,
         scale: torch.Tensor | None,
         out: torch.Tensor | None,
-        again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
         """Run the operator with checked arguments. ``again``: launch of calls with these layouts."""
         comm, tiling = self.comm, self.tiling
@@ -200,7 +200,7 @@ def gemv_all_reduce(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
-            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES))
+            return functools.partial(handle.run, RepeatedLaunch(_PLACES))
 
         make: dict[str, Callable[[int], Launch]] = {
             FUSED: fused,

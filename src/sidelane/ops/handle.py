@@ -166,12 +166,6 @@ def check_tensor(
     return tensor
 
 
-def check_dtype(name: str, dtype: object) -> None:
-    """Refuse a dtype that no operator computes in. Raises TypeError."""
-    if dtype not in FLOATS:
-        raise TypeError(f"{name}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
-
-
 def check_choice(name: str, what: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a word that is not allowed. Raises ValueError."""
     if value not in allowed:

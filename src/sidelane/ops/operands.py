@@ -16,6 +16,7 @@ from sidelane.ops.expert_products import has_grouped_product
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
 from sidelane.ops.operator import AUTO
 from sidelane.session import Communicator
+from sidelane.session.own_kernel import RepeatedLaunch
 
 MOST_ELEMENTS = 1 << 40
 
@@ -77,6 +78,12 @@ class Routed:
         if copy.is_cuda and not self.host.in_a_graph:  # newer counts may take its place while a kernel reads it
             copy.record_stream(torch.cuda.current_stream(copy.device))
         return copy
+
+    def again(self, places: Sequence[int]) -> RepeatedLaunch | None:
+        """Return a launch of calls like this one. None with counts of the host: each of them is another call, and the
+        kernel finds the launch that they share by its other arguments.
+        """
+        return RepeatedLaunch(places) if self.host is None else None
 
     def numbers(self, counts: Any) -> Any:
         """Return the counts of a call like this one as numbers; their device is the host if the host lacks them."""

@@ -159,7 +159,7 @@ class FusedOperator:
             method: name of one of the methods, or ``auto``; the same on all ranks.
             pieces: number of pieces of ``split`` that the caller asks for.
         """
-        asked = None if words is None else (self.name, method, pieces, *words)
+        asked = None if words is None else (self.name, method, pieces, words)
         known, key = find(comm, asked, tensors)
         if known is not None:
             return known

@@ -126,6 +126,7 @@ class AllReduceRmsNorm(KernelHandle):
 
     def run(
         self,
+        again: RepeatedLaunch | None,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
@@ -134,7 +135,6 @@ class AllReduceRmsNorm(KernelHandle):
         quantized: torch.Tensor | None,
         scale: torch.Tensor | None,
         eps: float,
-        again: RepeatedLaunch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the operator with checked arguments. ``again``: launch of calls with these layouts and eps."""
         y = torch.empty_like(x) if out is None else out
@@ -232,7 +232,7 @@ def all_reduce_rms_norm(
 
         def fused(pieces: int) -> Launch:
             handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-            return functools.partial(handle.run, again=RepeatedLaunch(_PLACES) if is_float else None)
+            return functools.partial(handle.run, RepeatedLaunch(_PLACES) if is_float else None)
 
         make: dict[str, Callable[[int], Launch]] = {
             FUSED: fused,
