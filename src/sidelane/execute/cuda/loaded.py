@@ -9,10 +9,10 @@ import torch
 
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver, followers
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import DeviceWatch, WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
@@ -65,6 +65,10 @@ class CudaProgram:
         forks.finalize(self, destroy_events, executor.driver, self._events)
 
     @property
+    def _title(self) -> str:
+        return f"{self.program.collective} {self.program.variant}"
+
+    @property
     def moves(self) -> bool:
         """True if :meth:`at` works: no part of it belongs to one invocation, and only copies depend on addresses."""
         return not (self._captured or self._bound.ahead or self._stamps)
@@ -115,7 +119,7 @@ class CudaProgram:
             except ValueError:
                 raise
             except BaseException as error:
-                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                executor.fail_submission(self._title, error)
                 raise
 
     def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
@@ -161,23 +165,21 @@ class CudaProgram:
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None:
+        if way is None or way.words is None or self.addresses.pieces:
             return None
-        route, handle, internal = choose_route(*place, self._captured), place[0], self._executor.internal
-
-        def bind(addresses: Addresses) -> Sequence[Bound]:
-            bound = self._bound.at(addresses)
-            if route is Route.DIRECT:
-                return bound.steps(handle)
-            return self._by_way_of_internal(bound.steps(internal), handle)
-
-        found = followers(bind, self.addresses, buffers)
+        executor, handle = self._executor, place[0]
+        bound = self._bound.at(locate(self.addresses, buffers))
+        if choose_route(*place, self._captured) is Route.DIRECT:
+            calls: Sequence[Bound] = bound.steps(handle)
+        else:
+            calls = self._by_way_of_internal(bound.steps(executor.internal), handle)
+        found = movable_steps(calls, self.addresses)
         if found is None:
             return None
-        executor, (calls, following) = self._executor, found
+        steps, followers = found
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
         failing = executor.failing(calls, self.program)
-        return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
+        return Repetition(steps, way.words, notes, failing, followers=followers)
 
     @property
     def marks(self) -> int:
@@ -234,7 +236,7 @@ class CudaProgram:
         except ValueError:
             raise  # found before anything was submitted
         except BaseException as error:  # of the driver, or Ctrl-C
-            executor.fail_submission(self.program, error, captured=place[1])
+            executor.fail_submission(self._title, error, captured=place[1])
             raise
 
     def _note(self, epoch: int, entry: Entry) -> None:

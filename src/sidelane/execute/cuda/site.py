@@ -371,19 +371,22 @@ class CudaSite:
         def failed(index: int, error: Any) -> NoReturn:
             if not isinstance(error, BaseException):
                 error = self.driver.refused(calls[index][0], error)
-            self.fail_submission(program, error)
+            self.fail_submission(f"{program.collective} {program.variant}", error)
             raise error
 
         return failed
 
-    def fail_submission(
-        self, program: Program | KernelProgram | KernelCall, error: BaseException, *, captured: bool = False
-    ) -> None:
-        """Fail after an incomplete submission, and wait for what was submitted.
+    def fail_submission(self, title: str, error: BaseException, *, captured: bool = False) -> None:
+        """Fail after an incomplete submission, tell the peers, and wait for what was submitted.
 
         The caller's stream does not wait for it any more, so that its next work may have the memory of these tensors.
+
+        Args:
+            title: the part of the program that was to be submitted, or its name.
+            error: the driver's refusal, or an interruption.
+            captured: it was to become part of a graph: nothing runs.
         """
-        self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+        self.watch.fail_submission(title, error)
         if not captured:
             self._has_passed(time.monotonic() + _DRAIN_S)
 

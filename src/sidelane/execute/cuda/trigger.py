@@ -52,7 +52,7 @@ class CudaArrival:
             try:
                 driver.submit(self._bind(place[0]))
             except BaseException as error:
-                executor.watch.fail_submission(self._title, error)
+                executor.fail_submission(self._title, error)
                 raise
 
     def _bind(self, stream: int) -> list[Bound]:
@@ -139,7 +139,7 @@ class CudaTrigger:
         try:  # no context manager: this is on the path of a prelaunched call
             driver.submit(calls)
         except BaseException as error:
-            executor.watch.fail_submission(self._title, error)
+            executor.fail_submission(self._title, error)
             raise
 
     def fire_from_host(self, epoch: int) -> None:
@@ -174,7 +174,7 @@ class CudaTrigger:
             try:
                 driver.submit(calls)
             except BaseException as error:  # the program that waits for it could never go on
-                executor.watch.fail_submission(self._title, error)
+                executor.fail_submission(self._title, error)
                 raise
 
     def _bind(self, part: slice, stream: int) -> list[Bound]:
