@@ -233,7 +233,7 @@ def test_one_sentence_names_the_command() -> None:
 # What to hide, what to do without it, and what is said.
 HIDDEN = {
     "cuda.bindings": ("from sidelane.execute.cuda.driver import load_api; load_api()", "copy engines need"),
-    "pynvml": ("from sidelane.machine.nvidia import load_nvml; load_nvml()", "power needs NVML"),
+    "pynvml": ("from sidelane_lab.studies.power.sensors import load_nvml; load_nvml()", "power needs NVML"),
     "triton": (
         "from sidelane.execute.cpu.kernel_call import CpuKernelCall; CpuKernelCall(None, None, None)",
         "kernels need Triton",

@@ -62,6 +62,7 @@ VENDOR_FILES = (
     "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
     *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/prelaunch/firing.py"),
+    "sidelane_lab/studies/power/sensors.py",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,20 +33,25 @@ def chosen(compute_us: float, kind: Kind = Kind.ALL_REDUCE, nbytes: int = LARGE_
 
 
 @pytest.mark.parametrize(
-    ("ratio", "units"), [(0.1, 8), (0.4, 8), (0.41, 16), (0.6, 16), (0.61, 32), (1.5, 32), (1.51, 64), (20.0, 64)]
+    ("ratio", "taken"),
+    [
+        *((0.1, "sm_rp with 8 units"), (0.4, "sm_rp with 8 units"), (0.41, "sm_rp with 16 units")),
+        *((0.6, "sm_rp with 16 units"), (0.61, "conccl"), (20.0, "conccl")),
+    ],
 )
-def test_units_of_a_reduction_grow_with_its_time(ratio: float, units: int) -> None:
-    assert chosen(1000.0, alone_us=1000.0 * ratio, engines_us=1000.0 * ratio) == f"sm_rp with {units} units"
+def test_units_of_an_all_reduce_grow_with_its_time(ratio: float, taken: str) -> None:
+    assert chosen(1000.0, alone_us=1000.0 * ratio, engines_us=1000.0 * ratio) == taken
 
 
 def test_which_pairs_give_units_away() -> None:
     assert chosen(2000.0, nbytes=LARGE_BYTES - 1) == "conccl", "a small reduction"
+    assert chosen(2000.0, kind=Kind.REDUCE_SCATTER) == "conccl", "it scatters"
     assert chosen(2000.0, kind=Kind.ALL_GATHER) == "conccl", "it only moves bytes"
     assert chosen(2000.0, product=None) == "conccl", "nobody says what computes"
     assert chosen(2000.0, product=(64, 57344, 8192, "bfloat16")) == "conccl", "bound by memory"
     assert chosen(2000.0, product=(8192, 8192, 8192, "float8_e4m3fn")) == "conccl", "of a dtype without a known size"
     assert chosen(2000.0, alone_us=None) == "conccl", "nobody measured the collective"
-    mixed = [(Kind.REDUCE_SCATTER, LARGE_BYTES), (Kind.ALL_GATHER, LARGE_BYTES)]
+    mixed = [(Kind.ALL_REDUCE, LARGE_BYTES), (Kind.ALL_GATHER, LARGE_BYTES)]
     found = choose_strategy(2000.0, PRODUCT, mixed, alone_us=1.0, engines_us=1.0, is_possible=lambda mode: True)
     assert str(found.candidate) == "conccl"
     assert not is_compute_bound(None) and is_compute_bound((8192, 8192, 8192, "float32"))
@@ -106,12 +112,31 @@ def test_losses_beside_the_pairs_of_all_results() -> None:
     assert statistics.fmean(lost for _, lost in found) < 0.0025 and max(lost for _, lost in found) < 0.034
 
 
-def test_losses_beside_large_reductions() -> None:
-    """Measured curves lost 4.1% and 20.4% at worst, ``conccl`` alone 6.4% and 15.9%."""
+def test_losses_beside_large_reductions_of_the_study() -> None:
+    """Symmetric tensors, all-reduces by ``two_shot_push``. ``conccl`` alone loses 6.4% and 15.9% at worst there."""
     pairs = list(pairs_of(REDUCTIONS))
     found = [loss(rows) for rows in pairs]
-    assert len(found) == 8 and statistics.fmean(lost for _, lost in found) < 0.025
-    assert max(lost for _, lost in found) < 0.051
-    assert {name for name, _ in found} == {f"sm_rp with {units} units" for units in (8, 16, 32, 64)}
+    assert len(found) == 8 and statistics.fmean(lost for _, lost in found) < 0.034
+    assert max(lost for _, lost in found) < 0.085
+    assert {name for name, _ in found} == {"conccl", "sm_rp with 8 units", "sm_rp with 16 units"}
     engines = [times[LaunchMode(named("conccl"))] / min(times.values()) - 1 for times in map(times_of, pairs)]
     assert statistics.fmean(engines) > 0.06, "the row that the rule's second line wins"
+
+
+LINE = re.compile(
+    r"(\w+) (all_reduce|reduce_scatter) (symmetric|ordinary) GEMM (\d+) us; [^:]+: (.+) ; [^:]+: .* of ([\d.]+) of"
+)
+
+
+def test_losses_of_large_reductions_as_overlap_makes_them() -> None:
+    """On symmetric and on ordinary tensors. ``conccl`` alone loses 3.5% and 14.9% at worst there."""
+    lost: dict[str, list[float]] = {"rule": [], "conccl": []}
+    for _, kind, _, gemm_us, listed, ratio in LINE.findall((RESULTS / "h200x2/overlap-reductions.txt").read_text()):
+        times = {name.strip(): float(us) for name, us in re.findall(r"([\w ]+?) (\d+) us", listed)}
+        alone_us = (float(ratio) + 0.004) * float(gemm_us)  # it was rounded, and 0.40 was more than that
+        taken = chosen(float(gemm_us), kind=Kind(kind), nbytes=512 << 20, alone_us=alone_us, engines_us=alone_us)
+        for name, strategy in (("rule", taken), ("conccl", "conccl")):
+            lost[name].append(times[strategy] / min(times.values()) - 1)
+    assert len(lost["rule"]) == 16
+    assert statistics.fmean(lost["rule"]) < 0.0125 and max(lost["rule"]) < 0.087
+    assert statistics.fmean(lost["conccl"]) > 0.03 and max(lost["conccl"]) > 0.14

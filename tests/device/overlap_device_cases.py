@@ -56,7 +56,7 @@ def large_reduction(context: Context) -> list[str]:
     device = context.device
     with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=60)) as comm:
         product, a = (
-            Computation(1000.0, (4096, 4096, 4096, "bfloat16")),
+            Computation(3000.0, (4096, 4096, 4096, "bfloat16")),
             torch.ones(4096, 4096, device=device).bfloat16(),
         )
         whole = torch.empty(1 << 27, dtype=torch.bfloat16, device=device)

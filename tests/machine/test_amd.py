@@ -16,6 +16,7 @@ from sidelane.errors import UnavailableError
 from sidelane.execute import vendor
 from sidelane.execute.hip import runtime
 from sidelane.machine import amd, local
+from sidelane_lab.studies.power import sensors
 
 GPUS = 4
 
@@ -105,15 +106,17 @@ class MadeUpSmi:
 
 
 def test_power_is_read_from_amdsmi(rocm: Path) -> None:
-    sensor = amd.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power=512, average_socket_power="N/A"))
+    sensor = sensors.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power=512, average_socket_power="N/A"))
     assert sensor.watts() == 512.0 and sensor.averaged
     assert sensor.energy_mj() == pytest.approx(30_600)
     sensor.close()
-    assert amd.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power="N/A", average_socket_power=140)).watts() == 140.0
+    assert (
+        sensors.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power="N/A", average_socket_power=140)).watts() == 140.0
+    )
     with pytest.raises(UnavailableError, match="no socket power"):
-        amd.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power="N/A"))
+        sensors.AmdSmiSensor(1, amdsmi=MadeUpSmi(current_socket_power="N/A"))
     with pytest.raises(UnavailableError, match="does not know GPU 2"):
-        amd.AmdSmiSensor(2, amdsmi=MadeUpSmi(current_socket_power=1))
+        sensors.AmdSmiSensor(2, amdsmi=MadeUpSmi(current_socket_power=1))
 
 
 def renumber(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[int, int]) -> None:
@@ -130,10 +133,10 @@ def renumber(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[int, int]) -> No
 def test_a_gpu_is_found_by_its_pci_address(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HIP_VISIBLE_DEVICES=1 makes the second GPU number 0 in torch, but not in amdsmi and in the topology."""
     renumber(monkeypatch, (0x26, 0))
-    assert amd.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=512)).watts() == 512.0  # of handle 71
+    assert sensors.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=512)).watts() == 512.0  # of handle 71
     renumber(monkeypatch, (0x46, 0))
     with pytest.raises(UnavailableError, match="none of its 2 GPUs is at 0000:46:00"):
-        amd.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=1))
+        sensors.AmdSmiSensor(0, amdsmi=MadeUpSmi(current_socket_power=1))
 
 
 def test_nodes_of_the_topology_are_found_by_pci_address(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +161,9 @@ def test_partitions_of_a_gpu_are_alike_in_order(rocm: Path, monkeypatch: pytest.
 
 
 def test_a_machine_without_amdsmi_or_rocm_says_so(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "amdsmi" in (local.power_problem() or "")
+    assert "amdsmi" in (sensors.power_problem() or "")
     with pytest.raises(UnavailableError, match="amdsmi does not know GPU 0"):
-        local.power_sensor(0)
+        sensors.power_sensor(0)
     monkeypatch.setattr(runtime, "LIBRARY_NAMES", ("libno-such-hip.so",))
     runtime.load_runtime.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda index: pytest.fail("no device is touched"))

@@ -108,7 +108,7 @@ def _block_flags(
     signal(addresses_of(peers, N), rank, generation, 0, N)
     wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
     if OP == "":
-        each_tile(_copy, (p0, generation, N), call, 0, 1, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)
+        each_tile(_copy, (p0, generation, N, TABLE), call, 0, 1, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)
     else:
         each_tile(_reduce, (p0, generation, N, OP, DTYPE, ELEMENT_BYTES, FLOAT), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
@@ -157,15 +157,23 @@ def _send(
 @triton.jit
 def _copy(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
-    arena, generation, N: tl.constexpr,
+    arena, generation, N: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of every slot, all loads before all stores."""
+    """Copy a tile of every slot, all loads before all stores.
+
+    With a table, whose ends are in registers, units of one or two bytes would take too many of them.
+    """
     _, output, place, _, stride, _, _ = part
-    values = ()
+    tiles = ()
     for sender in tl.static_range(N):
-        values = values + (get(slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE),)
-    for sender in tl.static_range(N):
-        put(output + sender * stride, values[sender], tile, nbytes, UNIT, TILE, WHOLE)
+        values = get(slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE)
+        if UNIT >= 4 or not TABLE:
+            tiles = tiles + (values,)
+        else:
+            put(output + sender * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
+    if UNIT >= 4 or not TABLE:
+        for sender in tl.static_range(N):
+            put(output + sender * stride, tiles[sender], tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def _staged(
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, full, TILE)
 
     each_tile(_stage, (own, staged, rank, total, SHARDS, RAGGED, OP == ""), call, 0, 1,
-              TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
+              TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
     signal(arenas, rank, generation, 0, N)
     spent = wait(p0, generation, board, spent, 0, N)
 
@@ -130,7 +130,7 @@ def _staged(
                 owner = (rank + turn) % N
                 results = results + (address_of(stagings, owner, N) + owner * staged,)
             each_tile(_fetch_shards, (results, total, rank, N), call, 0, 1,
-                      TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
+                      TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
         signal(arenas, rank, generation, 2, N)
         spent = wait(p0, generation, board, spent, 2, N)
     end_generation(p0, generation)

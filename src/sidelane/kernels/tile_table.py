@@ -177,13 +177,14 @@ def ends_of(table, TABLE: tl.constexpr):
 def each_tile(
     act: tl.constexpr, given, call, owner, OWNERS: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr,
     UNIT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr = 1,
+    RAGGED: tl.constexpr = False,
 ):  # fmt: skip
     """Call a function for each tile of this block, or for each of these tiles that an owner has.
 
     ``act`` takes ``(part, tile, nbytes, UNIT, ALIGNED, TILE, WHOLE, *given)``: addresses and strides (see ``part_of``),
     and the number of the tile in a part of ``nbytes``. A tile of a table is number 0 of a part of its own. ``call`` is
     the result of ``call_of``. Tile k of this block belongs to owner ``k % OWNERS``. Without a table, the compiler
-    prefetches ``STAGES`` tiles.
+    prefetches ``STAGES`` tiles, and RAGGED means that more than the last tile may not be full.
     """
     _, _, tiles, whole, part, nbytes = call
     tile = tl.program_id(0).to(tl.int64) + owner * tl.num_programs(0)
@@ -201,9 +202,12 @@ def each_tile(
             while tile < whole:
                 act(part, tile, nbytes, UNIT, ALIGNED, TILE, True, *given)
                 tile += step
-        while tile < tiles:
+        if RAGGED:
+            while tile < tiles:
+                act(part, tile, nbytes, NARROW, ALIGNED, TILE, False, *given)
+                tile += step
+        elif tile < tiles:
             act(part, tile, nbytes, NARROW, ALIGNED, TILE, False, *given)
-            tile += step
 
 
 @triton.jit

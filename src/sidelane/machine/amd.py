@@ -1,9 +1,8 @@
-"""AMD GPUs: their properties from torch, the kernel's topology (sysfs) and amdsmi. Never run on AMD hardware."""
+"""AMD GPUs: their properties from torch and the kernel's topology (sysfs). Never run on AMD hardware."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import Accelerators, InstalledGpu
 
 DEVICE_TYPE = "cuda"  # the name that torch for ROCm uses
@@ -25,11 +23,6 @@ T = TypeVar("T")
 def device_count() -> int:
     """Return the number of GPUs that a torch for ROCm sees; 0 with any other torch."""
     return torch.cuda.device_count() if torch.version.hip and torch.cuda.is_available() else 0
-
-
-def device_names() -> tuple[str, ...]:
-    """Return the name of each GPU that torch sees."""
-    return tuple(torch.cuda.get_device_properties(index).name for index in range(device_count()))
 
 
 def inspect() -> Accelerators:
@@ -54,73 +47,6 @@ def inspect() -> Accelerators:
         symmetric_memory=True,
         notes=tuple(notes),
     )
-
-
-class AmdSmiSensor:
-    """Power counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`), read by amdsmi.
-
-    Args:
-        index: number of the GPU in torch.
-        amdsmi: module ``amdsmi``, or a substitute.
-
-    Raises:
-        UnavailableError: amdsmi is not installed, or does not know the GPU.
-    """
-
-    averaged = True  # MI300X reports a mean over some milliseconds ("socket power")
-
-    def __init__(self, index: int, *, amdsmi: Any = None) -> None:
-        try:
-            self._smi = importlib.import_module("amdsmi") if amdsmi is None else amdsmi
-            self._smi.amdsmi_init()
-            handles = list(self._smi.amdsmi_get_processor_handles())
-            self._handle = _matching(handles, index, lambda handle: str(self._smi.amdsmi_get_gpu_device_bdf(handle)))
-            if self._handle is None:
-                raise LookupError(f"none of its {len(handles)} GPUs is at {_pci_address(index) or f'place {index}'}")
-        except Exception as problem:
-            raise UnavailableError(f"power: amdsmi does not know GPU {index}: {problem}") from problem
-        self.watts()
-
-    def watts(self) -> float:
-        """Return the power in watts.
-
-        Raises:
-            UnavailableError: the GPU does not tell it.
-        """
-        try:
-            found = self._smi.amdsmi_get_power_info(self._handle)
-        except Exception as problem:
-            raise UnavailableError(f"power: this GPU does not tell its power: {problem}") from problem
-        for name in ("current_socket_power", "average_socket_power"):
-            if isinstance(found.get(name), int | float) and found[name] > 0:
-                return float(found[name])
-        raise UnavailableError(f"power: amdsmi has no socket power of this GPU ({found})")
-
-    def energy_mj(self) -> float | None:
-        """Return the energy since the driver was loaded in millijoules; None if the GPU does not count it."""
-        try:
-            found = self._smi.amdsmi_get_energy_count(self._handle)
-            total = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
-            return float(total) * float(found["counter_resolution"]) / 1e3  # microjoules a count
-        except Exception:
-            return None
-
-    def close(self) -> None:
-        self._smi.amdsmi_shut_down()
-
-
-def power_sensor(index: int) -> AmdSmiSensor:
-    """Return the power counters of a GPU. Raises UnavailableError."""
-    return AmdSmiSensor(index)
-
-
-def power_problem() -> str | None:
-    """Return the reason why power cannot be read; None if amdsmi is there."""
-    try:
-        importlib.import_module("amdsmi")
-    except Exception as problem:  # the package may be there without the library behind it
-        return f"power needs amdsmi, which is a part of ROCm ({problem})"
-    return None
 
 
 def software_versions() -> dict[str, str]:
@@ -185,7 +111,7 @@ def _gpu_nodes() -> dict[int, _Node]:
     folders = sorted((one for one in TOPOLOGY.iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
     nodes = [(folder, _properties(folder / "properties")) for folder in folders]
     nodes = [(folder, values) for folder, values in nodes if values.get("simd_count", 0) > 0]
-    found = {index: _matching(nodes, index, _address_of_node) for index in range(device_count())}
+    found = {index: matching(nodes, index, _address_of_node) for index in range(device_count())}
     return {index: node for index, node in found.items() if node is not None}
 
 
@@ -195,21 +121,21 @@ def _address_of_node(node: _Node) -> str:
     return f"{values.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
 
 
-def _matching(found: Sequence[T], index: int, address_of: Callable[[T], str]) -> T | None:
+def matching(found: Sequence[T], index: int, address_of: Callable[[T], str]) -> T | None:
     """Return the one that is the GPU of a number in torch, by PCI address; None if there is none.
 
     ``HIP_VISIBLE_DEVICES`` renumbers GPUs in torch, but not elsewhere. Partitions of a GPU share an address, but for
     its function, which torch does not tell: they are alike in order. A torch that tells no address numbers all alike.
     """
-    address = _pci_address(index)
+    address = pci_address(index)
     if address is None:
         return found[index] if index < len(found) else None
     alike = [one for one in found if address_of(one).lower().startswith(address)]
-    before = sum(_pci_address(other) == address for other in range(index))
+    before = sum(pci_address(other) == address for other in range(index))
     return alike[min(before, len(alike) - 1)] if alike else None
 
 
-def _pci_address(index: int) -> str | None:
+def pci_address(index: int) -> str | None:
     """Return domain, bus and device of a GPU as ``0000:c1:00``; None if torch does not tell."""
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks some
     if not hasattr(properties, "pci_bus_id"):

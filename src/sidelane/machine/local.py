@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from sidelane.errors import UnavailableError
+import torch
+
 from sidelane.machine import amd, nvidia
 from sidelane.machine.inventory import Accelerators, Inventory
-from sidelane.machine.power_sensor import PowerSensor
 
 
 class Vendor(Protocol):
@@ -22,17 +22,11 @@ class Vendor(Protocol):
 
     def device_count(self) -> int: ...
 
-    def device_names(self) -> tuple[str, ...]: ...
-
     def inspect(self) -> Accelerators: ...
 
     def software_versions(self) -> dict[str, str]: ...
 
     def reported_versions(self) -> dict[str, str | None]: ...
-
-    def power_problem(self) -> str | None: ...
-
-    def power_sensor(self, index: int) -> PowerSensor: ...
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,8 +42,8 @@ def device_type_and_count() -> tuple[str, int]:
 
 def device_names() -> tuple[str, ...]:
     """Return the names of the accelerators, as :func:`inspect` does, without initialising more than torch has."""
-    vendor = _vendor()
-    return () if vendor is None else vendor.device_names()
+    _, count = device_type_and_count()
+    return tuple(torch.cuda.get_device_properties(index).name for index in range(count))
 
 
 def inspect() -> Inventory:
@@ -87,24 +81,6 @@ def software_versions() -> dict[str, str]:
 def reported_versions() -> dict[str, str | None]:
     """Return the same for a bug report: also where no device can be used, and None for what is missing."""
     return {name: version for vendor in VENDORS for name, version in vendor.reported_versions().items()}
-
-
-def power_problem() -> str | None:
-    """Return the reason why this machine's GPUs report no power, as far as is visible without using one; else None."""
-    vendor = _vendor()
-    return "there is no GPU here whose power could be read" if vendor is None else vendor.power_problem()
-
-
-def power_sensor(index: int) -> PowerSensor:
-    """Return the power counters of GPU ``index`` as torch counts.
-
-    Raises:
-        UnavailableError: the GPU has none.
-    """
-    vendor = _vendor()
-    if vendor is None:
-        raise UnavailableError("power: there is no GPU here")
-    return vendor.power_sensor(index)
 
 
 def _vendor() -> Vendor | None:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: their properties from torch, the driver and NVML, and their power."""
+"""NVIDIA GPUs: their properties from torch, the driver and NVML."""
 
 from __future__ import annotations
 
@@ -13,100 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.errors import UnavailableError, how_to_get, missing
+from sidelane.errors import how_to_get
 from sidelane.machine.inventory import Accelerators, InstalledGpu
-
-
-class NvmlSensor:
-    """Power counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`).
-
-    NVML's plain power reading is, from Ampere on, a mean over a second. Its field ``POWER_INSTANT`` is an instantaneous
-    reading, and is taken if the GPU has it.
-
-    Args:
-        index: number of the GPU in torch. NVML counts all GPUs of the machine, torch those in
-            ``CUDA_VISIBLE_DEVICES``, so the UUID makes the match.
-        nvml: module ``pynvml``, or a substitute.
-        uuid: UUID of the GPU; None takes torch's.
-
-    Raises:
-        UnavailableError: there is no NVML, no such GPU, or it does not report its power.
-    """
-
-    def __init__(self, index: int, *, nvml: Any = None, uuid: str | None = None) -> None:
-        self._nvml = load_nvml() if nvml is None else nvml
-        name = f"GPU-{torch.cuda.get_device_properties(index).uuid}" if uuid is None else uuid
-        try:
-            self._nvml.nvmlInit()
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
-        except Exception as problem:  # NVML has its own class for every error
-            raise UnavailableError(f"power: NVML does not know GPU {index} ({name}): {problem}") from problem
-        self._field = getattr(self._nvml, "NVML_FI_DEV_POWER_INSTANT", None)
-        if self._field is not None and self._instant() is None:
-            self._field = None
-        self.watts()
-
-    @property
-    def averaged(self) -> bool:
-        return self._field is None
-
-    def watts(self) -> float:
-        instant = self._instant()
-        if instant is not None:
-            return instant
-        try:
-            return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3
-        except Exception as problem:
-            raise UnavailableError(f"power: this GPU does not tell its power: {problem}") from problem
-
-    def energy_mj(self) -> float | None:
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-        except Exception:
-            return None
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
-
-    def _instant(self) -> float | None:
-        if self._field is None:
-            return None
-        try:
-            (answer,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._field])
-        except Exception:
-            return None
-        # In milliwatts, an unsigned integer; other types of value are laid over the same bytes.
-        return float(answer.value.uiVal) / 1e3 if answer.nvmlReturn == self._nvml.NVML_SUCCESS else None
-
-
-def load_nvml() -> Any:
-    """Return the module ``pynvml``.
-
-    Raises:
-        UnavailableError: it is not installed, or finds no driver.
-    """
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        nvml.nvmlShutdown()
-    except Exception as problem:
-        raise missing("power needs NVML", "pynvml", problem) from problem
-    return nvml
-
-
-def power_sensor(index: int) -> NvmlSensor:
-    """Return the power counters of a GPU. Raises UnavailableError."""
-    return NvmlSensor(index)
-
-
-def power_problem() -> str | None:
-    """Return the reason why power cannot be read; None if NVML is there."""
-    try:
-        load_nvml()
-    except UnavailableError as problem:
-        return str(problem)
-    return None
-
 
 DEVICE_TYPE = "cuda"
 # NCCL moves bytes with copy engines (its ZERO-CTA policy) from this version on.
@@ -116,11 +24,6 @@ COPY_ENGINE_NCCL = (2, 28)
 def device_count() -> int:
     """Return the number of GPUs that torch sees; 0 with a torch for ROCm, which also calls its devices cuda."""
     return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
-
-
-def device_names() -> tuple[str, ...]:
-    """Return the name of each GPU that torch sees."""
-    return tuple(torch.cuda.get_device_properties(index).name for index in range(device_count()))
 
 
 def inspect() -> Accelerators:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
 from sidelane.errors import PeerError, UnavailableError, anew, in_no_order
 from sidelane.integrations.fallback import Witness, make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part
+from sidelane.integrations.nodes.groups import group_of_node, made_by_all
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.steps import NodeAndRail, NodesCall, Tensors
 from sidelane.integrations.nodes.topology import Nodes
@@ -75,38 +76,23 @@ class NodesCommunicator:
         self.rank, self.world_size, self.nodes = rank, len(ranks), nodes
         node, place = nodes.coordinates(rank)
         on_streams = device.type in ON_STREAMS
-        members, liveness, name = nodes.members[node], witness.liveness, f"{name}/{device.type}"
+        liveness, name = witness.liveness, f"{name}/{device.type}"
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
-        own = [ranks[other] for other in members]
-        self._group = NodeGroup(
-            dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}", (liveness, members)
-        )
-        made: Communicator | None = None
-        rail: dist.ProcessGroup | None = None
-        try:
-            # The ranks of a slower node may need their whole time-out to fail.
-            patience, failure = timedelta(seconds=2 * config.timeout_s), None
-            try:
-                made = Communicator(self._group, device=device, config=config)
-            except Exception as error:
-                failure = error
-            attempt = agree_on_a_part(store, rank, liveness, name, failure, patience, config.warn_s)
-            store, failure = dist.PrefixStore(f"{attempt}/", store), None
-            try:
+        self._group = group_of_node(store, rank, ranks, nodes, liveness, name)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._group.close)
+            near = functools.partial(Communicator, self._group, device=device, config=config)
+            made, attempt = made_by_all(lambda: stack.enter_context(near()), store, rank, liveness, name, config)
+            store = dist.PrefixStore(f"{attempt}/", store)
+
+            def make_rail() -> dist.ProcessGroup:
                 later = timedelta(seconds=config.timeout_s + SLACK_S * on_streams)
+                along = dist.PrefixStore(f"rail{place}/", store)
                 with nccl_not_ending_the_process() if on_streams else contextlib.nullcontext():
-                    along = dist.PrefixStore(f"rail{place}/", store)
-                    rail = make_other(along, node, len(nodes.members), later, f"{name}/rail{place}", (), None)
-            except Exception as error:
-                failure = error
-            agree_on_a_part(store, rank, liveness, f"{name}/rails", failure, patience, config.warn_s)
-        except BaseException:
-            rail = None
-            if made is not None:
-                made.close()
-            self._group.close()
-            raise
-        assert made is not None
+                    return make_other(along, node, len(nodes.members), later, f"{name}/rail{place}", (), None)
+
+            rail, _ = made_by_all(make_rail, store, rank, liveness, f"{name}/rails", config)
+            stack.pop_all()
         self.own, self.lane, self.device = made, made.lane, made.device
         self.status = NodesStatus(store, rank, nodes, ranks, witness, config.timeout_s, made.close)
         self._groups = NodeAndRail(nodes, rank, made, rail, self.status, on_streams)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -17,7 +17,9 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.liveness import Liveness, Wider, keep
 from sidelane.memory.process import ProcessIdentity
 
-_NOWHERE = "nowhere"
+T = TypeVar("T")
+
+_NOWHERE, _MADE = "nowhere", "made"
 _HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
 
 
@@ -100,48 +102,67 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     return Nodes.named(names)
 
 
-def agree_on_a_part(
-    store: dist.Store,
-    rank: int,
-    liveness: Liveness,
-    name: str,
-    failure: Exception | None,
-    timeout: timedelta,
-    warn_s: float,
-) -> str:
-    """Make all ranks go on with a part of a communicator, or none: some may lack what others have. Collective.
+def made_by_all(
+    make: Callable[[], T], store: dist.Store, rank: int, liveness: Liveness, name: str, config: Config
+) -> tuple[T, str]:
+    """Make a part of a communicator on all ranks, or on none: some may lack what others have. Collective.
 
     Args:
+        make: function that makes the part of this rank. Its caller disposes of the part if this function raises.
         store: store of these ranks alone.
         rank: number of this rank in the group.
         liveness: liveness of the group.
         name: name of the group and the part.
-        failure: error of making the part here; None if it was made, or this rank needs none.
-        timeout: time-out for the last rank's answer.
-        warn_s: see :class:`sidelane.memory.exchange.Exchange`.
+        config: settings; the last rank may take twice their time-out, since ranks of a slower node may need all of it
+            to fail.
 
     Returns:
-        Name of this attempt, which is unique in this store.
+        The part, and a name of this attempt that is unique in this store.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
         PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
-    word = "made" if failure is None else f"{type(failure).__name__}: {failure}"
+    made: list[T] = []
+    word, cause = _MADE, None
+    try:
+        made.append(make())
+    except Exception as error:
+        word, cause = f"{type(error).__name__}: {error}", error
     ranks = liveness.ranks
     everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name, (liveness, range(len(ranks))))
     try:
-        exchange = Exchange(everyone, timeout.total_seconds(), warn_s=warn_s, again=True)
+        exchange = Exchange(everyone, 2 * config.timeout_s, warn_s=config.warn_s, again=True)
         words = exchange("communicator of several nodes", lambda: word)
     finally:
         everyone.close()
-    failed = [other for other, found in enumerate(words) if found != "made"]
+    failed = [other for other, found in enumerate(words) if found != _MADE]
     if not failed:
-        return exchange.name
+        return made[0], exchange.name
+    made.clear()  # an error keeps this frame
     text = "; ".join(f"rank {other}: {words[other]}" for other in failed)
     if all(words[other].startswith(f"{UnavailableError.__name__}: ") for other in failed):
-        raise UnavailableError(text) from failure
-    raise PeerError(text, failed) from failure
+        raise UnavailableError(text) from cause
+    raise PeerError(text, failed) from cause
+
+
+def group_of_node(
+    store: dist.Store, rank: int, ranks: Sequence[int], nodes: Nodes, liveness: Liveness, name: str
+) -> NodeGroup:
+    """Return the ranks of this rank's node as a group.
+
+    Args:
+        store: store of all ranks of the group alone.
+        rank: number of this rank in the group.
+        ranks: ranks of the group, in the world.
+        nodes: nodes of the group.
+        liveness: liveness of the group.
+        name: name of the group.
+    """
+    node, place = nodes.coordinates(rank)
+    members = nodes.members[node]
+    own, where = [ranks[other] for other in members], dist.PrefixStore(f"node{node}/", store)
+    return NodeGroup(where, place, own, f"{name}/node{node}", (liveness, members))
 
 
 class NodeGroup(dist.ProcessGroup):

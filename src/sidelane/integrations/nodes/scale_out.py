@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part, find_nodes
+from sidelane.integrations.nodes.groups import NodeGroup, find_nodes, group_of_node, made_by_all
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.session import Communicator
@@ -51,28 +51,17 @@ def scale_out(
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
     nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
-    node, place = nodes.coordinates(rank)
-    name = f"{group.group_name}/scale-out/{number}"
-    own = [ranks[other] for other in nodes.members[node]]
+    node, name = nodes.of[rank], f"{group.group_name}/scale-out/{number}"
     with contextlib.ExitStack() as stack:
-        near_ranks = (liveness, nodes.members[node])
-        near_group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}", near_ranks)
-        stack.callback(near_group.close)
+        own = group_of_node(store, rank, ranks, nodes, liveness, name)
+        stack.callback(own.close)
 
         def of_all(part: str, make: Callable[[], _Part]) -> _Part:
             """Make a part, and raise on all ranks if one of them cannot."""
-            failure, made = None, None
-            try:
-                made = make()
-            except Exception as error:
-                failure = error
-            # The ranks of a slower node may need their whole time-out to fail.
-            parts = dist.PrefixStore(f"{part}/", store)
-            agree_on_a_part(parts, rank, liveness, f"{name}/{part}", failure, 2 * timeout, config.warn_s)
-            assert made is not None
-            return made
+            where = dist.PrefixStore(f"{part}/", store)
+            return made_by_all(make, where, rank, liveness, f"{name}/{part}", config)[0]
 
-        near = of_all("near", lambda: stack.enter_context(Communicator(near_group, device=device, config=config)))
+        near = of_all("near", lambda: stack.enter_context(Communicator(own, device=device, config=config)))
 
         def make_carrier() -> GroupTransport:
             with nccl_not_ending_the_process():

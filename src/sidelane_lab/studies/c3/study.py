@@ -17,7 +17,6 @@ from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
-from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
@@ -44,6 +43,7 @@ from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.pairs import PairPower
+from sidelane_lab.studies.power.sensors import power_problem, power_sensor
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -84,7 +84,7 @@ def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> 
         raise ValueError(f"c3: --energy (value={seconds:g}, allowed=more than {2 * SETTLE_S:g} seconds)")
     if sums := [str(kind) for kind in kinds if kind in REDUCING]:
         raise ValueError(f"c3: collectives with --energy (value={', '.join(sums)}, allowed=those that only move bytes)")
-    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
+    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else power_problem()
     if problem is not None:
         raise UnavailableError(f"c3 --energy: {problem} (sidelane power --gemm cb1 --machine h200x2 predicts instead)")
 
@@ -132,7 +132,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     partitions, no_partitions = DevicePartitions.on(rank.device)
     power = None
     if options.energy_s is not None:
-        sensor = local.power_sensor(rank.device.index)
+        sensor = power_sensor(rank.device.index)
         power = PairPower(roster.meter, Recorder(sensor), options.energy_s)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sidelane.errors import SidelaneError
-from sidelane.machine.power_sensor import PowerSensor
+from sidelane_lab.studies.power.sensors import PowerSensor
 
 INTERVAL_S = 0.005
 """Seconds between looks at the counters. The energy counter moves every 20 to 100 ms: its steps are known to 5 ms."""

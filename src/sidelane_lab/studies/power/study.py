@@ -14,7 +14,6 @@ import torch
 
 from sidelane.choice.candidate import DMA
 from sidelane.errors import UnavailableError
-from sidelane.machine import local
 from sidelane.program.collective import REDUCING
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
@@ -28,13 +27,14 @@ from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
+from sidelane_lab.studies.power.sensors import power_problem, power_sensor
 
 OWN = ("dma", "sm", "auto")
 
 
 def _check(options: PowerOptions, place: LaunchTarget) -> None:
     """Refuse a machine on which nothing tells its power, and names that are not known here."""
-    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
+    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else power_problem()
     if problem is not None:
         raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
     names = {name: getattr(options, name) for name in ("implementations", "variants")}
@@ -43,7 +43,7 @@ def _check(options: PowerOptions, place: LaunchTarget) -> None:
 
 def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
     """Make the rows. Collective."""
-    sensor = local.power_sensor(rank.device.index)
+    sensor = power_sensor(rank.device.index)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")

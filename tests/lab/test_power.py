@@ -11,14 +11,13 @@ import pytest
 
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
-from sidelane.machine import local, nvidia
-from sidelane.machine.nvidia import NvmlSensor
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
 from sidelane_lab.studies.power import predict as power_predict
+from sidelane_lab.studies.power import sensors
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Reading, Recorder, draw_of, figures_of
 from sidelane_lab.studies.power.predict import predicted
 from sidelane_lab.studies.power.rows import PowerRow
@@ -66,7 +65,7 @@ class FakeNvml:
 
 def test_the_uuid_finds_the_gpu_whatever_the_environment_hides() -> None:
     nvml = FakeNvml()
-    sensor = NvmlSensor(0, nvml=nvml, uuid="GPU-bbbb")
+    sensor = sensors.NvmlSensor(0, nvml=nvml, uuid="GPU-bbbb")
     assert (sensor.watts(), sensor.energy_mj(), sensor.averaged) == (251.0, 5_000_001.0, False)
     sensor.close()
     assert nvml.opened == 0
@@ -74,7 +73,7 @@ def test_the_uuid_finds_the_gpu_whatever_the_environment_hides() -> None:
 
 def test_torch_is_asked_for_the_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid="bbbb"))
-    assert NvmlSensor(0, nvml=FakeNvml()).watts() == 251.0
+    assert sensors.NvmlSensor(0, nvml=FakeNvml()).watts() == 251.0
 
 
 @pytest.mark.parametrize("missing", ["unsupported", "unknown to this version"])
@@ -82,28 +81,28 @@ def test_without_instant_power_the_mean_over_a_second_is_read_and_said_to_be_one
     nvml = FakeNvml(instant=False)
     if missing != "unsupported":
         nvml.NVML_FI_DEV_POWER_INSTANT = None  # type: ignore[assignment]
-    sensor = NvmlSensor(0, nvml=nvml, uuid="GPU-aaaa")
+    sensor = sensors.NvmlSensor(0, nvml=nvml, uuid="GPU-aaaa")
     assert (sensor.watts(), sensor.averaged) == (300.0, True)
 
 
 def test_gpus_without_counters() -> None:
-    assert NvmlSensor(0, nvml=FakeNvml(energy=False), uuid="GPU-aaaa").energy_mj() is None
+    assert sensors.NvmlSensor(0, nvml=FakeNvml(energy=False), uuid="GPU-aaaa").energy_mj() is None
     with pytest.raises(UnavailableError, match="does not tell its power: Not Supported"):
-        NvmlSensor(0, nvml=FakeNvml(instant=False, power=False), uuid="GPU-aaaa")
+        sensors.NvmlSensor(0, nvml=FakeNvml(instant=False, power=False), uuid="GPU-aaaa")
     with pytest.raises(UnavailableError, match=r"does not know GPU 1 \(GPU-cccc\): Not Found"):
-        NvmlSensor(1, nvml=FakeNvml(), uuid="GPU-cccc")
+        sensors.NvmlSensor(1, nvml=FakeNvml(), uuid="GPU-cccc")
 
 
 def test_no_nvml_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(nvidia.importlib, "import_module", missing)
+    monkeypatch.setattr(sensors.importlib, "import_module", missing)
     with pytest.raises(UnavailableError, match="pynvml.*pip install nvidia-ml-py"):
-        nvidia.load_nvml()
-    assert "no GPU" in (local.power_problem() or "")
-    monkeypatch.setattr(local.nvidia, "device_count", lambda: 2)
-    assert "pip install nvidia-ml-py" in (local.power_problem() or "")
+        sensors.load_nvml()
+    assert "no GPU" in (sensors.power_problem() or "")
+    monkeypatch.setattr(sensors.nvidia, "device_count", lambda: 2)
+    assert "pip install nvidia-ml-py" in (sensors.power_problem() or "")
 
 
 def readings(watts: float, step_s: float = 0.1, every_s: float = 0.005, seconds: float = 2.0) -> list[Reading]:
