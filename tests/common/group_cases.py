@@ -849,7 +849,7 @@ def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
             with (
                 mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
                 mock.patch.object(dispatcher, "_can_capture", True),
-                mock.patch.dict(dispatcher._refusals, {"cuda": ""}),
+                mock.patch.dict(dispatcher.life.refusals, {"cuda": ""}),
                 mock.patch.dict(dispatcher.names, {"cuda": "gloo"}),
             ):
                 in_graph()

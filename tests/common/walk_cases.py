@@ -47,7 +47,7 @@ def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, 
     """``dist.all_reduce`` of one tensor on a Sidelane group that orders calls by streams: what each of them enters."""
     with made_up_gpus(driver=NativeDriver()) as driver:
         ours: Any = sidelane.wrap(group)
-        orders = ours._dispatcher._orders
+        orders = ours._lifetime.orders
         orders["cpu"] = orders["cuda"]
         try:
             tensor, found = torch.ones(1000, dtype=torch.int32), []  # of which the driver adds bytes

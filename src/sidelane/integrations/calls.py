@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations.repeat import Key
+from sidelane.integrations.order import Key
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 from sidelane.session import Communicator
 
@@ -147,7 +147,7 @@ class GroupCall:
         flat: name in the text that no such steps exist for it; "" for the name of the operation.
         reason: reason why it takes the steps; "" if it does not.
         options: options of the communicator's method, if ``job`` is that method on the tensors themselves.
-        key: key of calls like this one (``repeat``); None for calls that are not remembered.
+        key: key of calls like this one (``order``); None for calls that are not remembered.
         repeats: calls like this one may be remembered.
         reduction: torch's operation of a reduction; None for other calls.
     """

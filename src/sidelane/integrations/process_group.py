@@ -24,9 +24,10 @@ from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, fsdp_memory, splits
 from sidelane.integrations.calls import GroupCall
-from sidelane.integrations.dispatch import Dispatcher
+from sidelane.integrations.dispatch import GroupDispatcher
 from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
+from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.works import JoinedWork
 from sidelane.memory.exchange import require_own
@@ -82,7 +83,8 @@ class SidelaneGroup(dist.ProcessGroup):
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, self._timeout)
+        self._lifetime = GroupLifetime(self, self._other, witness, ranks, nodes, self._timeout)
+        self._dispatcher = GroupDispatcher(self._lifetime)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         forks.keeping(self)
@@ -115,7 +117,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def take_devices(self, asked: str, config: str | None = None) -> None:
         """Set the group's devices and backends: the caller's request, short and in full, both as torch writes it."""
-        self._dispatcher.asked = asked, config or asked
+        self._lifetime.asked = asked, config or asked
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
         """Return the communicator for a device's tensors (None: the current GPU's, else the CPU's). Collective.
@@ -123,7 +125,7 @@ class SidelaneGroup(dist.ProcessGroup):
         Raises:
             UnavailableError: Sidelane makes no calls on such tensors, or the group is on several nodes.
         """
-        return self._dispatcher.communicator(device)
+        return self._lifetime.communicator_for(device)
 
     def getGroupName(self) -> str:
         """Return the name that torch has set; functional collectives find the group by it."""
@@ -132,7 +134,8 @@ class SidelaneGroup(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:
         """Set the name; torch calls this when the group is made."""
         self._name = name
-        self._dispatcher.take_name(name)
+        self._lifetime.take_name(name)
+        self._dispatcher.ledger.group = name
         if self._owned:
             self._other._set_group_name(name)  # type: ignore[arg-type]
 
@@ -148,7 +151,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def check(self) -> None:
         """Raise if the group has ended; called while the ranks make a communicator."""
-        self._dispatcher.check()
+        self._lifetime.check()
 
     def get_group_store(self) -> dist.Store:
         """Return the store of these ranks alone."""
@@ -164,7 +167,7 @@ class SidelaneGroup(dist.ProcessGroup):
         device_types: list[torch.device] | None = None,
     ) -> SidelaneGroup | None:
         """Make a group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
-        self._dispatcher.require()
+        self._lifetime.require()
         if self.rank() not in new_ranks:
             return None
         chosen = sorted(new_ranks)
@@ -179,16 +182,16 @@ class SidelaneGroup(dist.ProcessGroup):
             return make_other(*arguments, timeout, name, (), None)
 
         made = SidelaneGroup(*arguments, timeout or self._timeout, ranks, other, wider=(wider, chosen))
-        made.take_devices(*self._dispatcher.what_was_asked())
+        made.take_devices(*self._lifetime.what_was_asked())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made
 
     def shutdown(self) -> None:
         """Wait for the calls under way, and release everything; no effect in a forked copy."""
-        if self._dispatcher.owner.is_copied:
+        if self._lifetime.owner.is_copied:
             return
-        self._dispatcher.finish()
+        self._lifetime.finish()
         if self._owned:
             self._other.shutdown()
 
@@ -197,9 +200,9 @@ class SidelaneGroup(dist.ProcessGroup):
 
         No effect in a forked copy.
         """
-        if self._dispatcher.owner.is_copied:
+        if self._lifetime.owner.is_copied:
             return
-        self._dispatcher.abort()
+        self._lifetime.abort()
         if self._owned:
             self._other.abort()
 
@@ -209,7 +212,7 @@ class SidelaneGroup(dist.ProcessGroup):
         Among several nodes it applies to the calls within a node, and to the watchdog for late ranks elsewhere.
         """
         self._timeout = timeout
-        self._dispatcher.set_timeout(timeout)
+        self._lifetime.set_timeout(timeout)
         self._other.set_timeout(timeout)
 
     # --- collectives --------------------------------------------------------------------------------------------------
@@ -377,14 +380,14 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make a ``barrier``; on GPUs the host waits for it, as it does with NCCL."""
-        self._dispatcher.require()
+        self._lifetime.require()
         opts = _options(dist.BarrierOptions, opts, timeout)
         device = torch.device("cpu")
         if opts.device is not None:
             device = opts.device
-        elif opts.device_ids and "cuda" in self._dispatcher.names:
+        elif opts.device_ids and "cuda" in self._lifetime.names:
             device = torch.device("cuda", opts.device_ids[0])
-        elif self._dispatcher.uses("cpu") and "cuda" in self._dispatcher.names:
+        elif self._lifetime.uses("cpu") and "cuda" in self._lifetime.names:
             device = torch.device("cuda", torch.cuda.current_device())
 
         def job(communicator: Communicator) -> None:
@@ -432,18 +435,18 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Make Gloo's ``monitored_barrier``."""
-        self._dispatcher.require()
+        self._lifetime.require()
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._dispatcher.begin_coalescing()
-        if self._dispatcher.names.get(device.type) == "nccl":
+        if self._lifetime.names.get(device.type) == "nccl":
             self._other._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        self._dispatcher.require()
+        self._lifetime.require()
         works = self._dispatcher.end_coalescing()
-        if self._dispatcher.names.get(device.type) == "nccl":
+        if self._lifetime.names.get(device.type) == "nccl":
             last = self._other._end_coalescing(device)
             works = [*works, last] if last is not None else works
         return JoinedWork(works)
