@@ -80,18 +80,9 @@ class CudaProgram:
         copies at submission.
         """
         moved = CudaProgram.__new__(CudaProgram)
-        moved.program, moved.addresses, moved._executor = self.program, addresses, self._executor
-        moved._captured, moved.is_triggered, moved._armed, moved._events, moved._stamps = (
-            False,
-            False,
-            None,
-            self._events,
-            {},
-        )
-        moved._busy, moved._ways = 0, {}
-        moved._entries, moved._like = self._entries, self
-        moved._bound = self._bound.at(addresses)
-        moved._subject = self._subject  # the watch reads only flags, whose addresses are the same
+        moved.__dict__.update(self.__dict__)  # the subject, too: the watch reads only flags, which do not move
+        moved.addresses, moved._bound, moved._ways, moved._like = addresses, self._bound.at(addresses), {}, self
+        moved.is_triggered = False
         return moved
 
     def arm(self, epoch: int, after: int | None = None) -> None:
@@ -168,11 +159,7 @@ class CudaProgram:
         if way is None or way.words is None or self.addresses.pieces:
             return None
         executor, handle = self._executor, place[0]
-        bound = self._bound.at(locate(self.addresses, buffers))
-        if choose_route(*place, self._captured) is Route.DIRECT:
-            calls: Sequence[Bound] = bound.steps(handle)
-        else:
-            calls = self._by_way_of_internal(bound.steps(executor.internal), handle)
+        calls = executor.bind_on(handle, self._bound.at(locate(self.addresses, buffers)).steps)
         found = movable_steps(calls, self.addresses)
         if found is None:
             return None
@@ -249,33 +236,19 @@ class CudaProgram:
         """Prepare the driver calls of invocations from ``place``; they are cached, since most calls repeat."""
         handle, capturing = place
         route = choose_route(handle, capturing, self._captured)
-        executor, bound = self._executor, self._bound
-        calls: Sequence[Bound]
+        bound = self._bound
+        calls = bound.steps(handle) if capturing else self._executor.bind_on(handle, bound.steps)
         words: Moving | None = None
-        if route is Route.CAPTURE:
-            set_epoch, calls = _no_epoch, bound.steps(handle)
+        if capturing:
+            set_epoch = _no_epoch
+        elif bound.ahead:
+            set_epoch = self._arm_and_start
         else:
-            stream = handle if route is Route.DIRECT else executor.internal
-            if bound.ahead:
-                set_epoch, calls = self._arm_and_start, bound.steps(stream)
-            else:
-                set_epoch, calls, words = bound.set_epoch, bound.steps(stream), bound.words
-            if stream != handle:
-                calls = self._by_way_of_internal(calls, handle)
+            set_epoch, words = bound.set_epoch, bound.words
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
         way = self._ways[place] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
         return way
-
-    def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
-        executor, driver = self._executor, self._executor.driver
-        return [
-            driver.bind_record(executor.into, handle),
-            driver.bind_wait(executor.into, executor.internal),
-            *inner,
-            driver.bind_record(executor.out_of, executor.internal),
-            driver.bind_wait(executor.out_of, handle),
-        ]
 
     def _entry(self, route: Route) -> Entry:
         entry = self._entries.get(route)

@@ -124,8 +124,9 @@ def address_argument(address: int) -> ctypes.c_void_p:
 def address_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     """Return addresses as an array, which is an argument of a call."""
     array = (ctypes.c_void_p * len(addresses))(*addresses)
-    first = ctypes.addressof(array)
-    note_located(array, addresses, range(first, first + ctypes.sizeof(array), _ADDRESS_BYTES))
+    if Located in map(type, addresses):
+        first = ctypes.addressof(array)
+        note_located(array, addresses, range(first, first + ctypes.sizeof(array), _ADDRESS_BYTES))
     return array
 
 

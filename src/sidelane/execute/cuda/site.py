@@ -216,18 +216,19 @@ class CudaSite:
         with self.lock, driver.current():
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
 
-    def by_way_of_internal(self, stream: int, bind: Callable[[int], Bound]) -> list[Bound]:
-        """Prepare memory operations in order with the work of any stream.
+    def bind_on(self, stream: int, bind: Callable[[int], Sequence[Bound]]) -> Sequence[Bound]:
+        """Prepare calls in order with the work of any stream.
 
-        Legacy default streams do not support them: for these they run on the internal stream, between two events.
+        Default streams (``calls``) do not support all of them: for these they run on the internal stream, between two
+        events.
         """
         if stream not in DEFAULT_STREAMS:
-            return [bind(stream)]
+            return bind(stream)
         driver = self.driver
         return [
             driver.bind_record(self.into, stream),
             driver.bind_wait(self.into, self.internal),
-            bind(self.internal),
+            *bind(self.internal),
             driver.bind_record(self.out_of, self.internal),
             driver.bind_wait(self.out_of, stream),
         ]
