@@ -71,7 +71,7 @@ class OperatorCall:
     experts: int = 1
 
 
-def find(
+def find_launch(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...]
 ) -> tuple[CachedLaunch | None, Hashable]:
     """Return the cached launch of a call, None if it is new, and the key under which its launch is to be cached.
@@ -97,8 +97,8 @@ def find(
 def cached(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], CachedLaunch]
 ) -> CachedLaunch:
-    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
-    launch, key = find(comm, words, tensors)
+    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find_launch`."""
+    launch, key = find_launch(comm, words, tensors)
     if launch is None:
         launch = make()
         remember(comm, key, launch)
@@ -160,7 +160,7 @@ class FusedOperator:
             pieces: number of pieces of ``split`` that the caller asks for.
         """
         asked = None if words is None else (self.name, method, pieces, words)
-        known, key = find(comm, asked, tensors)
+        known, key = find_launch(comm, asked, tensors)
         if known is not None:
             return known
         with telling_refusals(comm, self.name):
