@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.choice import expected_us, fused, store
+from sidelane.choice import expected_us, store
 from sidelane.choice.candidate import find
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import Key
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import (
@@ -31,7 +32,7 @@ from sidelane.choice.store import (
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
-from sidelane.user_files import text_of, write_whole
+from sidelane.user_files import write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
 from sidelane_lab.pairs.measured_curves import isolated_times
@@ -140,8 +141,8 @@ FUSED_ROW = {
 GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "profile": (read, json.loads(CROSSING.to_text())),
     "fused": (
-        lambda path: fused.FusedTable.parse(text_of(path), str(path)),
-        {"format": fused.FORMAT, "key": KEY.to_dict(), "times": [FUSED_ROW]},
+        read,
+        json.loads(dataclasses.replace(CROSSING, curves=(), operators=(FusedTime.from_dict(FUSED_ROW),)).to_text()),
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),
     "isolated": (lambda path: isolated_times(path, "cpu", 2), isolated_file()),

@@ -18,7 +18,7 @@ import torch
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, Key, key_here
-from sidelane.choice.store import InForce, in_force, name_of, required, user_file
+from sidelane.choice.store import InForce, in_force, name_of, user_file
 from sidelane.choice.store import read as read_profile
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
@@ -30,7 +30,7 @@ from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import TuneOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.launch import Rank, choose_target
-from sidelane_lab.harness.parameters import refuse_unwritable
+from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, StudyFollower, follow
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.harness.table import Line, Table
