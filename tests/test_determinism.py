@@ -141,10 +141,8 @@ def test_atomic_additions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_backends_add_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 and groups on several nodes have ways around a Sidelane group's calls."""
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    link = SimpleNamespace(is_of=lambda group: False, refusal=lambda kind, nbytes: "")
-    enabled: Any = fsdp.EnabledFsdp(None)
-    enabled.is_deterministic = True
-    scatter = fsdp.Scatter(enabled, cast(Any, link), cast(Any, None))
+    calls = SimpleNamespace(is_of=lambda group: False)
+    scatter = fsdp.Scatter(cast(Any, calls), cast(Any, None), True)
     group: Any = None
     with pytest.raises(UnavailableError, match="nccl would make it \\(another group than that of the shards\\)"):
         scatter(torch.ones(2), torch.ones(4), group, dist.ReduceOp.AVG)

@@ -9,8 +9,6 @@ other.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -26,13 +24,16 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
-from sidelane.integrations.calls import GroupReduction
-from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.links import Link, MachineLink, name_of
+from sidelane.integrations.calls import GroupReduction, name_of
+from sidelane.integrations.fsdp_group import Elsewhere, FsdpCounts, FsdpGroup, MachineGroup
 from sidelane.integrations.nodes.groups import exchanged_nodes
 from sidelane.integrations.nodes.link import NodesLink
 from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
+
+__all__ = ["Elsewhere", "EnabledFsdp", "enable"]
+
+OTHER_GROUP = "another group than that of the shards"
 
 
 @explained(Page.FSDP)
@@ -65,54 +66,42 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
-    enabled = EnabledFsdp("not asked for" if not straight_into_parameters else direct_gather.objection())
-    enabled.is_deterministic = (config or settings.current()).deterministic
+    enabled, chosen = EnabledFsdp(), settings.current() if config is None else config
+    copies_out = direct_gather.objection() if straight_into_parameters else "not asked for"
     try:
         for shard in shards:
-            enabled._take(shard, config)
+            enabled._take(shard, chosen, copies_out)
     except BaseException:
         enabled.disable()
         raise
     return enabled
 
 
-@dataclasses.dataclass(slots=True)
-class Elsewhere:
-    """Calls that the group's own backend has made.
-
-    Attributes:
-        what: kind of the call, and the reason.
-        calls: number of calls.
-    """
-
-    what: str
-    calls: int = 0
-
-
 class EnabledFsdp:
-    """Handle of a model whose collectives Sidelane makes; :func:`enable` returns it.
+    """Handle of a model whose collectives Sidelane makes; :func:`enable` returns it."""
 
-    Attributes:
-        calls: number of collectives that Sidelane has made.
-        elsewhere: calls that the group's own backend has made, with the reasons.
-        is_deterministic: no other backend may add gradients.
-    """
-
-    def __init__(self, copies_out: str | None) -> None:
-        self._copies_out = copies_out  # reason why no parameter is gathered straight; None if that is possible
-        self._links: dict[dist.ProcessGroup, Link] = {}
+    def __init__(self) -> None:
+        self._groups: dict[dist.ProcessGroup, FsdpGroup] = {}
+        self._counts = FsdpCounts()
         self._undo = contextlib.ExitStack()
-        self.elsewhere: dict[str, Elsewhere] = {}
-        self.calls: int = 0
-        self.is_deterministic: bool = False
+
+    @property
+    def calls(self) -> int:
+        """Number of collectives that Sidelane has made."""
+        return self._counts.calls
+
+    @property
+    def elsewhere(self) -> dict[str, Elsewhere]:
+        """Calls that the group's own backend has made, by kind and reason."""
+        return self._counts.elsewhere
 
     def memory(self) -> MemoryUse:
         """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""
-        return MemoryUse.of_all(link.memory() for link in self._links.values())
+        return MemoryUse.of_all(group.memory() for group in self._groups.values())
 
     def disable(self) -> None:
         """Restore the model's own collectives, and free the memory. Idempotent. No call may be under way."""
-        self._links.clear()
+        self._groups.clear()
         self._undo.close()
 
     def __enter__(self) -> EnabledFsdp:
@@ -127,24 +116,26 @@ class EnabledFsdp:
     def __exit__(self, *failure: object) -> None:
         self.disable()
 
-    def _take(self, params: Any, config: Config | None) -> None:
+    def _take(self, params: Any, config: Config, copies_out: str | None) -> None:
+        """Make the collectives of a parameter group.
+
+        Args:
+            params: torch's ``FSDPParamGroup``.
+            config: settings.
+            copies_out: reason why FSDP2 copies its parameters out of a buffer; None if it need not.
+        """
         group = params.mesh_info.shard_process_group
-        link = self._links.get(group)
-        if link is None:
-            link = self._links[group] = _make_link(group, params.device, config)
-            self._undo.callback(link.close)
-        gather = Gather(self, link, params, params._all_gather_comm, self._copies_out)
+        calls = self._groups.get(group)
+        if calls is None:
+            calls = self._groups[group] = _make_group(group, params.device, config, self._counts)
+            self._undo.callback(calls.close)
+        gather = Gather(calls, params, params._all_gather_comm, copies_out or direct_gather.objection_to(params))
         self._replace(params, "_all_gather_comm", gather)
-        self._replace(params, "_reduce_scatter_comm", Scatter(self, link, params._reduce_scatter_comm))
-        if self._copies_out is None:
-            gather.straight = direct_gather.Straight(
-                *(params, link.gather, link.ring, group),
-                # Neither refers to the gather: memory of a cycle would stay until Python collects cycles.
-                note=functools.partial(self._made, link, Kind.ALL_GATHER, "straight into the parameters"),
-                refusal=functools.partial(link.refusal, Kind.ALL_GATHER),
-            )
-            self._undo.callback(gather.straight.give_back)
-            gather.straight.take_over()
+        self._replace(params, "_reduce_scatter_comm", Scatter(calls, params._reduce_scatter_comm, config.deterministic))
+        if gather.copies_out is None:
+            gather.direct = direct_gather.DirectGather(params, calls)
+            self._undo.callback(gather.direct.give_back)
+            gather.direct.take_over()
 
     def _replace(self, params: Any, name: str, ours: Any) -> None:
         """Replace an attribute until :meth:`disable`. A value that the program sets meanwhile stays."""
@@ -152,35 +143,31 @@ class EnabledFsdp:
         self._undo.callback(lambda: setattr(params, name, before) if getattr(params, name) is ours else None)
         setattr(params, name, ours)
 
-    def _made(self, link: Link, kind: Kind, why: str, dtype: torch.dtype, nbytes: int) -> None:
-        self.calls += 1
-        link.note(kind, dtype, why, nbytes)
-
-    def _went_elsewhere(self, link: Link, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
-        what = f"{kind}: {why}"
-        self.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
-        link.is_not_to_come_back(tensor)
-        if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
-            link.note(kind, tensor.dtype, why, tensor.nbytes, where)
-
 
 class Gather(AllGather):
     """All-gather of parameters for FSDP2.
 
+    Args:
+        calls: calls of the group of the shards.
+        params: torch's ``FSDPParamGroup``.
+        own: FSDP2's own all-gather.
+        copies_out: reason why FSDP2 copies these parameters out of a buffer; None if it need not.
+
     Attributes:
-        straight: gathers without a copy-out, if that is possible.
+        copies_out: see above.
+        direct: gathers without a copy-out; None if ``copies_out`` gives a reason.
     """
 
-    def __init__(self, enabled: EnabledFsdp, link: Link, params: Any, own: AllGather, copies_out: str | None) -> None:
-        self._enabled, self._link, self._params, self._own, self._copies_out = enabled, link, params, own, copies_out
-        self.straight: direct_gather.Straight | None = None
+    def __init__(self, calls: FsdpGroup, params: Any, own: AllGather, copies_out: str | None) -> None:
+        self._calls, self._params, self._own, self.copies_out = calls, params, own, copies_out
+        self.direct: direct_gather.DirectGather | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         lengths = [int(length) for length in size]
-        is_ours = self._params._all_gather_process_group is self._link.group
-        if not is_ours or self._refusal(math.prod(lengths) * dtype.itemsize):  # other backends take any memory
-            return torch.empty(*lengths, dtype=dtype, device=device)
-        return self._link.gathered_into(lengths, dtype)
+        is_ours = self._params._all_gather_process_group is self._calls.group
+        if not is_ours or self._calls.refusal(Kind.ALL_GATHER, math.prod(lengths) * dtype.itemsize):
+            return torch.empty(*lengths, dtype=dtype, device=device)  # other backends take any memory
+        return self._calls.allocate(lengths, dtype)
 
     def __call__(
         self,
@@ -189,34 +176,36 @@ class Gather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        is_ours = group is self._link.group
-        why = self._refusal(output_tensor.nbytes) if is_ours else "another group than that of the shards"
+        calls, nbytes = self._calls, output_tensor.nbytes
+        why = calls.refusal(Kind.ALL_GATHER, nbytes) if group is calls.group else OTHER_GROUP
         if why:
-            self._enabled._went_elsewhere(self._link, group, Kind.ALL_GATHER, output_tensor, why)
+            calls.went_elsewhere(group, Kind.ALL_GATHER, output_tensor, why)
             return self._own(output_tensor, input_tensor, group, async_op)
-        reason = self._copies_out if self.straight is None else self.straight.objection() or direct_gather.NO_ROOM
-        why = f"copied out: {reason}"
-        self._enabled._made(self._link, Kind.ALL_GATHER, why, output_tensor.dtype, output_tensor.nbytes)
-        return self._link.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
-
-    def _refusal(self, nbytes: int) -> str:
-        return self._link.refusal(Kind.ALL_GATHER, nbytes)
+        why = f"copied out: {self.copies_out or direct_gather.NO_ROOM}"
+        calls.made(Kind.ALL_GATHER, why, output_tensor.dtype, nbytes)
+        return calls.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
 
 
 class Scatter(ReduceScatter):
-    """Reduce-scatter of FSDP2's gradients: its input is symmetric, its output ordinary, as it becomes the gradient."""
+    """Reduce-scatter of FSDP2's gradients: its input is symmetric, its output ordinary, as it becomes the gradient.
 
-    def __init__(self, enabled: EnabledFsdp, link: Link, own: ReduceScatter) -> None:
-        self._enabled, self._link, self._own = enabled, link, own
+    Args:
+        calls: calls of the group of the shards.
+        own: FSDP2's own reduce-scatter.
+        is_deterministic: no other backend may add gradients.
+    """
+
+    def __init__(self, calls: FsdpGroup, own: ReduceScatter, is_deterministic: bool) -> None:
+        self._calls, self._own, self._is_deterministic = calls, own, is_deterministic
         self._input_numel: int | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         numel, given = math.prod(int(length) for length in size), self._input_numel
-        is_output = given is not None and numel * self._link.gather.world_size == given
+        is_output = given is not None and numel * self._calls.gather.world_size == given
         self._input_numel = None if is_output else numel
         if is_output or name_of(dtype) not in ELEMENT_BYTES:
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._link.scattered_from([int(length) for length in size], dtype)
+        return self._calls.allocate([int(length) for length in size], dtype)
 
     def __call__(
         self,
@@ -226,38 +215,37 @@ class Scatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        calls, kind = self._calls, Kind.REDUCE_SCATTER
         reduction, dtype = GroupReduction.of(op, input_tensor.dtype), name_of(input_tensor.dtype)
-        if not self._link.is_of(group):
-            why = "another group than that of the shards"
+        if not calls.is_of(group):
+            why = OTHER_GROUP
         elif reduction.op not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
             why = f"{reduction.op} of {dtype}"
         elif async_op and reduction.factor != 1:
             why = "asynchronous, and its result is to be multiplied"
         else:
-            why = self._link.refusal(Kind.REDUCE_SCATTER, input_tensor.nbytes)
+            why = calls.refusal(kind, input_tensor.nbytes)
         if why:
-            if self._enabled.is_deterministic and input_tensor.is_floating_point():
+            if self._is_deterministic and input_tensor.is_floating_point():
                 raise in_no_order("fsdp reduce_scatter", f"{dist.get_backend(group)} would make it ({why})")
-            self._enabled._went_elsewhere(self._link, group, Kind.REDUCE_SCATTER, input_tensor, why)
+            calls.went_elsewhere(group, kind, input_tensor, why)
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        why = "in symmetric memory"
-        self._enabled._made(self._link, Kind.REDUCE_SCATTER, why, input_tensor.dtype, input_tensor.nbytes)
-        work = self._link.scatter.reduce_scatter(
+        calls.made(kind, "in symmetric memory", input_tensor.dtype, input_tensor.nbytes)
+        work = calls.scatter.reduce_scatter(
             output_tensor, input_tensor, op=reduction.op, async_op=async_op, beside=COMPUTE
         )
         reduction.finish([output_tensor])
         return work
 
 
-def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | None) -> Link:
-    """Make the link of a group; the ranks find out together whether the group spans machines."""
-    chosen = settings.current() if config is None else config
-    exchange = Exchange(group, chosen.timeout_s, warn_s=chosen.warn_s)
-    nodes = exchanged_nodes(exchange, "fsdp.enable", chosen)
+def _make_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: FsdpCounts) -> FsdpGroup:
+    """Make the calls of a group; the ranks find out together whether the group spans machines."""
+    exchange = Exchange(group, config.timeout_s, warn_s=config.warn_s)
+    nodes = exchanged_nodes(exchange, "fsdp.enable", config)
     if not nodes.spans:
-        return MachineLink(group, device, config)
+        return MachineGroup(group, device, config, counts)
     store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
-    return NodesLink(group, device, chosen, store, nodes, exchange.liveness)
+    return NodesLink(group, device, config, store, nodes, exchange.liveness, counts)
 
 
 def _param_groups(model: nn.Module) -> list[Any]:

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from sidelane import Communicator, Config, PeerError, Session, fsdp
-from sidelane.integrations import direct_gather, links
+from sidelane.integrations import direct_gather, fsdp_group
 
 CONFIG = Config(timeout_s=60)
 
@@ -224,7 +224,7 @@ def switched(group: dist.ProcessGroup) -> dict[str, int]:
                 switch(model)
             with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
                 if enabled is not None:
-                    scatter: Any = next(iter(enabled._links.values())).scatter
+                    scatter: Any = next(iter(enabled._groups.values())).scatter
                     scatter.reduce_scatter = mock.Mock(wraps=scatter.reduce_scatter)
                 both.append(list(train(model, group, 1, accumulate=2)))
                 if enabled is not None:
@@ -330,7 +330,7 @@ def beside_exchanges(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[s
     beside = {"x": 0, "g": 0}
     with Session(group, device=device, config=CONFIG) as session, fsdp.enable(model, config=CONFIG) as enabled:
         exchanges = Exchanges(Communicator(session.lane("experts")), draw)
-        link: Any = next(iter(enabled._links.values()))
+        link: Any = next(iter(enabled._groups.values()))
         gather, scatter = link.gather.all_gather, link.scatter.reduce_scatter
 
         def gathers(*given: Any, **options: Any) -> Any:
@@ -630,8 +630,8 @@ def given_back(group: dist.ProcessGroup, config: Config = CONFIG) -> None:
         assert _falls_to(held)
 
         before = own(model)
-        of_a_machine = [(links, "Communicator")] if config is CONFIG else []
-        for where, name in ((direct_gather.Straight, "take_over"), (fsdp, "Scatter"), *of_a_machine):
+        of_a_machine = [(fsdp_group, "Communicator")] if config is CONFIG else []
+        for where, name in ((direct_gather.DirectGather, "take_over"), (fsdp, "Scatter"), *of_a_machine):
             with mock.patch.object(where, name, _interrupted), contextlib.suppress(KeyboardInterrupt):
                 fsdp.enable(model, config=config)
                 raise AssertionError(name)

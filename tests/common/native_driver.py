@@ -9,7 +9,7 @@ from typing import Any
 
 from fake_driver import FakeDriver
 
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.native import Bound, address_argument, address_array
 
 _U64, _WORD = ctypes.c_uint64, ctypes.c_void_p
 
@@ -37,10 +37,10 @@ class NativeDriver(FakeDriver):
         return _plain(super().bind_wait(event, stream))
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
-        return self._copy, tuple(map(_WORD, (dst, src, nbytes, stream)))
+        return self._copy, (address_argument(dst), address_argument(src), _WORD(nbytes), _WORD(stream))
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
-        columns = [(_U64 * len(copies))(*column) for column in zip(*copies, strict=True)]
+        columns = [address_array(column) for column in zip(*copies, strict=True)]
         return self._copies, (*columns, _WORD(len(copies)), _WORD(stream))
 
     def bind_reduce(
@@ -48,8 +48,8 @@ class NativeDriver(FakeDriver):
     ) -> Bound:
         if reduction not in self._reductions:
             self._reductions.append(reduction)
-        number, sources = self._reductions.index(reduction), (_U64 * len(srcs))(*srcs)
-        return self._reduce, (_WORD(dst), sources, *map(_WORD, (len(srcs), nbytes, number, stream)))
+        number, sources = self._reductions.index(reduction), address_array(srcs)
+        return self._reduce, (address_argument(dst), sources, *map(_WORD, (len(srcs), nbytes, number, stream)))
 
     def _submit_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         super().submit([super().bind_copy(dst, src, nbytes, stream)])

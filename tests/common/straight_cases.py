@@ -159,7 +159,7 @@ def kept_by_others(group: dist.ProcessGroup) -> int:
     """Some ranks keep what was gathered, as threads may for a while; bytes in use, which are those of the others."""
     model, tokens, kept = build(mesh_of(group)), torch.full((2, 3), 4), []
     with fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
-        gather = next(iter(enabled._links.values())).gather
+        gather = next(iter(enabled._groups.values())).gather
         makes = gather.all_gather
 
         def keeping(outputs: Any, *arguments: Any, **options: Any) -> Any:

@@ -15,11 +15,10 @@ from sidelane.choice.candidate import find
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.plan import make_program
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.execute.cuda import copy_batches, plan
+from sidelane.execute.cuda import copy_batches, plan, streams
 from sidelane.execute.cuda.bind import copies_of
-from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand
+from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand, counts_of
 from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, MOST_ROWS, split_in_rows
-from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
@@ -135,7 +134,7 @@ def test_rows_are_counted_as_calls() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_every_builder_moves_the_right_bytes_in_rows(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "INLINE_BYTES", 0)
+    monkeypatch.setattr(streams, "INLINE_BYTES", 0)
     monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
     monkeypatch.setattr(copy_batches, "ROW_BYTES", 2)
     monkeypatch.setattr(copy_batches, "MOST_ROWS", 1)

@@ -26,8 +26,9 @@ from sidelane.execute.cuda.calls import (
     choose_route,
 )
 from sidelane.execute.cuda.copy_batches import join_rows
-from sidelane.execute.cuda.plan import INLINE_BYTES, MAX_BATCH, plan_calls
+from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
 from sidelane.execute.cuda.release import READ_CAPACITY
+from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
 from sidelane.program.builders import ROW_BYTES, Transport, build, variants
 from sidelane.program.builders.alternating import alternating

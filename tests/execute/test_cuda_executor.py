@@ -14,7 +14,7 @@ from fake_driver import Stream
 
 from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda import plan
+from sidelane.execute.cuda import streams
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.builders.alternating import alternating
@@ -23,13 +23,13 @@ from sidelane.program.ir import Program
 from sidelane.program.transform import freeze, hold, prelaunch
 
 
-@pytest.mark.parametrize("inline_bytes", [0, plan.INLINE_BYTES])
+@pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
 @pytest.mark.parametrize("channels", [None, 1])
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_every_builder_moves_the_right_bytes(
     peer_writes: bool, channels: int | None, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
     with world_of(3, peer_writes=peer_writes, channels=channels) as world:
         for seed, program in enumerate(programs(3)):
             loaded = world.load(program)
@@ -60,11 +60,11 @@ def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Pr
             loaded.check(expected)
 
 
-@pytest.mark.parametrize("inline_bytes", [0, plan.INLINE_BYTES])
+@pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
 def test_captured_programs_are_replayed_and_their_flags_come_back(
     inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
     with world_of(3) as world:
         for program in [*programs(3), prelaunch(programs(3)[0])]:
             loaded = world.load(freeze(program), frozen=True)

@@ -6,7 +6,8 @@ import pytest
 from small_programs import SUM, all_gather, programs
 
 from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOps, RecordEvent, WaitEvent
-from sidelane.execute.cuda.plan import plan_calls, submission_order
+from sidelane.execute.cuda.order import submission_order
+from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.builders.reducing import reduce

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ from cuda_world import World, programs, world_of
 
 from sidelane.collectives.backend_cuda import CudaHeld
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.cuda import CudaExecutor
-from sidelane.execute.cuda import plan as planning
+from sidelane.execute.cuda import CudaExecutor, streams
 from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS
 from sidelane.program import collective as define
@@ -176,12 +176,12 @@ def test_the_trigger_follows_the_stream_and_is_followed_by_it(pair: World) -> No
         assert [seen[rank] for rank in range(2)] == [good.tolist() for good in expected]
 
 
-@pytest.mark.parametrize("inline_bytes", [0, planning.INLINE_BYTES])
+@pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_every_builder_moves_the_right_bytes(
     peer_writes: bool, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
     with world_of(3, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(3)):
             if program.collective.reduction is not None:
@@ -382,6 +382,29 @@ def test_giving_up_fires_and_waits(pair: World) -> None:
         armed.ranks[0].give_up()
         pair.synchronize()
         armed.data.check(expected)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_refusal_raises_when_what_was_submitted_has_ended(pair: World, number: int) -> None:
+    """Of a program that is being armed, and of its trigger: the caller may free the memory of its tensors then."""
+    armed, driver, executor = Armed(pair, gather(2)), pair.drivers[0], pair.executors[0]
+    real, count = driver.submit, 0
+
+    def submit(calls: Iterable[Bound]) -> None:
+        nonlocal count
+        for call in calls:
+            count += 1
+            if count == number:
+                raise DriverError("CUDA_ERROR_UNKNOWN", "a call")
+            real([call])
+
+    if number == 1:
+        armed.arm([0])
+    driver.submit = submit
+    with pytest.raises(DriverError):
+        armed.fire([0]) if number == 1 else armed.arm([0])
+    driver.submit = real
+    assert all(map(driver.is_idle, executor._streams))
 
 
 def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:

@@ -17,7 +17,8 @@ from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
-from sidelane.execute.cuda.plan import _triggers, submission_order
+from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.order import _triggers, submission_order
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
 from sidelane.program.pieces import gathering_program, parts_of
@@ -265,3 +266,23 @@ def test_a_channel_is_left_for_triggers(monkeypatch: pytest.MonkeyPatch) -> None
     require_free_channel("all_gather", "b2b", 1)
     with pytest.raises(UnavailableError, match="holds 2 streams back, of 2 hardware channels"):
         require_free_channel("all_gather", "pcpy", 2)
+
+
+def refuse(driver: FakeDriver) -> None:
+    """Let the driver refuse the next call."""
+    driver.fail_next = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def test_a_refused_trigger_waits_for_what_was_submitted() -> None:
+    """The engines' streams have ended when it raises: the caller may free the memory of the program."""
+    with world_of(2) as world:
+        sliced = Sliced(world, sliced_gather(2, 2, 8))
+        epoch = sliced.start()
+        assert not world.drivers[0].is_idle(sliced.aside[0])
+        refuse(world.drivers[0])
+        with pytest.raises(DriverError):
+            sliced.triggers[0][1].fire(epoch, (world.streams[0].cuda_stream, False))
+        assert world.drivers[0].is_idle(sliced.aside[0])
+        assert world.monitor.aborted is not None
+        for flags in world.flags:  # to end what rank 1 waits for
+            flags[:] = 1 << 20

@@ -15,9 +15,8 @@ from native_driver import NativeDriver
 from sidelane.execute.base import Addresses, Repetition
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import native
-from sidelane.execute.cuda.bind import FAR, _memory_of, followers
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, Pointer, steps_of
+from sidelane.execute.cuda.native import Bound, Located, Pointer, locate, movable_steps, steps_of
 from sidelane.program.collective import ReduceOp, Reduction
 
 NOTHING = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
@@ -25,11 +24,20 @@ BUFFERS = [(0, "input"), (0, "output")]
 AT = Addresses({(0, "input"): 0x10_0000, (0, "output"): 0x20_0000, (0, "staging"): 0x30_0000}, ())
 
 
+def memory_of(argument: Any) -> Any:
+    """The memory that a call reads through an argument, in words; None for a plain value."""
+    values = getattr(getattr(argument, "memory", None), "values", None)  # of a kernel
+    held = values if values is not None else getattr(argument, "_obj", argument)  # of ctypes.byref
+    if not isinstance(held, ctypes.Array | ctypes.Structure):
+        return None
+    return (ctypes.c_uint64 * (ctypes.sizeof(held) // 8)).from_address(ctypes.addressof(held))
+
+
 def seen(calls: Any) -> list[Any]:
     """All that the driver reads of prepared calls."""
     found: list[Any] = []
     for _, arguments in calls:
-        memories = [_memory_of(argument) for argument in arguments]
+        memories = [memory_of(argument) for argument in arguments]
         found.append([a.value if m is None else list(m) for a, m in zip(arguments, memories, strict=True)])
     return found
 
@@ -47,6 +55,14 @@ def put(calls: Any, following: Any, addresses: Addresses) -> None:
 def made_by(prepare: Any, addresses: Addresses) -> list[Bound]:
     buffers = addresses.buffers
     return prepare(buffers[0, "output"], buffers[0, "input"], buffers[0, "staging"])
+
+
+def located(prepare: Any) -> tuple[list[Bound], Any]:
+    """Calls, and the values in them that follow ``BUFFERS``."""
+    calls = made_by(prepare, locate(AT, BUFFERS))
+    found = movable_steps(calls, AT)
+    assert found is not None
+    return calls, found[1]
 
 
 def real(method: str, *arguments: Any) -> Bound:
@@ -85,9 +101,7 @@ WAYS = {
 def test_calls_are_changed_to_what_they_would_be(way: str) -> None:
     draw = random.Random(way)
     prepare = WAYS[way]
-    found = followers(lambda addresses: made_by(prepare, addresses), AT, BUFFERS)
-    assert found is not None
-    calls, following = found
+    calls, following = located(prepare)
     assert seen(calls) == seen(made_by(prepare, AT))
     for _ in range(20):
         there = dataclasses.replace(
@@ -106,25 +120,21 @@ def test_arguments_of_kernels_follow_too() -> None:
         with mock.patch.object(native, "require_native", return_value=NOTHING):
             return [native.bind_launch(9, packed, native.LaunchConfig((1, 1, 1), (32, 1, 1), 0, 1))]
 
-    found = followers(lambda addresses: made_by(prepare, addresses), AT, BUFFERS)
-    assert found is not None
-    calls, following = found
+    calls, following = located(prepare)
     there = dataclasses.replace(AT, buffers={**AT.buffers, (0, "input"): 0x1_0000_0000, (0, "output"): 0x2_0000_0000})
     put(calls, following, there)
     assert seen(calls) == seen(made_by(prepare, there))
 
 
-def test_what_depends_on_more_than_addresses_follows_nothing() -> None:
-    ways: dict[str, Any] = {
-        "another size": lambda out, in_, staging: [real("bind_copy", out, in_, out // FAR, 1)],
-        "one call more": lambda out, in_, staging: [real("bind_copy", out, in_, 1, 1)] * (1 + (out > 0x20_0000)),
-        "twice the way": lambda out, in_, staging: [real("bind_copy", 2 * out, in_, 1, 1)],
-        "more copies": lambda out, in_, staging: [real("bind_copies", [(out, in_, 1)] * (out // FAR), 1)],
-        "Python": lambda out, in_, staging: [(lambda: None, ())],
-        "no way": lambda out, in_, staging: None,
-    }
-    for name, prepare in ways.items():
-        assert followers(lambda addresses, prepare=prepare: made_by(prepare, addresses), AT, BUFFERS) is None, name
+def test_calls_that_python_makes_do_not_move() -> None:
+    assert movable_steps([real("bind_copy", 1, 2, 3, 1), (lambda: None, ())], AT) is None
+
+
+def test_addresses_at_a_distance_are_located_too() -> None:
+    address = Located.of(16, BUFFERS[0])
+    for other, value in ((address + 48, 64), (48 + address, 64), (address - 8, 8)):
+        assert (other, other.buffer) == (value, BUFFERS[0])
+    assert type(address % 16) is int
 
 
 def test_a_made_up_driver_is_followed_as_well() -> None:
@@ -134,9 +144,8 @@ def test_a_made_up_driver_is_followed_as_well() -> None:
         reduction = Reduction(ReduceOp.SUM, "int32")
         return [driver.bind_copies([(staging, in_, 4)], 0), driver.bind_reduce(out, [in_, staging], 4, reduction, 0, 1)]
 
-    found = followers(lambda addresses: made_by(prepare, addresses), AT, BUFFERS)
-    assert found is not None
-    assert sorted((each.buffer, each.step) for each in found[1]) == [(BUFFERS[0], 0), (BUFFERS[0], 1), (BUFFERS[1], 1)]
+    _, following = located(prepare)
+    assert sorted((each.buffer, each.step) for each in following) == [(BUFFERS[0], 0), (BUFFERS[0], 1), (BUFFERS[1], 1)]
     driver.stop()
 
 

@@ -20,7 +20,7 @@ from marks import long
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.boxes import Box
-from sidelane.execute.cuda import DriverFeatures, plan
+from sidelane.execute.cuda import DriverFeatures, plan, streams
 from sidelane.execute.cuda.calls import MemcpyEveryOther
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.prelaunch import require_free_channel
@@ -48,7 +48,7 @@ def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> N
 
 def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
-    monkeypatch.setattr(plan, "INLINE_BYTES", 0)
+    monkeypatch.setattr(streams, "INLINE_BYTES", 0)
     monkeypatch.setattr(StandinDriver, "bind_rows", lambda *_: pytest.fail("rows at a distance"))
     split = 0
     with hip_world(3) as world:
@@ -305,7 +305,6 @@ def test_what_the_driver_tells_of_memory() -> None:
     number, start, nbytes = driver.allocation_at(second + 4999) or (0, 0, 0)
     assert number == driver.allocation_number(second) != driver.allocation_number(first)
     assert (start, nbytes) == (second, 5000)
-    assert [place for place, _ in driver.allocations_in(second + 10, 20)] == [second + 10]
     driver.free(second)
     assert driver.allocation_at(second) is None and driver.allocation_number(second) == 0
     assert driver.allocation_number(driver.allocate(5000)) > number, "numbers are never given twice"
@@ -317,7 +316,6 @@ def test_large_allocations_are_told_whole() -> None:
     driver = StandinDriver()
     address = driver.allocate((1 << 32) + 4096)  # no page of it is touched
     assert driver.allocation_at(address + (1 << 32)) == (driver.allocation_number(address), address, (1 << 32) + 4096)
-    assert [place for place, _ in driver.allocations_in(address, 1 << 32)] == [address]
     driver.free(address)
 
 

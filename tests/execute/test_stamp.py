@@ -21,8 +21,9 @@ from sidelane.execute.cuda.calls import (
     StreamPlan,
     WaitEvent,
 )
-from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
+from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import round_trip_us
+from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
 from sidelane.program.builders.alternating import alternating

@@ -19,7 +19,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,10 @@ from sidelane import forks
 from sidelane.collectives.allocator import ALIGNMENT, rounded
 from sidelane.config import COMPUTE
 from sidelane.errors import SidelaneError
-from sidelane.integrations.ring import NoRoom, Ring, RingPart, cut
+from sidelane.integrations.fsdp_group import FsdpGroup
+from sidelane.integrations.ring import NoRoom, RingPart, cut
 from sidelane.memory.storage import exchange_memory, exchange_objection
-from sidelane.program.shape import Beside
-
-Tensors = torch.Tensor | Sequence[torch.Tensor]
+from sidelane.program.collective import Kind
 
 GATHER = (
     *("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device"),
@@ -83,92 +82,70 @@ def objection() -> str | None:
     return f"free_unsharded_param of torch {torch.__version__} uses {more[0]}" if more else None
 
 
-class Gathers(Protocol):
-    """A lane that gathers, as a communicator does."""
-
-    rank: int
-    world_size: int
-
-    def all_gather(
-        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
-    ) -> dist.Work | None:
-        """See ``Communicator.all_gather``."""
-        ...
+def objection_to(params: Any) -> str | None:
+    """Return the reason why the parameters of a group (torch's ``FSDPParamGroup``) are not gathered straight."""
+    for param in params.fsdp_params:
+        if param.fsdp_placement.dim:
+            return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension chooses the gathered tensors
+            return "a parameter has an extension of its own for gathers"
+    return None
 
 
-class Straight:
+class DirectGather:
     """Gathers of one parameter group of FSDP2.
 
     Args:
         params: torch's ``FSDPParamGroup``.
-        comm: communicator of the gathers.
-        ring: ring of buffers.
-        group: group of the shards.
-        note: function called with dtype and gathered bytes of each gather.
-        refusal: function that returns the reason why the other backend must make a gather of so many bytes; "" for
-            none.
+        calls: calls of the group of the shards. They do not refer to this object: memory of a cycle would stay until
+            Python collects cycles.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        comm: Gathers,
-        ring: Ring,
-        group: dist.ProcessGroup,
-        note: Callable[[torch.dtype, int], None],
-        refusal: Callable[[int], str],
-    ) -> None:
-        self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
-        self._refusal = refusal
+    def __init__(self, params: Any, calls: FsdpGroup) -> None:
+        self._params, self._calls, self._ring = params, calls, calls.ring
         self._lent: dict[Any, RingPart] = {}  # by parameter: the part that holds the parameter's own memory meanwhile
 
-    def objection(self) -> str | None:
-        """Return the reason why these parameters are not gathered straight; None if they are."""
-        for param in self._params.fsdp_params:
-            if param.fsdp_placement.dim:
-                return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
-            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension chooses the gathered tensors
-                return "a parameter has an extension of its own for gathers"
-        return None
-
-    def takes(self, group: dist.ProcessGroup) -> bool:
-        """Return True if a gather is of shards, not of the smaller shards that ``reshard_after_forward=n`` leaves."""
-        if group is not self._group or not self._params.is_sharded or self.objection() is not None:
-            return False
-        nbytes = 0
-        for param in self._params.fsdp_params:
-            shard = param._sharded_param_data
-            nbytes += shard.numel() * (param.param_dtype or shard.dtype).itemsize * self._comm.world_size
-        return not self._refusal(nbytes)
-
     @torch.no_grad()
-    def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:
-        """Begin a gather, in place of torch's ``foreach_all_gather``."""
-        params, device = self._params.fsdp_params, self._params.device
-        handle, rank, ranks = torch.get_device_module(device), self._comm.rank, self._comm.world_size
+    def gather(self, group: dist.ProcessGroup, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered | None:
+        """Begin a gather, in place of torch's ``foreach_all_gather``.
+
+        Returns:
+            The gather; None, on all ranks alike, if FSDP2 shall gather by itself: smaller shards of another group,
+            which ``reshard_after_forward=n`` leaves, or without room for one more buffer.
+        """
+        params, device, calls = self._params.fsdp_params, self._params.device, self._calls
+        if group is not calls.group or not self._params.is_sharded:
+            return None
+        ranks = calls.gather.world_size
+        numels = [param._sharded_param_data.numel() for param in params]
+        dtypes = [param.param_dtype or param._sharded_param_data.dtype for param in params]
+        sizes = [numel * ranks * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
+        if calls.refusal(Kind.ALL_GATHER, sum(sizes)):
+            return None
+        handle = torch.get_device_module(device)
         backward = self._params._training_state is TrainingState.PRE_BACKWARD
         # The first gather of a forward comes behind all of the backward before it, and behind the optimizer.
         at_once = backward or self._ring.behind_backward or copy_in_stream == handle.current_stream()
         self._ring.behind_backward = False
         with handle.stream(copy_in_stream):
             shards = [_shard(param) for param in params]
-            dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
-            sizes = [shard.numel() * ranks * dtype.itemsize for shard, dtype in zip(shards, dtypes, strict=True)]
-            parts = self._parts(sizes, copy_in_stream, at_once)
+            try:
+                parts = self._parts(sizes, copy_in_stream, at_once)
+            except NoRoom:
+                return None  # FSDP2's own buffers are fewer, since it has them for a shorter time
             outputs = [part.memory.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-            own = [output.chunk(ranks)[rank] if output.numel() else output for output in outputs]
+            own = [output.chunk(ranks)[calls.gather.rank] if output.numel() else output for output in outputs]
             torch._foreach_copy_(own, shards)  # cast on the way
         stream.wait_stream(copy_in_stream)
         with handle.stream(stream):
-            work = self._comm.all_gather(outputs, own, async_op=async_op, beside=COMPUTE)
+            work = calls.gather.all_gather(outputs, own, async_op=async_op, beside=COMPUTE)
             event = stream.record_event()
-        self._note(dtypes[0], sum(sizes))
-        numels = [shard.numel() for shard in shards]
+        calls.made(Kind.ALL_GATHER, "straight into the parameters", dtypes[0], sum(sizes))
         gathered = Gathered(
             *(torch.empty(0, device=device), event, work),
             *([[dtype] for dtype in dtypes], [[numel] for numel in numels], numels),
         )
-        gathered.straight, gathered.parts = self, parts
+        gathered.direct, gathered.parts = self, parts
         return gathered
 
     def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[RingPart]:
@@ -229,11 +206,11 @@ class Gathered(AllGatherResult):
     """Result of a gather, which torch keeps between its begin and its end.
 
     Attributes:
-        straight: maker of the gather.
+        direct: maker of the gather.
         parts: memory of the parameters, until they have it.
     """
 
-    straight: Straight
+    direct: DirectGather
     parts: list[RingPart]
 
     @torch.no_grad()
@@ -248,7 +225,7 @@ class Gathered(AllGatherResult):
             *(params, self.parts, self.param_all_gather_input_numels, self.param_all_gather_input_dtypes), strict=True
         ):
             param.init_all_gather_outputs(numels, dtypes, ranks, device)
-            self.straight.lend(param, part)
+            self.direct.lend(param, part)
         self.parts.clear()
 
 
@@ -267,12 +244,11 @@ def _foreach_all_gather(
     device: torch.device,
     all_gather_comm: Any,
 ) -> AllGatherResult | None:
-    straight: Straight | None = getattr(all_gather_comm, "straight", None)
-    if straight is not None and straight.takes(group):
-        try:
-            return straight.gather(async_op, all_gather_copy_in_stream, all_gather_stream)
-        except NoRoom:
-            pass  # on all ranks alike; FSDP2's own buffers are fewer, since it has them for a shorter time
+    direct: DirectGather | None = getattr(all_gather_comm, "direct", None)
+    if direct is not None:
+        gathered = direct.gather(group, async_op, all_gather_copy_in_stream, all_gather_stream)
+        if gathered is not None:
+            return gathered
     return _TORCHS["foreach_all_gather"](  # type: ignore[no-any-return]
         fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm
     )
@@ -292,11 +268,11 @@ _OURS: dict[str, Callable[..., Any]] = {
     "foreach_all_gather_copy_out": _foreach_all_gather_copy_out,
 }
 _TORCHS: dict[str, Callable[..., Any]] = {}
-_users: weakref.WeakSet[Straight] = weakref.WeakSet()
+_users: weakref.WeakSet[DirectGather] = weakref.WeakSet()
 _changing = forks.lock()
 
 
-def take_over(user: Straight) -> None:
+def take_over(user: DirectGather) -> None:
     """Replace the two functions of torch by those here, until :func:`give_back`."""
     with _changing:
         _users.add(user)
@@ -306,7 +282,7 @@ def take_over(user: Straight) -> None:
                 setattr(_fsdp_param_group, name, ours)
 
 
-def give_back(user: Straight) -> None:
+def give_back(user: DirectGather) -> None:
     """Restore torch's own functions when no user needs ours any more. Idempotent."""
     with _changing:
         _users.discard(user)

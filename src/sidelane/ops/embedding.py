@@ -83,7 +83,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -342,7 +342,7 @@ def embedding_all_to_all(
             return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
 
         # The handle has what the unfused method needs, too.
-        make: dict[str, Callable[[int], Launch]] = {
+        make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
             UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
         }

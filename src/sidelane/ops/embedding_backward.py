@@ -57,7 +57,7 @@ from sidelane.ops.embedding_tables import (
     words_of,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.operator import Launch, cached
+from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -184,7 +184,7 @@ def embedding_all_to_all_backward(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
-    def make() -> Launch:
+    def make() -> CachedLaunch:
         with telling_refusals(comm, NAME):
             kind = checked(comm, tables).key
             check_bags(comm, tables, indices, offsets, per_sample_weights, mode)

@@ -44,10 +44,10 @@ from sidelane.session.answers import measured_by_rank_0, recall, remember
 AUTO = "auto"
 MOST_PIECES = 64
 
-Launch = Callable[..., Any]
+CachedLaunch = Callable[..., Any]
 """Function that runs a method on tensors of checked layouts."""
 
-Sizes = tuple[int, ...]
+ProblemSizes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,16 +65,16 @@ class OperatorCall:
     """
 
     key: Hashable
-    sizes: Sizes
+    sizes: ProblemSizes
     element_bytes: int | None
-    make: Mapping[str, Callable[[int], Launch]] = dataclasses.field(default_factory=dict)
+    make: Mapping[str, Callable[[int], CachedLaunch]] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
     experts: int = 1
 
 
 def find(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...]
-) -> tuple[Launch | None, Hashable]:
+) -> tuple[CachedLaunch | None, Hashable]:
     """Return the cached launch of a call, None if it is new, and the key under which its launch is to be cached.
 
     Args:
@@ -96,8 +96,8 @@ def find(
 
 
 def cached(
-    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], Launch]
-) -> Launch:
+    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], CachedLaunch]
+) -> CachedLaunch:
     """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
     launch, key = find(comm, words, tensors)
     if launch is None:
@@ -106,7 +106,7 @@ def cached(
     return launch
 
 
-def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
+def mean_of(columns: Sequence[Sequence[int]]) -> ProblemSizes:
     """Return the mean of each size over the ranks, at least 1."""
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
 
@@ -134,8 +134,8 @@ class FusedOperator:
     pieces: int = 0
     has_sum: bool = False
     split_adds_in_order: bool = True
-    agreed: Callable[[Sequence[Sequence[int]]], Sizes] = mean_of
-    too_large: Callable[[Sizes], str] = lambda sizes: ""
+    agreed: Callable[[Sequence[Sequence[int]]], ProblemSizes] = mean_of
+    too_large: Callable[[ProblemSizes], str] = lambda sizes: ""
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
@@ -148,7 +148,7 @@ class FusedOperator:
         check: Callable[[], OperatorCall],
         method: str,
         pieces: int | None = None,
-    ) -> Launch:
+    ) -> CachedLaunch:
         """Return the function that runs a call. Collective if it makes new resources.
 
         Args:
@@ -221,7 +221,9 @@ class FusedOperator:
     def _legal(self, call: OperatorCall, *, captured: bool) -> list[str]:
         return [method for method in (self.captured if captured else self.methods) if method not in call.without]
 
-    def _selected(self, comm: Communicator, sizes: Sizes, call: OperatorCall, *, captured: bool) -> Selection[Method]:
+    def _selected(
+        self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool
+    ) -> Selection[Method]:
         reason = self.too_large(sizes)
         if reason:
             return Selection(Method(UNFUSED), reason)
@@ -238,7 +240,7 @@ class FusedOperator:
             guesses=comm.abilities.kernels_have_run,
         )
 
-    def _agreed_sizes(self, comm: Communicator, sizes: Sizes) -> Sizes:
+    def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> ProblemSizes:
         """Return one list of sizes for all ranks, whose own may differ. Collective."""
         _tables(comm)
         own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
@@ -247,7 +249,7 @@ class FusedOperator:
         comm.synchronize()
         return self.agreed(list(zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)))
 
-    def order(self, comm: Communicator, sizes: Sizes, element_bytes: int) -> str:
+    def order(self, comm: Communicator, sizes: ProblemSizes, element_bytes: int) -> str:
         """Return the order of work for a shape whose caller leaves it open. Collective, and the same on all ranks.
 
         Inside of a capture, in which ranks cannot agree, this rank's sizes alone decide: an operator in ``ORDERED`` is

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from sidelane.execute.base import Addresses, Follower, Places
+from sidelane.execute.base import Addresses, Places
 from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cuda.calls import (
     Call,
@@ -34,75 +31,10 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.copy_batches import MOST_PITCH, pitch
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Comparison, Flag, Program, Value
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
-
-FAR = 1 << 20
-"""Bytes by which buffers are moved to find followers: a multiple of every alignment that kernels depend on."""
-
-_WORD = 8
-
-
-def followers(
-    bind: Callable[[Addresses], Sequence[Bound] | None], addresses: Addresses, buffers: Sequence[tuple[int, str]]
-) -> tuple[Sequence[Bound], tuple[Follower, ...]] | None:
-    """Prepare calls for this use only, and find the values in them that follow the addresses of buffers.
-
-    Args:
-        bind: prepares the calls, making all objects that hold an address anew.
-        addresses: addresses of the first calls.
-        buffers: buffers that may move.
-
-    Returns:
-        The calls and followers; None if Python makes one of the calls, or if more than addresses changes.
-    """
-    calls = bind(addresses)
-    if calls is None or any(not isinstance(step[0], int) for step in steps_of(calls)):
-        return None
-    found: list[Follower] = []
-    for buffer in buffers:
-        moved = {**addresses.buffers, buffer: addresses.buffers[buffer] + FAR}
-        others = bind(dataclasses.replace(addresses, buffers=moved))
-        if others is None:
-            return None
-        for step, (call, other) in enumerate(zip_longest(calls, others)):
-            if call is None or other is None or call[0] is not other[0]:
-                return None
-            for argument, (before, after) in enumerate(zip(call[1], other[1], strict=True)):
-                for address, value, by in _differences(before, after):
-                    if by != FAR:
-                        return None
-                    delta = (value - addresses.buffers[buffer]) % (1 << 64)
-                    found.append(Follower(buffer, delta, step, argument, address))
-    return calls, tuple(found)
-
-
-def _differences(before: Any, after: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield the differences between two arguments: address of the word (0: the argument itself), value, and growth."""
-    there, elsewhere = _memory_of(before), _memory_of(after)
-    if there is None or elsewhere is None:
-        one, other = before.value or 0, after.value or 0
-        if one != other:
-            yield 0, one, other - one
-        return
-    if len(there) != len(elsewhere):
-        yield 0, 0, 0
-        return
-    for index, (one, other) in enumerate(zip(there, elsewhere, strict=True)):
-        if one != other:
-            yield ctypes.addressof(there) + _WORD * index, one, other - one
-
-
-def _memory_of(argument: Any) -> ctypes.Array[ctypes.c_uint64] | None:
-    """Return the memory that a call reads through an argument, in words; None for a plain value."""
-    values = getattr(getattr(argument, "memory", None), "values", None)  # of a kernel
-    held = values if values is not None else getattr(argument, "_obj", argument)  # of ctypes.byref
-    if not isinstance(held, ctypes.Array | ctypes.Structure):
-        return None
-    return (ctypes.c_uint64 * (ctypes.sizeof(held) // _WORD)).from_address(ctypes.addressof(held))
-
 
 Moving = tuple[tuple[int, int, Places], ...]
 """Words that depend on the epoch, in the form of :class:`sidelane.execute.base.Repetition`."""

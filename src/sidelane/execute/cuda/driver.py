@@ -24,7 +24,16 @@ from sidelane.execute.base import Place, Questions
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.kernel_launch import WARP_THREADS, KernelTarget, LoadedKernels, kernels_of
-from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
+from sidelane.execute.cuda.native import (
+    Bound,
+    LaunchConfig,
+    MemoryOps,
+    Pointer,
+    address_argument,
+    address_array,
+    load_native,
+    require_native,
+)
 from sidelane.memory.persistent import lasting
 from sidelane.memory.release import Kept, keep_bytes
 from sidelane.program.collective import Reduction
@@ -279,8 +288,8 @@ class Driver:
         return ops.bind(stream, part)
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
-        arguments = (ctypes.c_void_p(dst), ctypes.c_void_p(src), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
-        return require_native("cuMemcpyAsync"), arguments
+        sides = address_argument(dst), address_argument(src)
+        return require_native("cuMemcpyAsync"), (*sides, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
         """Prepare unordered copies (dst, src, bytes) as one call. Not on the legacy default stream."""
@@ -292,7 +301,7 @@ class Driver:
             pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
             parts = (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
             return functools.partial(_first_of, api.cuMemcpyBatchAsync), parts
-        arrays = [(ctypes.c_void_p * count)(*side) for side in (dsts, srcs)]
+        arrays = address_array(dsts), address_array(srcs)
         order = (self._copy_order, (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
         lengths = (ctypes.c_size_t * count)(*sizes)
         return function, (*arrays, lengths, ctypes.c_size_t(count), *order, ctypes.c_void_p(stream))

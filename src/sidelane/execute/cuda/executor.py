@@ -87,7 +87,7 @@ class CudaExecutor(CudaSite):
             try:
                 loaded = CudaKernel(self, program, addresses, frozen=frozen)
             except DriverError as error:  # the peers launch their kernels: generations would differ from here on
-                self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+                self.fail_submission(f"{program.collective} {program.variant}", error, captured=frozen)
                 raise
         if loaded.moves and (another := loaded.at(addresses)) is not None:
             self.kernels.keep(another)  # a copy that never has a graph

@@ -111,7 +111,7 @@ class CudaKernelCall:
                 else:
                     executor.driver.submit(self._by_stream.get(handle) or self._bind(handle))
             except BaseException as error:  # tell the peers, whose kernels would wait
-                executor.watch.fail_submission(f"kernel {self.program.name}", error)
+                executor.fail_submission(f"kernel {self.program.name}", error, captured=capturing)
                 raise
             if not capturing:
                 executor.kernel_stream = handle

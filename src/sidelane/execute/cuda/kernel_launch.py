@@ -32,7 +32,7 @@ from sidelane import forks
 from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, real_constants
 from sidelane.device.target import compiling_for
 from sidelane.errors import UnavailableError, missing
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.native import Bound, note_located
 from sidelane.native.build import open_private, private_cache
 from sidelane.user_files import write_whole
 
@@ -208,6 +208,7 @@ class PackedArguments(int):
         places = (ctypes.c_uint64 * count)(*range(first, first + _WORD_BYTES * count, _WORD_BYTES))
         packed = cls(ctypes.addressof(places))
         packed.values, packed._places = values, places
+        note_located(packed, arguments, places)
         return packed
 
 

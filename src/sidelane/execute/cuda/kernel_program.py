@@ -16,10 +16,9 @@ import torch
 
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.bind import FAR, followers
 from sidelane.execute.cuda.kernel_plan import PlaceTable, arrange
 from sidelane.execute.cuda.loaded import find_place
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound, Located, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
@@ -27,6 +26,9 @@ from sidelane.native import Effect
 from sidelane.program.kernel import KernelProgram
 
 _MOST_CALLERS = 64  # streams for which launches are remembered
+
+FAR = 1 << 20
+"""Bytes by which a buffer is moved to find its arguments: a multiple of every alignment that kernels depend on."""
 
 
 class CudaKernel:
@@ -120,23 +122,20 @@ class CudaKernel:
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`. It uses a plain launch: a graph has fixed arguments."""
-        if not self.moves:
+        moved = self.at(locate(self.addresses, buffers)) if self.moves else None
+        if moved is None:
             return None
-
-        def bind(addresses: Addresses) -> tuple[Bound, ...] | None:
-            moved = self.at(addresses)
-            return None if moved is None else moved._bind(place[0])
-
-        executor, found = self._executor, followers(bind, self.addresses, buffers)
+        executor, calls = self._executor, moved._bind(place[0])
+        found = movable_steps(calls, self.addresses)
         if found is None:
             return None
-        calls, following = found
+        steps, followers = found
         notes = (
             (Effect.SET, executor, "kernel_stream", place[0]),
             *executor.watch.launch_notes(self.program),
             *executor.ledger.notes(self._entry),
         )
-        return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program), followers=following)
+        return Repetition(steps, (), notes, executor.failing(calls, self.program), followers=followers)
 
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor
@@ -147,7 +146,8 @@ class CudaKernel:
             try:
                 executor.driver.submit(calls)
             except BaseException as error:
-                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                title = f"{self.program.collective} {self.program.variant}"
+                executor.fail_submission(title, error, captured=self._frozen)
                 raise
         if not self._frozen:
             executor.kernel_stream = handle
@@ -208,8 +208,8 @@ class Places:
             return None
         arguments = list(launch.arguments)
         for key, address in addresses.buffers.items():
-            by = address - before[key]
-            if not by:
+            by, is_located = address - before[key], isinstance(address, Located)
+            if not (by or is_located):
                 continue
             if key not in self._followers:
                 self._followers[key] = self._find(key)
@@ -217,7 +217,8 @@ class Places:
             if followers is None:
                 return None
             for index in followers:
-                arguments[index] += by
+                value = arguments[index] + by
+                arguments[index] = Located.of(value, key) if is_located else value
         return Launch(launch.kernel, launch.blocks, launch.warps, tuple(arguments), launch.constants)
 
     def _find(self, key: tuple[int, str]) -> tuple[int, ...] | None:

@@ -9,10 +9,10 @@ import torch
 
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver, followers
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import DeviceWatch, WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
@@ -65,6 +65,10 @@ class CudaProgram:
         forks.finalize(self, destroy_events, executor.driver, self._events)
 
     @property
+    def _title(self) -> str:
+        return f"{self.program.collective} {self.program.variant}"
+
+    @property
     def moves(self) -> bool:
         """True if :meth:`at` works: no part of it belongs to one invocation, and only copies depend on addresses."""
         return not (self._captured or self._bound.ahead or self._stamps)
@@ -76,18 +80,9 @@ class CudaProgram:
         copies at submission.
         """
         moved = CudaProgram.__new__(CudaProgram)
-        moved.program, moved.addresses, moved._executor = self.program, addresses, self._executor
-        moved._captured, moved.is_triggered, moved._armed, moved._events, moved._stamps = (
-            False,
-            False,
-            None,
-            self._events,
-            {},
-        )
-        moved._busy, moved._ways = 0, {}
-        moved._entries, moved._like = self._entries, self
-        moved._bound = self._bound.at(addresses)
-        moved._subject = self._subject  # the watch reads only flags, whose addresses are the same
+        moved.__dict__.update(self.__dict__)  # the subject, too: the watch reads only flags, which do not move
+        moved.addresses, moved._bound, moved._ways, moved._like = addresses, self._bound.at(addresses), {}, self
+        moved.is_triggered = False
         return moved
 
     def arm(self, epoch: int, after: int | None = None) -> None:
@@ -115,7 +110,7 @@ class CudaProgram:
             except ValueError:
                 raise
             except BaseException as error:
-                executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
+                executor.fail_submission(self._title, error)
                 raise
 
     def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
@@ -161,23 +156,17 @@ class CudaProgram:
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None:
+        if way is None or way.words is None or self.addresses.pieces:
             return None
-        route, handle, internal = choose_route(*place, self._captured), place[0], self._executor.internal
-
-        def bind(addresses: Addresses) -> Sequence[Bound]:
-            bound = self._bound.at(addresses)
-            if route is Route.DIRECT:
-                return bound.steps(handle)
-            return self._by_way_of_internal(bound.steps(internal), handle)
-
-        found = followers(bind, self.addresses, buffers)
+        executor, handle = self._executor, place[0]
+        calls = executor.bind_on(handle, self._bound.at(locate(self.addresses, buffers)).steps)
+        found = movable_steps(calls, self.addresses)
         if found is None:
             return None
-        executor, (calls, following) = self._executor, found
+        steps, followers = found
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
         failing = executor.failing(calls, self.program)
-        return Repetition(steps_of(calls), way.words, notes, failing, followers=following)
+        return Repetition(steps, way.words, notes, failing, followers=followers)
 
     @property
     def marks(self) -> int:
@@ -234,7 +223,7 @@ class CudaProgram:
         except ValueError:
             raise  # found before anything was submitted
         except BaseException as error:  # of the driver, or Ctrl-C
-            executor.fail_submission(self.program, error, captured=place[1])
+            executor.fail_submission(self._title, error, captured=place[1])
             raise
 
     def _note(self, epoch: int, entry: Entry) -> None:
@@ -247,33 +236,19 @@ class CudaProgram:
         """Prepare the driver calls of invocations from ``place``; they are cached, since most calls repeat."""
         handle, capturing = place
         route = choose_route(handle, capturing, self._captured)
-        executor, bound = self._executor, self._bound
-        calls: Sequence[Bound]
+        bound = self._bound
+        calls = bound.steps(handle) if capturing else self._executor.bind_on(handle, bound.steps)
         words: Moving | None = None
-        if route is Route.CAPTURE:
-            set_epoch, calls = _no_epoch, bound.steps(handle)
+        if capturing:
+            set_epoch = _no_epoch
+        elif bound.ahead:
+            set_epoch = self._arm_and_start
         else:
-            stream = handle if route is Route.DIRECT else executor.internal
-            if bound.ahead:
-                set_epoch, calls = self._arm_and_start, bound.steps(stream)
-            else:
-                set_epoch, calls, words = bound.set_epoch, bound.steps(stream), bound.words
-            if stream != handle:
-                calls = self._by_way_of_internal(calls, handle)
+            set_epoch, words = bound.set_epoch, bound.words
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
         way = self._ways[place] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
         return way
-
-    def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
-        executor, driver = self._executor, self._executor.driver
-        return [
-            driver.bind_record(executor.into, handle),
-            driver.bind_wait(executor.into, executor.internal),
-            *inner,
-            driver.bind_record(executor.out_of, executor.internal),
-            driver.bind_wait(executor.out_of, handle),
-        ]
 
     def _entry(self, route: Route) -> Entry:
         entry = self._entries.get(route)

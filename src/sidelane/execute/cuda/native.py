@@ -8,6 +8,7 @@ release the GIL: a full channel may block one for as long as a peer is late, and
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import DriverCall
+from sidelane.execute.base import Addresses, DriverCall, Follower
 from sidelane.execute.boxes import Box
 from sidelane.program.wraparound import WORD_MASK
 
@@ -24,6 +25,7 @@ Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 """A prepared call: a function with its arguments. It returns the driver's error code, which is false for success."""
 
 _ALL_BITS = (1 << 64) - 1
+_ADDRESS_BYTES = 8
 
 MOST_INTEGERS = 8  # arguments of a call that C code makes: MOST_ARGUMENTS of native/replay.c
 
@@ -67,6 +69,65 @@ class Pointer(ctypes.c_void_p):
     def __init__(self, address: int, memory: object) -> None:
         super().__init__(address)
         self.memory = memory
+
+
+class Located(int):
+    """An address in a buffer that may move. The arguments of calls that are made of it note where it stands.
+
+    Attributes:
+        buffer: rank and name of the buffer.
+    """
+
+    buffer: tuple[int, str]
+
+    @classmethod
+    def of(cls, address: int, buffer: tuple[int, str]) -> Located:
+        made = cls(address)
+        made.buffer = buffer
+        return made
+
+    def __add__(self, nbytes: int) -> Located:
+        return Located.of(int(self) + nbytes, self.buffer)
+
+    __radd__ = __add__
+
+    def __sub__(self, nbytes: int) -> Located:
+        return Located.of(int(self) - nbytes, self.buffer)
+
+
+def locate(addresses: Addresses, buffers: Iterable[tuple[int, str]]) -> Addresses:
+    """Return the same addresses, those of ``buffers`` as :class:`Located`."""
+    located = {buffer: Located.of(addresses.buffers[buffer], buffer) for buffer in buffers}
+    return dataclasses.replace(addresses, buffers={**addresses.buffers, **located})
+
+
+def note_located(argument: Any, values: Sequence[int], words: Iterable[int]) -> None:
+    """Note in an argument, or in the memory behind it, which of its words hold a :class:`Located`.
+
+    Args:
+        argument: the argument or memory.
+        values: values of words.
+        words: address of each of these words; 0 for the argument itself.
+    """
+    if Located in map(type, values):
+        argument.located = [(word, v) for word, v in zip(words, values, strict=True) if isinstance(v, Located)]
+
+
+def address_argument(address: int) -> ctypes.c_void_p:
+    """Return an address as an argument of a call."""
+    argument = ctypes.c_void_p(address)
+    if type(address) is Located:
+        note_located(argument, (address,), (0,))
+    return argument
+
+
+def address_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return addresses as an array, which is an argument of a call."""
+    array = (ctypes.c_void_p * len(addresses))(*addresses)
+    if Located in map(type, addresses):
+        first = ctypes.addressof(array)
+        note_located(array, addresses, range(first, first + ctypes.sizeof(array), _ADDRESS_BYTES))
+    return array
 
 
 class LaunchConfig(ctypes.Structure):
@@ -121,6 +182,8 @@ def bind_rows(dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: i
         width_bytes=nbytes,
         height=rows,
     )
+    fields = Copy2D.dst_device.offset, Copy2D.src_device.offset
+    note_located(copy, (dst, src), (ctypes.addressof(copy) + field for field in fields))
     return require_native("cuMemcpy2DAsync_v2"), (ctypes.byref(copy), ctypes.c_void_p(stream))
 
 
@@ -216,6 +279,31 @@ class MemoryOps:
 def steps_of(calls: Iterable[Bound]) -> tuple[DriverCall, ...]:
     """Return prepared calls in the form of :class:`sidelane.execute.base.Repetition`."""
     return tuple((*(_integers(bound) or bound), bound) for bound in calls)
+
+
+def movable_steps(
+    calls: Sequence[Bound], addresses: Addresses
+) -> tuple[tuple[DriverCall, ...], tuple[Follower, ...]] | None:
+    """Return calls prepared for :func:`locate`, and the values in them that follow the addresses of buffers.
+
+    None if Python must make one of the calls.
+    """
+    steps = steps_of(calls)
+    if not all(isinstance(function, int) for function, _, _ in steps):
+        return None
+    return steps, tuple(
+        Follower(value.buffer, (int(value) - addresses.buffers[value.buffer]) & _ALL_BITS, step, argument, word)
+        for step, (_, arguments) in enumerate(calls)
+        for argument, holder in enumerate(arguments)
+        for word, value in _located_in(holder)
+    )
+
+
+def _located_in(argument: Any) -> Sequence[tuple[int, Located]]:
+    memory = getattr(argument, "memory", None)  # of a pointer
+    holder = memory if memory is not None else getattr(argument, "_obj", argument)  # of ctypes.byref
+    found: Sequence[tuple[int, Located]] = getattr(holder, "located", ())
+    return found
 
 
 def _integers(bound: Bound) -> tuple[int, tuple[int, ...]] | None:

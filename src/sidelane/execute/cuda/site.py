@@ -15,8 +15,7 @@ import torch
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan
-from sidelane.execute.cuda.describe import counts_of
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan, counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
@@ -216,18 +215,19 @@ class CudaSite:
         with self.lock, driver.current():
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
 
-    def by_way_of_internal(self, stream: int, bind: Callable[[int], Bound]) -> list[Bound]:
-        """Prepare memory operations in order with the work of any stream.
+    def bind_on(self, stream: int, bind: Callable[[int], Sequence[Bound]]) -> Sequence[Bound]:
+        """Prepare calls in order with the work of any stream.
 
-        Legacy default streams do not support them: for these they run on the internal stream, between two events.
+        Default streams (``calls``) do not support all of them: for these they run on the internal stream, between two
+        events.
         """
         if stream not in DEFAULT_STREAMS:
-            return [bind(stream)]
+            return bind(stream)
         driver = self.driver
         return [
             driver.bind_record(self.into, stream),
             driver.bind_wait(self.into, self.internal),
-            bind(self.internal),
+            *bind(self.internal),
             driver.bind_record(self.out_of, self.internal),
             driver.bind_wait(self.out_of, stream),
         ]
@@ -371,19 +371,22 @@ class CudaSite:
         def failed(index: int, error: Any) -> NoReturn:
             if not isinstance(error, BaseException):
                 error = self.driver.refused(calls[index][0], error)
-            self.fail_submission(program, error)
+            self.fail_submission(f"{program.collective} {program.variant}", error)
             raise error
 
         return failed
 
-    def fail_submission(
-        self, program: Program | KernelProgram | KernelCall, error: BaseException, *, captured: bool = False
-    ) -> None:
-        """Fail after an incomplete submission, and wait for what was submitted.
+    def fail_submission(self, title: str, error: BaseException, *, captured: bool = False) -> None:
+        """Fail after an incomplete submission, tell the peers, and wait for what was submitted.
 
         The caller's stream does not wait for it any more, so that its next work may have the memory of these tensors.
+
+        Args:
+            title: the part of the program that was to be submitted, or its name.
+            error: the driver's refusal, or an interruption.
+            captured: it was to become part of a graph: nothing runs.
         """
-        self.watch.fail_submission(f"{program.collective} {program.variant}", error)
+        self.watch.fail_submission(title, error)
         if not captured:
             self._has_passed(time.monotonic() + _DRAIN_S)
 

@@ -35,7 +35,7 @@ class CudaArrival:
         for address, _ in words:
             ops.wait(address, 0, equal=False)
         self._setters = [(value, setter) for at, (_, value) in enumerate(words) for setter in ops.setters([at])]
-        self._bound: dict[int, list[Bound]] = {}
+        self._bound: dict[int, Sequence[Bound]] = {}
 
     def follow(self, epoch: int, place: Place, work: object = None) -> None:
         """Let the next work of a stream follow the arrival: one call to the driver.
@@ -52,17 +52,17 @@ class CudaArrival:
             try:
                 driver.submit(self._bind(place[0]))
             except BaseException as error:
-                executor.watch.fail_submission(self._title, error)
+                executor.fail_submission(self._title, error)
                 raise
 
-    def _bind(self, stream: int) -> list[Bound]:
+    def _bind(self, stream: int) -> Sequence[Bound]:
         calls = self._bound.get(stream)
         if calls is None:
             if len(self._bound) >= _MOST_CALLERS:
                 self._bound.clear()
             driver, ops = self._executor.driver, self._ops
-            bind = self._executor.by_way_of_internal
-            calls = self._bound[stream] = bind(stream, lambda handle: driver.bind_memory_ops(ops, handle))
+            calls = self._executor.bind_on(stream, lambda handle: [driver.bind_memory_ops(ops, handle)])
+            self._bound[stream] = calls
         return calls
 
 
@@ -106,8 +106,8 @@ class CudaTrigger:
             places.setdefault(value, []).append(index)
         self._setters = [(value, setter) for value, indices in places.items() for setter in ops.setters(indices)]
         self._epoch, self._first_word = 0, 0
-        self._bound: dict[tuple[int, int, int], list[Bound]] = {}
-        self._fire_on: dict[int, list[Bound]] = {}
+        self._bound: dict[tuple[int, int, int], Sequence[Bound]] = {}
+        self._fire_on: dict[int, Sequence[Bound]] = {}
 
     def set(self, epoch: int) -> None:
         """Set the values that fire invocation ``epoch``, to make firing faster; submitted calls keep their values."""
@@ -139,7 +139,7 @@ class CudaTrigger:
         try:  # no context manager: this is on the path of a prelaunched call
             driver.submit(calls)
         except BaseException as error:
-            executor.watch.fail_submission(self._title, error)
+            executor.fail_submission(self._title, error)
             raise
 
     def fire_from_host(self, epoch: int) -> None:
@@ -174,10 +174,10 @@ class CudaTrigger:
             try:
                 driver.submit(calls)
             except BaseException as error:  # the program that waits for it could never go on
-                executor.watch.fail_submission(self._title, error)
+                executor.fail_submission(self._title, error)
                 raise
 
-    def _bind(self, part: slice, stream: int) -> list[Bound]:
+    def _bind(self, part: slice, stream: int) -> Sequence[Bound]:
         """Prepare the operations for ``stream``, on the internal stream if ``stream`` does not support them."""
         key = (part.start, part.stop, stream)
         calls = self._bound.get(key)
@@ -186,7 +186,7 @@ class CudaTrigger:
                 self._bound.clear()
                 self._fire_on.clear()
             driver, ops = self._executor.driver, self._ops
-            calls = self._executor.by_way_of_internal(stream, lambda handle: driver.bind_memory_ops(ops, handle, part))
+            calls = self._executor.bind_on(stream, lambda handle: [driver.bind_memory_ops(ops, handle, part)])
             self._bound[key] = calls
         return calls
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.fallback import Witness
-from sidelane.integrations.links import Link
+from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
@@ -24,8 +23,8 @@ from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import Kind
 
 
-class NodesLink(Link):
-    """Lanes of several nodes, and buffers that are symmetric within each.
+class NodesLink(FsdpGroup):
+    """Group on several nodes, with a ring whose buffers are symmetric within each.
 
     Gradients are reduced from ordinary memory: the steps pack them anyway.
 
@@ -36,6 +35,7 @@ class NodesLink(Link):
         store: store of these ranks and this link alone.
         nodes: nodes of the ranks.
         liveness: liveness of the ranks.
+        counts: counts of the model.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class NodesLink(Link):
         store: dist.Store,
         nodes: Nodes,
         liveness: Liveness,
+        counts: FsdpCounts,
     ) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, counts)
         self.nodes = nodes
         rank, ranks = group.rank(), ranks_of(group)
         witness = Witness(liveness)
@@ -80,15 +81,6 @@ class NodesLink(Link):
 
     def reason(self, kind: Kind, nbytes: int) -> str:
         return f"{HIERARCHICAL}: {choose(kind, nbytes, self.nodes).reason}; "
-
-    def gathered_into(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=self.device)
-
-    def scattered_from(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=self.device)
-
-    def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
-        """Do nothing: all memory is ordinary."""
 
     def memory(self) -> MemoryUse:
         return MemoryUse.of_all(lane.own.memory() for lane in self._lanes)

@@ -20,7 +20,8 @@ from sidelane import config as settings
 from sidelane import fsdp
 from sidelane.errors import UnavailableError
 from sidelane.integrations import direct_gather
-from sidelane.integrations.direct_gather import Straight, Tensors
+from sidelane.integrations.direct_gather import DirectGather
+from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, Tensors
 from sidelane.integrations.ring import Ring
 from sidelane.program.shape import Beside
 from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
@@ -52,10 +53,10 @@ class StillGather(AllGather):
     """Gathers nothing. FSDP2 copies shards in, and parameters out.
 
     Attributes:
-        straight: None: there is a copy-out.
+        direct: None: there is a copy-out.
     """
 
-    straight: Straight | None = None
+    direct: DirectGather | None = None
 
     def __init__(self) -> None:
         self._turns = BufferTurns()
@@ -127,13 +128,14 @@ class StraightStill:
     """Gathers nothing, straight into the parameters: a gather for each of FSDP2's groups, and one ring for all."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._lane = group, StillLane(group)
-        self._ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+        self._calls = FsdpGroup(group, device, FsdpCounts())
+        self._calls.gather = StillLane(group)
+        self._calls.ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
 
     def gather(self, params: Any) -> StillGather:
         """For one of FSDP2's groups of parameters."""
         gather = StillGather()
-        gather.straight = Straight(params, self._lane, self._ring, self._group, lambda *_: None, lambda _: "")
+        gather.direct = DirectGather(params, self._calls)
         return gather
 
 
@@ -189,14 +191,14 @@ class CommunicationWay:
         """Have FSDP2 communicate so. Nothing may be under way, and no other way be on."""
         for params, gather, scatter in zip(self.params, self.gathers, self.scatters, strict=True):
             params._all_gather_comm, params._reduce_scatter_comm = gather, scatter
-            into = getattr(gather, "straight", None)
+            into = getattr(gather, "direct", None)
             if into is not None:
                 into.take_over()
 
     def leave(self) -> None:
         """Switch it off. Nothing may be under way."""
         for gather in self.gathers:
-            into = getattr(gather, "straight", None)
+            into = getattr(gather, "direct", None)
             if into is not None:
                 into.give_back()
 
