@@ -118,12 +118,6 @@ class Profile:
         found = _prefer(found, "in_place", call.in_place)
         return _prefer(found, "dtype", call.dtype if call.kind in REDUCING else found[0].dtype)
 
-    def replacing(self, curves: tuple[Curve, ...]) -> Profile:
-        """Return this profile with ``curves`` in place of all that it had of the same collectives and world sizes."""
-        new = {(curve.kind, curve.world_size) for curve in curves}
-        kept = tuple(curve for curve in self.curves if (curve.kind, curve.world_size) not in new)
-        return dataclasses.replace(self, curves=(*kept, *curves))
-
     def to_text(self) -> str:
         """Return the JSON of the file, a line for each curve and each time of an operator."""
         head = {
@@ -162,12 +156,6 @@ def parse(text: str) -> Profile:
         return Profile(machine, key, date, command, curves, operators)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise ValueError(f"not a profile: {type(problem).__name__}: {problem}") from problem
-
-
-def expected_us(profile: Profile, call: CallShape, candidate: Candidate) -> float | None:
-    """Return the expected microseconds of a call as ``candidate``; None if that was not measured."""
-    curve = next((curve for curve in profile.comparable(call) if curve.candidate == candidate), None)
-    return None if curve is None else curve.at(call.nbytes)
 
 
 def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve, ...]:
