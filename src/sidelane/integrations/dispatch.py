@@ -291,9 +291,9 @@ class Dispatcher:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self._nodes.spans:
             return ""
-        from sidelane.integrations.nodes.choose import FLAT, choose
+        from sidelane.integrations.nodes.choose import FLAT, choose_steps
 
-        choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
+        choice = choose_steps(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason

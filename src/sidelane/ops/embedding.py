@@ -71,7 +71,7 @@ from sidelane.ops.embedding_tables import (
     require_unmoved,
     sizes_of,
     threads_of,
-    words_of,
+    words_of_tables,
 )
 from sidelane.ops.handle import (
     KernelHandle,
@@ -348,7 +348,7 @@ def embedding_all_to_all(
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
 
-    words = words_of(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
+    words = words_of_tables(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
     method = FUSED if slice_bags and method == AUTO else method
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
     found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)

@@ -26,15 +26,16 @@ from sidelane.choice.fused import (
     ORDERED,
     SPLIT,
     UNFUSED,
-    FusedTable,
+    FusedTime,
+    FusedTimes,
     Method,
     choose_method,
     choose_order,
-    tables_of,
 )
 from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
+from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
@@ -71,7 +72,7 @@ class OperatorCall:
     experts: int = 1
 
 
-def find(
+def find_launch(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...]
 ) -> tuple[CachedLaunch | None, Hashable]:
     """Return the cached launch of a call, None if it is new, and the key under which its launch is to be cached.
@@ -97,8 +98,8 @@ def find(
 def cached(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], CachedLaunch]
 ) -> CachedLaunch:
-    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
-    launch, key = find(comm, words, tensors)
+    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find_launch`."""
+    launch, key = find_launch(comm, words, tensors)
     if launch is None:
         launch = make()
         remember(comm, key, launch)
@@ -160,7 +161,7 @@ class FusedOperator:
             pieces: number of pieces of ``split`` that the caller asks for.
         """
         asked = None if words is None else (self.name, method, pieces, words)
-        known, key = find(comm, asked, tensors)
+        known, key = find_launch(comm, asked, tensors)
         if known is not None:
             return known
         with telling_refusals(comm, self.name):
@@ -255,7 +256,7 @@ class FusedOperator:
         proved with orders that differ between ranks, too.
         """
         if is_captured(comm):
-            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or ()
+            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or {}
             return choose_order(tables, self.name, comm.world_size, sizes, element_bytes=element_bytes).candidate
         agreed = self._agreed_sizes(comm, sizes)
         return choose_order(_tables(comm), self.name, comm.world_size, agreed, element_bytes=element_bytes).candidate
@@ -310,15 +311,15 @@ def explain(
 _TABLES = "fused operators"
 
 
-def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
+def _tables(comm: Communicator) -> FusedTimes:
     """Return rank 0's tables on all ranks; the first time collective."""
 
     def read() -> str:
-        tables = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size))
-        return json.dumps([(table.to_text(), table.where) for table in tables])
+        tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
+        return json.dumps({where: [time.to_dict() for time in times] for where, times in tables.items()})
 
     return measured_by_rank_0(comm, _TABLES, read, _parse)
 
 
-def _parse(text: str) -> tuple[FusedTable, ...]:
-    return tuple(FusedTable.parse(*found) for found in json.loads(text))
+def _parse(text: str) -> FusedTimes:
+    return {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in json.loads(text).items()}

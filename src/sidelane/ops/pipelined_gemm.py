@@ -57,8 +57,8 @@ from sidelane.program.pieces import (
     coming,
     gathering_program,
     going,
-    parts_of,
     row_parts,
+    row_slices,
     split_program,
 )
 from sidelane.session import BoundProgram, Communicator
@@ -523,7 +523,7 @@ def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
     def make() -> tuple[ShapeBuffer, MovedParts]:
         buffer = ShapeBuffer.of(comm, n * rows, depth, dtype)
         program = comm.load(gathering_program(n, rows, pieces, depth * dtype.itemsize), {"rows": buffer.values})
-        firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in parts_of(rows, pieces)]
+        firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in row_slices(rows, pieces)]
         came = [slice(first + part.start, first + part.stop) for first, part in firsts]
         return buffer, MovedParts.of(
             program, came, buffer.values, (slice(0, rows), slice(rank * rows, (rank + 1) * rows))
