@@ -22,7 +22,7 @@ from ranks import Crew, RankPool
 
 import sidelane
 from sidelane import Config, MismatchError, PeerError, cli, flight_recorder, ranges
-from sidelane.cli.recorder import analyse, describe, read
+from sidelane.cli.recorder import analyse, describe_recorded, read
 from sidelane.session import session
 
 torchs = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
@@ -138,7 +138,7 @@ def test_a_call_that_differs_is_named(pool: RankPool, tmp_path: Path, caplog: py
     assert findings(tmp_path) == [("differs", (0,), 3)]
     assert "SIZE_OR_SYNTAX_MISMATCH" in said_by_torch(tmp_path, caplog)
     calls = read(tmp_path / "sidelane_trace_rank_2").calls
-    texts = [[describe(entry) for entry in own.values()] for own in calls.values()]
+    texts = [[describe_recorded(entry) for entry in own.values()] for own in calls.values()]
     assert texts[0][:2] == ["all_reduce of Float [4], completed", "all_gather of Float [3], completed"]
     assert texts[0][2:] == ["all_reduce of Float [8], started"]
     assert texts[1][:2] == ["all_reduce of Float [2], completed", "barrier of Byte [0], completed"]

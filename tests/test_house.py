@@ -12,6 +12,7 @@ import pytest
 
 MOST_COMPLEX = 25
 AMBIGUOUS = 0
+AMBIGUOUS_NAMES = 29
 BANNED = 0
 
 
@@ -37,6 +38,11 @@ def test_no_function_becomes_more_complex(house: ModuleType) -> None:
 
 def test_no_class_name_gets_another_meaning(house: ModuleType) -> None:
     assert len(house.ambiguous_classes(house.LIBRARY, house.LABORATORY)) <= AMBIGUOUS
+
+
+def test_no_function_or_alias_gets_another_meaning(house: ModuleType) -> None:
+    found = house.ambiguous_names(house.LIBRARY)
+    assert len(found) <= AMBIGUOUS_NAMES, "a name has one meaning: rename one of them"
 
 
 def test_docstrings_become_sentences(house: ModuleType) -> None:

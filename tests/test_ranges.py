@@ -104,7 +104,7 @@ def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ranges, "_domain", None)
     monkeypatch.setattr(ranges, "is_active", ranges.is_active)
     assert not ranges.is_active()
-    none = ranges.places_of(())
+    none = ranges.argument_indices(())
     maker = SimpleNamespace(ranks=(0, 1), name="")
     with ranges.method_call("unseen", none, (), {}, maker):
         assert domain.marks == []

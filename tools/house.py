@@ -23,6 +23,17 @@ FIELDS = {"room", "statements", "issue", "capability", "replaced"}
 BANNED = ("Of", "As", "What", "Whose", "Who", "Whether", "Likewise")
 """First words of a docstring that is no sentence."""
 
+ONE_MEANING = frozenset(
+    (
+        *("all_gather", "all_to_all", "broadcast", "gather", "scatter", "reduce_scatter", "all_reduce", "reshard"),
+        *("gemm_all_to_all", "all_to_all_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
+        *("gemv_all_reduce", "all_to_all_rows", "embedding_all_to_all", "embedding_all_to_all_backward"),
+        *("all_reduce_rms_norm", "inspect", "software_versions", "reported_versions", "device_count"),
+        *("arrange", "arrange_broadcast", "arrange_push"),
+    )
+)
+"""Names that several modules may define: collectives, operators, vendors' inventories, arrangements of kernels."""
+
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case, ast.comprehension)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMMENTS = re.compile(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
@@ -76,6 +87,25 @@ def ambiguous_classes(*folders: Path) -> dict[str, list[str]]:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(path.relative_to(ROOT / "src").as_posix())
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def ambiguous_names(folder: Path) -> dict[str, list[str]]:
+    """Names of functions, classes and aliases that several modules of a folder define, with these modules.
+
+    Names of collectives and operators, and those of modules that stand for each other, have one meaning.
+    """
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for path, tree in trees(folder):
+        for node in tree.body:
+            name = ""
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                name = "" if name.isupper() or not name[0].isupper() else name  # constants, and what is no type
+            if name and not name.startswith("_") and name not in ONE_MEANING:
+                found[name].append(path.relative_to(ROOT / "src").as_posix())
     return {name: places for name, places in sorted(found.items()) if len(places) > 1}
 
 

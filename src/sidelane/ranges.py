@@ -226,18 +226,18 @@ class ObservedCall:
         return max(_nbytes(self.outputs), _nbytes(self.inputs))
 
 
-Places = tuple[int, int, int]
+ArgumentIndices = tuple[int, int, int]
 """Places of a method's ``output``, ``input`` and ``tensor`` among its arguments behind ``self``; -1 for none."""
 
 
-def places_of(names: Sequence[str]) -> Places:
+def argument_indices(names: Sequence[str]) -> ArgumentIndices:
     """Return the places of a method's tensors among the names of its arguments."""
     output, input, tensor = (names.index(name) if name in names else -1 for name in ("output", "input", "tensor"))
     return output, input, tensor
 
 
 def method_call(
-    name: str, places: Places, args: Sequence[object], kwargs: Mapping[str, object], maker: Any
+    name: str, places: ArgumentIndices, args: Sequence[object], kwargs: Mapping[str, object], maker: Any
 ) -> ObservedCall:
     """Observe a call of a communicator's method.
 

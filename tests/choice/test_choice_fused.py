@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+from choices import keep, profile
 
 from sidelane.choice.fused import (
     FUSED,
     SPLIT,
     UNFUSED,
-    FusedTable,
     FusedTime,
-    builtin,
     choose_method,
     choose_order,
-    keep,
-    tables_of,
 )
 from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.choice.key import Key
+from sidelane.choice.profile import Profile, parse
+from sidelane.choice.store import builtin_fused, fused_times
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, FusedRow, kept_of, times_of
 
@@ -35,26 +35,24 @@ def some(op: str = OP, captured: bool = False, nbytes: int = 2, sizes: int = 102
 
 
 def chosen(*times: FusedTime, op: str = OP, n: int = 2, **options: object) -> str:
-    table = FusedTable(HERE, times, "here")
-    found = choose_method([table], op, n, (1024, 1024, 1024), ways=ALL, **options)  # type: ignore[arg-type]
+    found = choose_method({"here": times}, op, n, (1024, 1024, 1024), ways=ALL, **options)  # type: ignore[arg-type]
     return f"{found.candidate.name} {found.reason.rpartition('; ')[2].partition(':')[0]}"
 
 
-@pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
-def test_tables_of_this_package_are_what_was_measured(table: FusedTable) -> None:
-    name = table.where.removeprefix("built-in ")
-    key, times = kept_of(read(RESULTS / name / "fused.json"))
-    assert (table.key, table.times) == (key, times)
-    assert len(times) >= {"h100x2": 28, "h200x1": 50, "h200x2": 38}[name]
+@pytest.mark.parametrize("table", builtin_fused().values(), ids=lambda table: table.machine)
+def test_tables_of_this_package_are_what_was_measured(table: Profile) -> None:
+    assert table == kept_of(read(RESULTS / table.machine / "fused.json"))
+    assert len(table.operators) >= {"h100x2": 28, "h200x1": 50, "h200x2": 38}[table.machine]
 
 
-@pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
-def test_measured_shapes_are_never_slower_than_unfused(table: FusedTable) -> None:
+@pytest.mark.parametrize("table", builtin_fused().values(), ids=lambda table: table.machine)
+def test_measured_shapes_are_never_slower_than_unfused(table: Profile) -> None:
     """And by thumb, as if there were no table, GEMMs by no more than 2% where one rank measured them."""
-    for time in table.times:
+    measured = {"": table.operators}
+    for time in table.operators:
         by_method = {way.partition("/")[0]: us for way, us in sorted(time.times.items(), key=lambda item: -item[1])}
         options = {"ways": tuple(by_method), "captured": time.captured, "experts": time.experts}
-        for tables in ([table], []) if time.op.startswith(("gemm_r", "gemm_all_r", "all_gather")) else ([table],):
+        for tables in (measured, {}) if time.op.startswith(("gemm_r", "gemm_all_r", "all_gather")) else (measured,):
             found = choose_method(tables, time.op, time.world_size, time.sizes, **options)  # type: ignore[arg-type]
             chosen_us = by_method[found.candidate.name]
             assert chosen_us <= 1.02 * by_method.get(UNFUSED, float("inf")), (time, found)
@@ -78,7 +76,7 @@ def test_kernels_that_have_never_run_are_taken_by_measurement_only() -> None:
     fast = some(fused=1.0, unfused=2.0)
     assert chosen(fast, guesses=False) == "fused measured at 1024, 1024, 1024, eager, here"
     for op in (OP, "gemv_all_reduce", "gemm_reduce_scatter"):
-        found = choose_method([], op, 2, (1024, 1024, 1024), ways=ALL, guesses=False)
+        found = choose_method({}, op, 2, (1024, 1024, 1024), ways=ALL, guesses=False)
         assert found.candidate.name == UNFUSED and found.reason.startswith("kernels of fused operators have never run")
 
 
@@ -98,8 +96,8 @@ def test_times_of_several_experts_say_nothing_about_one() -> None:
     assert choose(1, known[1:]).endswith("rule of thumb") and choose(2, known[:1]).endswith("rule of thumb")
     assert choose(32, known[:2]).endswith("rule of thumb")  # too far
     assert choose(2, (known[0], timed(2, captured=True, fused=2, unfused=1))).startswith("unfused measured")
-    table = FusedTable(HERE, known, "here")
-    assert FusedTable.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
+    table = dataclasses.replace(profile(), operators=known)
+    assert parse(table.to_text()) == table and table.to_text().count('"experts"') == 2
     with pytest.raises(ValueError, match="must be positive"):
         timed(0, fused=1)
 
@@ -108,8 +106,8 @@ def test_files_have_several_experts_apart(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     keep(HERE, [some(fused=1.0, unfused=2.0)])
     keep(HERE, [dataclasses.replace(some(fused=4.0, unfused=3.0), experts=8)])
-    found, *_ = tables_of(None, HERE)
-    assert [(time.experts, time.times[FUSED]) for time in found.times] == [(1, 1.0), (8, 4.0)]
+    found, *_ = fused_times(None, HERE).values()
+    assert [(time.experts, time.times[FUSED]) for time in found] == [(1, 1.0), (8, 4.0)]
 
 
 def test_rows_of_the_study_have_several_experts_apart() -> None:
@@ -133,7 +131,7 @@ def test_rows_of_the_study_have_several_experts_apart() -> None:
 
 def test_thumb() -> None:
     def thumb(op: str, *sizes: int, n: int = 2, **options: object) -> str:
-        return choose_method([], op, n, sizes, **{"ways": ALL, **options}).candidate.name  # type: ignore[arg-type]
+        return choose_method({}, op, n, sizes, **{"ways": ALL, **options}).candidate.name  # type: ignore[arg-type]
 
     assert thumb("gemv_all_reduce", 8192, 8192, 1) == FUSED  # nothing is known of it
     assert thumb(OP, 64, 64, 64) == UNFUSED  # the host's time
@@ -147,27 +145,34 @@ def test_thumb() -> None:
     assert thumb("gemm_all_reduce", 64, 64, 64, device_type="cpu", ways=(SPLIT, UNFUSED)) == SPLIT
 
 
-def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    own = tuple(table for table in builtin() if table.key.device == HERE.device)
-    assert 0 < len(own) < len(builtin()), "and there are others"
-    assert tables_of(None, HERE) == own
+    own = {
+        f"built-in {name}": table.operators
+        for name, table in builtin_fused().items()
+        if table.key.device == HERE.device
+    }
+    assert 0 < len(own) < len(builtin_fused()), "and there are others"
+    assert fused_times(None, HERE) == own
     path = keep(HERE, [some(fused=1.0, unfused=2.0), some(op="all_gather_gemm", fused=1.0)])
     keep(HERE, [some(fused=3.0, unfused=2.0)])
-    found, *others = tables_of(None, HERE)
-    assert tuple(others) == own and found.where == path.name == "fused-h200x2.json"
-    assert {time.op: time.times[FUSED] for time in found.times} == {OP: 3.0, "all_gather_gemm": 1.0}
-    assert tables_of("builtin", HERE) == own
-    assert tables_of(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == own
-    assert tables_of(None, Key("cpu", "some", 2)) == ()
-    for wrong in (
-        "",
-        "[]",
-        path.read_text().replace('"format": 2', '"format": 1'),
-        path.read_text().replace("3.0", "0"),
-    ):
+    (first, found), *others = fused_times(None, HERE).items()
+    assert dict(others) == own and first == path.name == "fused-h200x2.json"
+    assert {time.op: time.times[FUSED] for time in found} == {OP: 3.0, "all_gather_gemm": 1.0}
+    assert fused_times("builtin", HERE) == own
+    assert fused_times(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == own
+    assert fused_times(None, Key("cpu", "some", 2)) == {}
+    text = path.read_text()
+    older = json.dumps({"format": 2, "key": HERE.to_dict(), "times": [some(fused=1.0).to_dict()]})
+    for wrong in ("", "[]", older, text.replace("3.0", "0")):
         path.write_text(wrong)
-        assert tables_of(None, HERE) == own
+        assert fused_times(None, HERE) == own
+        assert (
+            "fused-h200x2.json: not a profile" in caplog.text and "sidelane fused --keep measures again" in caplog.text
+        )
+        caplog.clear()
+    keep(HERE, [some(fused=3.0, unfused=2.0)])
+    assert len(fused_times(None, HERE)[path.name]) == 1, "a file of another format is replaced"
 
 
 BAGS = "embedding_all_to_all"
@@ -175,28 +180,30 @@ BAGS = "embedding_all_to_all"
 
 def test_measured_orders_are_the_fastest_and_the_thumb_is_right_about_them() -> None:
     """Where one is faster by 2% and more; in graphs, as eager calls are the host's."""
-    measured = [(table, time) for table in builtin() for time in table.times if time.captured and time.orders]
+    measured = [
+        (table, time) for table in builtin_fused().values() for time in table.operators if time.captured and time.orders
+    ]
     assert len(measured) >= 7
     for table, time in measured:
         fastest = min(time.orders.values())
         assert time.times[FUSED] == fastest
-        for tables in ([table], []):
+        for tables in ({"": table.operators}, {}):
             found = choose_order(tables, time.op, time.world_size, time.sizes, element_bytes=time.element_bytes)
             assert time.orders[found.candidate] <= (fastest if tables else 1.02 * fastest), (time, found)
 
 
 def test_orders_by_thumb() -> None:
-    assert [choose_order([], BAGS, 2, (64, 64, pooling)).candidate for pooling in (1, 11, 12)] == [
+    assert [choose_order({}, BAGS, 2, (64, 64, pooling)).candidate for pooling in (1, 11, 12)] == [
         *ORDERS[:1] * 2,
         ORDERS[1],
     ]
-    assert choose_order([], BAGS, 8, (64, 64, 79)).candidate == ORDERS[0]  # seven senders for one link
-    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("rule of thumb: ")
+    assert choose_order({}, BAGS, 8, (64, 64, 79)).candidate == ORDERS[0]  # seven senders for one link
+    assert choose_order({}, BAGS, 1, (64, 64, 1)).reason.startswith("rule of thumb: ")
     unordered = some(op=BAGS, captured=True, fused=1.0)
     nearby = FusedTime(BAGS, 2, False, (900, 900, 900), 2, {"fused": 1.0}, {"remote_first": 1.0, "oblivious": 2.0})
-    table = FusedTable(HERE, (unordered, nearby), "here")
-    assert choose_order([table], BAGS, 2, (1024, 1024, 1024)).candidate == ORDERS[0]
-    assert FusedTable.parse(table.to_text(), "here") == table
+    assert choose_order({"here": (unordered, nearby)}, BAGS, 2, (1024, 1024, 1024)).candidate == ORDERS[0]
+    table = dataclasses.replace(profile(), operators=(unordered, nearby))
+    assert parse(table.to_text()) == table
     with pytest.raises(ValueError, match="allowed=remote_first, oblivious"):
         FusedTime(BAGS, 2, False, (1, 1, 1), 2, {"fused": 1.0}, {"last": 1.0})
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.choice import expected_us, fused, store
+from sidelane.choice import Candidate, store
 from sidelane.choice.candidate import find
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import Key
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import (
@@ -31,11 +32,12 @@ from sidelane.choice.store import (
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
-from sidelane.user_files import text_of, write_whole
+from sidelane.user_files import write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
 from sidelane_lab.pairs.measured_curves import isolated_times
 from sidelane_lab.shaping.choice import choose_shaping
+from sidelane_lab.studies.tune.command import replacing
 
 
 def test_times_between_measured_sizes_follow_a_power_of_the_size():
@@ -140,8 +142,8 @@ FUSED_ROW = {
 GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "profile": (read, json.loads(CROSSING.to_text())),
     "fused": (
-        lambda path: fused.FusedTable.parse(text_of(path), str(path)),
-        {"format": fused.FORMAT, "key": KEY.to_dict(), "times": [FUSED_ROW]},
+        read,
+        json.loads(dataclasses.replace(CROSSING, curves=(), operators=(FusedTime.from_dict(FUSED_ROW),)).to_text()),
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),
     "isolated": (lambda path: isolated_times(path, "cpu", 2), isolated_file()),
@@ -218,6 +220,11 @@ def test_the_nearest_way_to_call_that_was_measured_answers():
         5.0: CallShape(Kind.ALL_REDUCE, 4, 1024, "float32"),
         6.0: CallShape(Kind.ALL_REDUCE, 4, 1024, "bfloat16"),
     }
+
+    def expected_us(profile: Profile, call: CallShape, candidate: Candidate) -> float | None:
+        found = [curve for curve in profile.comparable(call) if curve.candidate == candidate]
+        return found[0].at(call.nbytes) if found else None
+
     for expected, call in asked.items():
         assert expected_us(both, call, B2B) == expected
     assert expected_us(both, dataclasses.replace(gather(1024), world_size=3), B2B) == 1.0
@@ -228,8 +235,8 @@ def test_the_nearest_way_to_call_that_was_measured_answers():
 
 def test_new_curves_replace_all_of_the_same_collective_and_world_size():
     old = profile(curve(B2B, (1024, 1.0)), curve(PCPY, (1024, 1.0)), curve(B2B, (1024, 1.0), world_size=2))
-    new = old.replacing((curve(B2B, (4096, 7.0)),))
-    assert [(c.world_size, c.times) for c in new.curves] == [(2, ((1024, 1.0),)), (4, ((4096, 7.0),))]
+    new = replacing(old.curves, (curve(B2B, (4096, 7.0)),))
+    assert [(c.world_size, c.times) for c in new] == [(2, ((1024, 1.0),)), (4, ((4096, 7.0),))]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane.cli import loading
-from sidelane.cli.help import GROUPS, Command
+from sidelane.cli.help import GROUPS, HelpEntry
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.baselines.roster import implementations
 from sidelane_lab.cli import model as cli_model
@@ -29,7 +29,7 @@ def run(*arguments: str, width: int = 80) -> Result:
     return CliRunner().invoke(cli.main, arguments, prog_name="sidelane", terminal_width=width)
 
 
-def command(name: str) -> Command:
+def command(name: str) -> HelpEntry:
     return cli.main.find(name)
 
 

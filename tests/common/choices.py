@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.candidate import DMA, SM
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import Key
 from sidelane.config import BESIDE
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
+from sidelane_lab.studies.fused import kept
 
 B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
 ONE_SHOT = Candidate(SM, "one_shot")
@@ -30,6 +34,11 @@ def curve(candidate: Candidate, *times: tuple[int, float], **others: Any) -> Cur
 
 def profile(*curves: Curve) -> Profile:
     return Profile("h999x4", KEY, "2026-01-02T03:04:05+00:00", "sidelane tune", curves)
+
+
+def keep(key: Key, times: Iterable[FusedTime]) -> Path:
+    """Write the user's file of a machine with times of fused operators."""
+    return kept.keep(Profile("h999x4", key, "2026-01-02T03:04:05+00:00", "sidelane fused --keep", (), tuple(times)))
 
 
 def gather(nbytes: int = 4096, **others: Any) -> CallShape:

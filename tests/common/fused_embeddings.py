@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from choices import keep
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import FusedTime, keep
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
 from sidelane.errors import SidelaneError

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choices import keep
 from fused_modules import there_and_back
 from fused_ops import Draws, check_close, communicator, noting
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import UNFUSED, FusedTime, Method, keep
+from sidelane.choice.fused import UNFUSED, FusedTime, Method
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
 from sidelane.ops import dispatch_gemm, expert_products, gemm, operands, operator

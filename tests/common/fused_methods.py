@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from choices import keep
 from fused_ops import check_close, communicator, noting
 from fused_timelines import calls_of
 from torch.nn import functional
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import FusedTime, keep
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import key_here
 from sidelane.ops import dispatch_gemm, gemm, gemv, pipelined_gemm, rms_norm
 from sidelane.ops.pipelined_gemm import GATHER, SCATTER, RoutedParts

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from choices import keep
 from fused_ops import check_close
 from hip_world import LDS_BYTES, hip_gpus
 from triton.runtime.errors import OutOfResources
 
 from sidelane import Communicator, Config, ops
-from sidelane.choice.fused import FUSED, FusedTime, keep
+from sidelane.choice.fused import FUSED, FusedTime
 from sidelane.choice.key import key_here
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_call

@@ -10,7 +10,7 @@ from pieces import BYTES, MadeUpPieces, NoOtherMemory
 
 from sidelane import Communicator, Config
 from sidelane.execute.cuda.exported import ExportedMemory
-from sidelane.session.registered import register
+from sidelane.session.registered import register_segments
 
 SIZES = (3 * BYTES, 5 * BYTES, 3 * BYTES)
 """Bytes of the segments, in the order in which all ranks make them; two are of one size."""
@@ -58,7 +58,7 @@ def symmetric(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
         n, rank = comm.world_size, comm.rank
         pieces, driver = exporting(comm)
         segments = segments_of(pieces, driver, rank)
-        made = register(
+        made = register_segments(
             comm, [(each.data_ptr(), each.nbytes) for each in sorted(segments, key=torch.Tensor.data_ptr)], pieces
         )
         assert (made.nbytes, made.why) == (sum(SIZES), "")
@@ -97,7 +97,7 @@ def refused(group: dist.ProcessGroup, why: str) -> str:
         segments = segments_of(pieces, driver, rank)
         if why == "sizes" and rank == 1:
             segments = segments[:2]
-        made = register(comm, [(each.data_ptr(), each.nbytes) for each in segments], pieces)
+        made = register_segments(comm, [(each.data_ptr(), each.nbytes) for each in segments], pieces)
         assert made.nbytes == 0
         output, input = torch.empty(n, 8), segments[0].view(torch.float32)[:8].fill_(rank)
         comm.all_gather(output, input)

@@ -15,7 +15,7 @@ from sliced import sliced_gather
 
 from sidelane import Communicator, Config, PeerError
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.program.pieces import gathering_program, parts_of
+from sidelane.program.pieces import gathering_program, row_slices
 
 
 def gathered(group: dist.ProcessGroup, seed: int, calls: int) -> None:
@@ -164,7 +164,7 @@ def read_as_it_comes(group: dist.ProcessGroup, calls: int) -> list[str]:
                 for number in random.Random(call).sample(range(run.arrivals), run.arrivals):
                     run.wait_for_arrival(number)
                     turn, piece = divmod(number, pieces)
-                    source, part = (rank - turn - 1) % n, parts_of(rows, pieces)[piece]
+                    source, part = (rank - turn - 1) % n, row_slices(rows, pieces)[piece]
                     assert gathered[source, part].eq((10 * call + source) % 251).all(), (call, number)
                 work.wait()
         comm.barrier()

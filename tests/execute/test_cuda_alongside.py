@@ -17,9 +17,8 @@ from sidelane.collectives.plan import make_program
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.execute.cuda import copy_batches, plan, streams
 from sidelane.execute.cuda.bind import copies_of
-from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand
+from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand, counts_of
 from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, MOST_ROWS, split_in_rows
-from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build

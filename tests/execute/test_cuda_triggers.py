@@ -21,7 +21,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.order import _triggers, submission_order
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
-from sidelane.program.pieces import gathering_program, parts_of
+from sidelane.program.pieces import gathering_program, row_slices
 from sidelane.program.transform import freeze
 from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
 from sidelane.program.verify import verify
@@ -207,8 +207,8 @@ def test_what_has_arrived_is_read_while_the_rest_travels(seed: int, captured: bo
         found: list[list[object]] = [[] for _ in range(ranks)]
 
         def read(rank: int, stream: int, number: int) -> Callable[[], None]:
-            turn, piece = divmod(number, len(parts_of(rows, pieces)))
-            source, part = (rank - turn - 1) % ranks, parts_of(rows, pieces)[piece]
+            turn, piece = divmod(number, len(row_slices(rows, pieces)))
+            source, part = (rank - turn - 1) % ranks, row_slices(rows, pieces)[piece]
             there = memory[rank, "rows"].reshape(ranks, rows, 8)[source, part]
             return reads(world.drivers[rank], stream, there, found[rank])
 
@@ -244,7 +244,7 @@ def test_what_has_arrived_is_read_while_the_rest_travels(seed: int, captured: bo
             for driver in world.drivers:
                 driver.synchronize()
             for rank, read_there in enumerate(found):
-                sources = [(rank - turn) % ranks for turn in range(1, ranks) for _ in parts_of(rows, pieces)]
+                sources = [(rank - turn) % ranks for turn in range(1, ranks) for _ in row_slices(rows, pieces)]
                 assert [{*np.ravel(one)} for one in read_there] == [{40 * call[0] + 7 * source} for source in sources]
                 read_there.clear()
 

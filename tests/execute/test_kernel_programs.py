@@ -255,6 +255,18 @@ def test_a_call_that_repeats_is_launched_as_a_graph(rank: Rank) -> None:
 
 
 @needs_triton
+def test_a_refused_launch_raises_when_the_kernel_before_has_ended(rank: Rank) -> None:
+    loaded = rank.load(define.all_gather([KB] * 3))
+    rank.driver.kernel = lambda arguments: time.sleep(0.2)
+    loaded.start(1, rank.stream)
+    rank.driver.fail_next = "CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        loaded.start(2, rank.stream)
+    assert rank.driver.is_idle(rank.stream.cuda_stream)
+    assert rank.monitor.aborted is not None
+
+
+@needs_triton
 def test_a_graph_goes_with_what_launches_it(rank: Rank) -> None:
     found = rank.load(define.all_gather([KB] * 3)).repetition((rank.stream.cuda_stream, False))
     assert len(rank.driver._graphs) == 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda_world import SUM, world_of
 
-from sidelane.execute.cuda.calls import Route
-from sidelane.execute.cuda.describe import counts_of
+from sidelane.execute.cuda.calls import Route, counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.submitted import Counts, SubmissionLedger, Submitted
 from sidelane.program import collective as define

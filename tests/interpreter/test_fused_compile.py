@@ -151,7 +151,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_cells_load_ahead_with_stamps_as_well(tokens: int) -> None:
+def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
     tiling = gemv_tiling.tiling_of(tokens)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
@@ -434,7 +434,7 @@ def test_all_to_all_gemm_compiles(experts: int, dtype: str) -> None:
 
 
 def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
-    without, with_stamps = (
+    without, stamp = (
         compiled(
             rms_norm_kernels.PUSHED_KERNEL,
             PUSHED.format("bf16") + kind,
@@ -443,12 +443,12 @@ def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
         )[0]
         for kind, given in (("", {}), (" *i64", {"stamps": ...}))
     )
-    assert "globaltimer" not in without and without.count(".param .u64") + 1 == with_stamps.count(".param .u64")
-    assert "globaltimer" in with_stamps
+    assert "globaltimer" not in without and without.count(".param .u64") + 1 == stamp.count(".param .u64")
+    assert "globaltimer" in stamp
 
 
 @pytest.mark.parametrize("name", ["norm in cells", "norm pushed", "backward of bags"])
-def test_kernels_with_stamps_compile(name: str) -> None:
+def test_kernels_stamp_compile(name: str) -> None:
     dtype = {"DTYPE": triton.language.bfloat16}
     bags = dtype | {"D": 256, "DP": 256, "L": 4, "ALIGNED": True, "MEAN": False, "WEIGHTED": False, "SPARSE": False}
     kernel, kinds, constants = {

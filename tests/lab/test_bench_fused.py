@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane.choice.fused import FusedTable
+from sidelane.choice.profile import parse
 from sidelane.execute.timeline import Interval
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness import running
@@ -94,7 +94,7 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert told.exit_code == 0, told.output
     results = read(tmp_path / "x.json")
     (file,) = tmp_path.rglob("fused-cpu.json")
-    (time,) = FusedTable.parse(file.read_text(), "kept").times
+    (time,) = parse(file.read_text()).operators
     mine = [row for row in results.rows if isinstance(row, FusedRow)]
     assert (time.op, time.world_size, time.captured, time.sizes) == ("gemv_all_reduce", 2, False, (20, 16, 1))
     swept = {f"cells, {count} programs a unit" for count in (1, 2)}

@@ -319,7 +319,7 @@ def test_pipes_get_full_width_and_json_silences_tables(
 def test_info_is_folded_between_words(width: int) -> None:
     console = rich.console.Console(file=io.StringIO(), width=width)
     found = info.look(probe=False)
-    info.show(found, console)
+    info.print_findings(found, console)
     text = console.file.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     assert not numbers([f"{found.machine.cores} cores"]) - numbers([text])

@@ -10,7 +10,7 @@ import pytest
 
 from sidelane.errors import ProgramError
 from sidelane.program.ir import Command, Copy, EngineKind, Program, Queue, Signal, Wait
-from sidelane.program.pieces import arriving_program, coming, gathering_program, going, parts_of, split_program
+from sidelane.program.pieces import arriving_program, coming, gathering_program, going, row_slices, split_program
 from sidelane.program.transform import freeze
 from sidelane.program.transform.triggers import arrivals_of, triggers_of
 from sidelane.program.verify import verify
@@ -96,7 +96,7 @@ def test_gathers_in_parts_are_proved(n: int) -> None:
         program = gathering_program(n, 5, pieces, 8)
         verify(program)
         verify(freeze(program))
-        assert [len(arrivals_of(program, rank)) for rank in range(n)] == [(n - 1) * len(parts_of(5, pieces))] * n
+        assert [len(arrivals_of(program, rank)) for rank in range(n)] == [(n - 1) * len(row_slices(5, pieces))] * n
 
 
 @pytest.mark.parametrize("program", [arriving_program(TABLES[2], 2, 8, 20), gathering_program(3, 5, 2, 8)])

@@ -120,13 +120,15 @@ def test_events_lie_around_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -
     tracer = tracing.Tracer()
     ranges.observe(tracer)
     try:
-        with ranges.method_call("barrier", ranges.places_of(()), (), {}, maker) as call:  # begins at 2000, ends at 3000
+        with ranges.method_call(
+            "barrier", ranges.argument_indices(()), (), {}, maker
+        ) as call:  # begins at 2000, ends at 3000
             call.work = None
         engines[:] = [9000, 2500]  # the second one has had nothing to do since the first call
-        with ranges.method_call("barrier", ranges.places_of(()), (), {}, maker) as call:  # begins at 4000
+        with ranges.method_call("barrier", ranges.argument_indices(()), (), {}, maker) as call:  # begins at 4000
             call.work = OnStream(8000)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: True)
-        with ranges.method_call("barrier", ranges.places_of(()), (), {}, maker) as call:
+        with ranges.method_call("barrier", ranges.argument_indices(()), (), {}, maker) as call:
             call.work = None
     finally:
         ranges.leave(tracer)

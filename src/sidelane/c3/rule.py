@@ -28,13 +28,13 @@ so many that the GEMM loses more: with ordinary tensors 21% of the time (results
 ENGINES, KERNELS, SERIAL = "conccl", "sm_rp", "serial"
 """Names of the strategies that the rule prefers."""
 
-Product = tuple[int, int, int, str]
+GemmSizes = tuple[int, int, int, str]
 """Type of the shape of a GEMM: (m, n, k, dtype)."""
 
 
 def choose_strategy(
     compute_us: float,
-    product: Product | None,
+    product: GemmSizes | None,
     moves: Sequence[tuple[Kind, int]],
     *,
     alone_us: float | None,
@@ -91,7 +91,7 @@ def choose_strategy(
     raise ValueError("choose_strategy: is_possible (value=no strategy, allowed=one or more)")
 
 
-def is_compute_bound(product: Product | None) -> bool:
+def is_compute_bound(product: GemmSizes | None) -> bool:
     """Return True for a GEMM that is limited by its operations: with more than ``OPERATIONS_A_BYTE``.
 
     >>> is_compute_bound((8192, 8192, 8192, "bfloat16")), is_compute_bound((64, 57344, 8192, "bfloat16"))

@@ -2,7 +2,7 @@
 
 from sidelane.choice.candidate import Abilities, Candidate, candidates, objection
 from sidelane.choice.choose import Choice, choose
-from sidelane.choice.profile import Curve, Profile, expected_us
+from sidelane.choice.profile import Curve, Profile
 
 __all__ = [
     "Abilities",
@@ -12,6 +12,5 @@ __all__ = [
     "Profile",
     "candidates",
     "choose",
-    "expected_us",
     "objection",
 ]

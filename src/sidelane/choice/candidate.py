@@ -102,16 +102,6 @@ def everything(kind: Kind, abilities: Abilities = EVERYTHING) -> tuple[Candidate
     return tuple(filter(abilities.include, _by_name(kind).values()))
 
 
-def applicable(kind: Kind, world_size: int, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """Return the candidates worth measuring: :func:`everything` but algorithms that object to so many ranks."""
-
-    def applies(candidate: Candidate) -> bool:
-        algorithm = candidate.algorithm(kind)
-        return algorithm is None or not algorithm.objection(CallShape(kind, world_size, 1))
-
-    return tuple(filter(applies, everything(kind, abilities)))
-
-
 def candidates(call: CallShape, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
     """Return the legal ways to run a call, in order of preference between equals.
 

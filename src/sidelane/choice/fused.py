@@ -1,29 +1,22 @@
 """Choice of a method for a fused operator: fused, split into parts for copy engines, or unfused; and of the order in
 which a fused one computes.
 
-The choice goes by measurements on this machine, else on one like it, else by a heuristic. Measured times are a JSON
-object: the user's file, which ``sidelane fused --keep`` writes, and tables of this package.
+The choice goes by measurements on this machine, else on one like it, else by a heuristic. ``choice.store.fused_times``
+reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sidelane.choice import store
 from sidelane.choice.fused_heuristic import ORDERS, expected_order, expected_us
-from sidelane.choice.key import CPU, Key
+from sidelane.choice.key import CPU
 from sidelane.choice.selection import Selection, select
-from sidelane.config import BUILTIN
-from sidelane.user_files import MOST_RANKS, bytes_of, flag_in, json_of, text_in, whole_in, write_whole
+from sidelane.user_files import MOST_RANKS, flag_in, text_in, whole_in
 
-FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
 ORDERED = ("embedding_all_to_all",)
 """Names of operators whose order is chosen."""
@@ -101,45 +94,29 @@ class FusedTime:
         left_out = {"orders": {}, "experts": 1}
         return {name: value for name, value in dataclasses.asdict(self).items() if value != left_out.get(name)}
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FusedTable:
-    """Measured times of one machine.
-
-    Attributes:
-        key: key of the machine.
-        times: times of shapes.
-        where: name of the table, in words.
-    """
-
-    key: Key
-    times: tuple[FusedTime, ...]
-    where: str
-
-    def to_text(self) -> str:
-        """Return the JSON of the file, a line for each time."""
-        lines = ",\n".join(f"  {json.dumps(time.to_dict())}" for time in self.times)
-        return f'{{\n "format": {FORMAT},\n "key": {json.dumps(self.key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
-
     @staticmethod
-    def parse(text: str, where: str) -> FusedTable:
-        """Read such a file.
+    def from_dict(row: Mapping[str, Any]) -> FusedTime:
+        """Read the result of :meth:`to_dict`.
 
         Raises:
-            ValueError: it has another format.
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: a field is missing, or is not of its kind.
         """
-        try:
-            content = json_of(text)
-            if content["format"] != FORMAT:
-                raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-            times = tuple(_time_of(number, row) for number, row in enumerate(content["times"]))
-            return FusedTable(Key.from_dict(content["key"]), times, where)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
-            raise ValueError(f"{where}: not times of fused operators: {type(problem).__name__}: {problem}") from problem
+        text_in(row, "op"), flag_in(row, "captured")
+        (
+            whole_in(row, "world_size", MOST_RANKS),
+            whole_in(row, "element_bytes"),
+            whole_in({"experts": 1, **row}, "experts"),
+        )
+        sizes = tuple(whole_in({"sizes": size}, "sizes") for size in row["sizes"])
+        return FusedTime(**{**row, "sizes": sizes})
+
+
+FusedTimes = Mapping[str, Sequence[FusedTime]]
+"""Type of tables of measured times, by their names; the first one that has a shape decides."""
 
 
 def choose_method(
-    tables: Iterable[FusedTable],
+    tables: FusedTimes,
     op: str,
     world_size: int,
     sizes: tuple[int, ...],
@@ -154,7 +131,7 @@ def choose_method(
     """Choose the method by the nearest measured shape. Deterministic: equal arguments give the same on all ranks.
 
     Args:
-        tables: tables in order; the first one that has a shape like this one decides.
+        tables: tables by name, in order; the first one that has a shape like this one decides.
         op: name of the operator.
         world_size: number of ranks.
         sizes: sizes of the call.
@@ -168,21 +145,20 @@ def choose_method(
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
     >>> rows = (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),)
-    >>> table = FusedTable(Key("cuda", "some", 2), rows, "own")
-    >>> str(choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)))
+    >>> str(choose_method({"own": rows}, "all_to_all_gemm", 2, (64, 100, 64)))
     'unfused: 15 us expected, next fused 20 us; measured at 64, 64, 64, eager, own'
-    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
+    >>> choose_method({"own": rows}, "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
     4
-    >>> choose_method([table], "gemv_all_reduce", 2, (64, 64, 1)).reason
+    >>> choose_method({"own": rows}, "gemv_all_reduce", 2, (64, 64, 1)).reason
     'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
-    for table in tables:
-        time = _nearest(table.times, op, world_size, sizes, element_bytes, captured, experts)
+    for where, measured in tables.items():
+        time = _nearest(measured, op, world_size, sizes, element_bytes, captured, experts)
         known = () if time is None else ((Method.parse(text), us) for text, us in time.times.items())
         legal = sorted((ways.index(method.name), method.pieces, us) for method, us in known if method.name in ways)
         if time is not None and legal:
             expected = ((Method(ways[number], pieces), us) for number, pieces, us in legal)
-            return select(expected, basis=_measured(time, table))
+            return select(expected, basis=_basis(time, where))
     unknown = f"no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
     if not guesses:
         return Selection(Method(UNFUSED), f"kernels of fused operators have never run on such GPUs; {unknown}")
@@ -196,7 +172,7 @@ def choose_method(
 
 
 def choose_order(
-    tables: Iterable[FusedTable],
+    tables: FusedTimes,
     op: str,
     world_size: int,
     sizes: tuple[int, ...],
@@ -209,25 +185,24 @@ def choose_order(
 
     >>> times = {"remote_first": 20.0, "oblivious": 15.0}
     >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
-    >>> table = FusedTable(Key("cuda", "some", 2), (time,), "own")
-    >>> str(choose_order([table], "embedding_all_to_all", 2, (64, 64, 64)))
+    >>> str(choose_order({"own": [time]}, "embedding_all_to_all", 2, (64, 64, 64)))
     'oblivious: 15 us expected, next remote_first 20 us; measured at 64, 64, 64, in a graph, own'
-    >>> choose_order([], "embedding_all_to_all", 2, (64, 64, 2)).candidate
+    >>> choose_order({}, "embedding_all_to_all", 2, (64, 64, 2)).candidate
     'remote_first'
     """
-    for table in tables:
-        known = [time for time in table.times if time.orders]
+    for where, measured in tables.items():
+        known = [time for time in measured if time.orders]
         time = _nearest(known, op, world_size, sizes, element_bytes, captured=True)
         if time is not None:
             expected = ((order, time.orders[order]) for order in ORDERS if order in time.orders)
-            return select(expected, basis=_measured(time, table))
+            return select(expected, basis=_basis(time, where))
     order, why = expected_order(world_size, sizes[-1])
     return Selection(order, f"rule of thumb: {why}")
 
 
-def _measured(time: FusedTime, table: FusedTable) -> str:
+def _basis(time: FusedTime, where: str) -> str:
     shape = _shape(time.sizes, time.experts)
-    return f"measured at {shape}, {'in a graph' if time.captured else 'eager'}, {table.where}"
+    return f"measured at {shape}, {'in a graph' if time.captured else 'eager'}, {where}"
 
 
 def _shape(sizes: tuple[int, ...], experts: int) -> str:
@@ -260,71 +235,3 @@ def _nearest(
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
     return [abs(math.log(first / max(1, second))) for first, second in zip(one, other, strict=True)]
-
-
-def _time_of(number: int, row: Any) -> FusedTime:
-    try:
-        text_in(row, "op"), flag_in(row, "captured")
-        (
-            whole_in(row, "world_size", MOST_RANKS),
-            whole_in(row, "element_bytes"),
-            whole_in({"experts": 1, **row}, "experts"),
-        )
-        sizes = tuple(whole_in({"sizes": size}, "sizes") for size in row["sizes"])
-        return FusedTime(**{**row, "sizes": sizes})
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
-        raise ValueError(f"times[{number}]: {type(problem).__name__}: {problem}") from problem
-
-
-def user_file(key: Key) -> Path | None:
-    """Return the file of a machine's times, next to its profile; None without a home."""
-    return store.user_file(key, "fused-{}.json")
-
-
-def tables_of(setting: str | None, key: Key) -> tuple[FusedTable, ...]:
-    """Return the tables for choices on a machine: the user's, then those of this package for such GPUs.
-
-    Missing and invalid tables, and those of another machine, are left out.
-
-    Args:
-        setting: ``Config.profile``; ``builtin`` leaves out the user's.
-        key: key of this machine.
-    """
-    return (*([] if setting == BUILTIN else _of_the_user(key)), *(table for table in builtin() if _alike(table, key)))
-
-
-def _alike(table: FusedTable, key: Key) -> bool:
-    return (table.key.device_type, table.key.device) == (key.device_type, key.device)
-
-
-def _of_the_user(key: Key) -> Iterator[FusedTable]:
-    path = user_file(key)
-    if path is None:
-        return
-    try:
-        found = FusedTable.parse(bytes_of(path).decode(), path.name)
-    except (OSError, ValueError):
-        return
-    if not found.key.differences(key):
-        yield found
-
-
-@functools.cache
-def builtin() -> tuple[FusedTable, ...]:
-    """Return the tables of this package, ordered by name."""
-    folder = importlib.resources.files("sidelane.choice") / "builtin" / "fused"
-    files = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    return tuple(
-        FusedTable.parse(entry.read_text(encoding="utf-8"), f"built-in {entry.name.removesuffix('.json')}")
-        for entry in files
-        if entry.name.endswith(".json")
-    )
-
-
-def keep(key: Key, times: Iterable[FusedTime]) -> Path:
-    """Write the user's file of a machine; times of shapes that it has already are replaced, others stay."""
-    path = store.required("fused", user_file(key))
-    before = [time for table in _of_the_user(key) for time in table.times]
-    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
-    write_whole(path, FusedTable(key, tuple(found.values()), path.name).to_text().encode())
-    return path

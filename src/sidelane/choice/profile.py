@@ -1,4 +1,4 @@
-"""Profiles: measured times of a machine by collective, way to call it, candidate and size, with interpolation.
+"""Profiles: measured times of a machine, with interpolation: of collectives, and of fused operators.
 
 A profile is a JSON object. Its key says on what hardware and software it was measured (``choice.key``).
 """
@@ -10,14 +10,17 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from sidelane.choice.candidate import Candidate
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import Key
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.shape import CallShape
 from sidelane.user_files import MOST_RANKS, flag_in, json_of, number_in, text_in, whole_in
+
+T = TypeVar("T")
 
 FORMAT = 1
 """Number of the file's format: it changes with the file's keys or their meaning. Other formats are not used."""
@@ -93,7 +96,8 @@ class Profile:
         key: hardware and software of the measurement.
         date: UTC, ISO 8601.
         command: command that measures it again.
-        curves: measured times.
+        curves: measured times of collectives.
+        operators: measured times of fused operators.
     """
 
     machine: str
@@ -101,6 +105,7 @@ class Profile:
     date: str
     command: str
     curves: tuple[Curve, ...]
+    operators: tuple[FusedTime, ...] = ()
 
     def comparable(self, call: CallShape) -> tuple[Curve, ...]:
         """Return the curves for a call: of its collective and, as near as was measured, of its way to be called."""
@@ -113,14 +118,8 @@ class Profile:
         found = _prefer(found, "in_place", call.in_place)
         return _prefer(found, "dtype", call.dtype if call.kind in REDUCING else found[0].dtype)
 
-    def replacing(self, curves: tuple[Curve, ...]) -> Profile:
-        """Return this profile with ``curves`` in place of all that it had of the same collectives and world sizes."""
-        new = {(curve.kind, curve.world_size) for curve in curves}
-        kept = tuple(curve for curve in self.curves if (curve.kind, curve.world_size) not in new)
-        return dataclasses.replace(self, curves=(*kept, *curves))
-
     def to_text(self) -> str:
-        """Return the JSON of the file, a line for each curve."""
+        """Return the JSON of the file, a line for each curve and each time of an operator."""
         head = {
             "format": FORMAT,
             "machine": self.machine,
@@ -129,8 +128,11 @@ class Profile:
             "command": self.command,
         }
         lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        curves = ",\n".join(f"  {json.dumps(_curve_to_dict(curve))}" for curve in self.curves)
-        return "\n".join(["{", *lines, ' "curves": [', curves, " ]", "}", ""])
+        rows: dict[str, list[dict[str, Any]]] = {"curves": [_curve_to_dict(curve) for curve in self.curves]}
+        if self.operators:
+            rows["operators"] = [time.to_dict() for time in self.operators]
+        lists = (f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows[name]) + "\n ]" for name in rows)
+        return "\n".join(["{", *lines, ",\n".join(lists), "}", ""])
 
 
 @functools.lru_cache(maxsize=16)
@@ -145,20 +147,15 @@ def parse(text: str) -> Profile:
         if content["format"] != FORMAT:
             raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
         # Cached graphs were a variant once.
-        rows = (row for row in content["curves"] if not (isinstance(row, dict) and row.get("launch") == "graph"))
-        curves = tuple(_curve_of(number, row) for number, row in enumerate(rows))
+        rows = [row for row in content["curves"] if not (isinstance(row, dict) and row.get("launch") == "graph")]
+        curves = _read_rows("curves", rows, _curve_of)
+        operators = _read_rows("operators", content.get("operators", ()), FusedTime.from_dict)
         key = Key.from_dict(content["key"])
         names = (text_in(content, name) for name in ("machine", "date", "command"))
         machine, date, command = names
-        return Profile(machine, key, date, command, curves)
+        return Profile(machine, key, date, command, curves, operators)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise ValueError(f"not a profile: {type(problem).__name__}: {problem}") from problem
-
-
-def expected_us(profile: Profile, call: CallShape, candidate: Candidate) -> float | None:
-    """Return the expected microseconds of a call as ``candidate``; None if that was not measured."""
-    curve = next((curve for curve in profile.comparable(call) if curve.candidate == candidate), None)
-    return None if curve is None else curve.at(call.nbytes)
 
 
 def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve, ...]:
@@ -179,14 +176,18 @@ def _curve_to_dict(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _curve_of(number: int, row: Mapping[str, Any]) -> Curve:
-    try:
-        return _curve_from_dict(row)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
-        raise ValueError(f"curves[{number}]: {type(problem).__name__}: {problem}") from problem
+def _read_rows(name: str, rows: Iterable[Any], read: Callable[[Any], T]) -> tuple[T, ...]:
+    """Read the rows of a list of the file; an error names the row."""
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(read(row))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
+            raise ValueError(f"{name}[{number}]: {type(problem).__name__}: {problem}") from problem
+    return tuple(found)
 
 
-def _curve_from_dict(row: Mapping[str, Any]) -> Curve:
+def _curve_of(row: Mapping[str, Any]) -> Curve:
     names = [field.name for field in dataclasses.fields(Candidate)]
     return Curve(
         kind=Kind(row["collective"]),

@@ -1,4 +1,4 @@
-"""Places of profiles: the user's file for this machine, a file that the settings name, or a table of this package."""
+"""Places of profiles: the user's files for this machine, a file that the settings name, or a table of this package."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import functools
 import hashlib
 import importlib.resources
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import CPU, Key, key_here, quick_key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
+from sidelane.log import UnfailingLogger
 from sidelane.machine.inventory import machine_name
 from sidelane.user_files import bytes_of
+
+logger = UnfailingLogger(logging.getLogger(__name__))
+
+FUSED_FILE = "fused-{}.json"
+"""Name of the user's file with times of fused operators, which ``sidelane fused --keep`` writes."""
 
 NO_HOME = "this user has no home"
 """Reason why there is no place for a user's files."""
@@ -143,24 +151,6 @@ def user_file(key: Key, name: str = "{}.json") -> Path | None:
     return None if folder is None else folder / name.format(name_of(key))
 
 
-def required(what: str, path: Path | None, instead: str = "") -> Path:
-    """Return the place of a file of this user.
-
-    Args:
-        what: name of the writer, for the error.
-        path: place of the file, if there is one.
-        instead: another way to name a place; "" for none.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if path is None:
-        allowed = f"{instead}XDG_CONFIG_HOME as an absolute path, or HOME"
-        text = f"{what}: a place for files of this user (value=none: {NO_HOME}, allowed={allowed})"
-        raise see(ValueError(text), Page.TUNING)
-    return path
-
-
 def name_of(key: Key) -> str:
     """Return the short name of a machine, as in the folders under ``results/``."""
     return CPU if key.device_type == CPU else machine_name(key.device, key.count)
@@ -198,11 +188,42 @@ def builtin_names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _texts() -> dict[str, str]:
-    """Return the text of each table of this package, by its machine."""
-    folder = importlib.resources.files("sidelane.choice") / "builtin"
+def _texts(*folders: str) -> dict[str, str]:
+    """Return the text of each table of this package, or of a folder of it, by its machine."""
+    folder = importlib.resources.files("sidelane.choice").joinpath("builtin", *folders)
     entries = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda one: one.name)
     return {entry.name.removesuffix(".json"): entry.read_text(encoding="utf-8") for entry in entries}
+
+
+def builtin_fused() -> dict[str, Profile]:
+    """Return the tables of this package with times of fused operators, by machine."""
+    return {name: parse(text) for name, text in _texts("fused").items()}
+
+
+def fused_times(setting: str | None, key: Key) -> dict[str, tuple[FusedTime, ...]]:
+    """Return the times of fused operators for choices on a machine, by the names of their tables.
+
+    The user's come first, then those of this package for such GPUs. The user's file is left out if it was measured on
+    another machine. If it is no profile, the log tells the reason.
+
+    Args:
+        setting: ``Config.profile``; ``builtin`` leaves out the user's.
+        key: key of this machine.
+    """
+    found = {}
+    path = None if setting == BUILTIN else user_file(key, FUSED_FILE)
+    try:
+        profile = None if path is None else read(path)
+    except ValueError as problem:
+        profile = None
+        logger.warning("times of fused operators are not used: %s (sidelane fused --keep measures again)", problem)
+    if path is not None and profile is not None and not profile.key.differences(key):
+        found[path.name] = profile.operators
+    alike = (key.device_type, key.device)
+    for name, table in builtin_fused().items():
+        if (table.key.device_type, table.key.device) == alike:
+            found[f"built-in {name}"] = table.operators
+    return found
 
 
 @functools.cache

@@ -72,7 +72,7 @@ where = functools.partial(click.option, cls=Option, group=WHERE)
 output = functools.partial(click.option, cls=Option, group=OUTPUT)
 
 
-class Command(click.Command):
+class HelpEntry(click.Command):
     """A command with options in groups.
 
     Args:
@@ -113,7 +113,7 @@ class Commands(click.Group):
     A package adds a command by an entry point of the group ``sidelane.commands`` with the command's name.
     """
 
-    command_class = Command
+    command_class = HelpEntry
 
     def list_commands(self, ctx: click.Context | None = None) -> list[str]:
         """Return the names of all commands in the order of the help: by heading, then by name."""
@@ -126,10 +126,10 @@ class Commands(click.Group):
             self.add_command(entry.load())
         return self.commands.get(cmd_name)
 
-    def find(self, name: str) -> Command:
+    def find(self, name: str) -> HelpEntry:
         """Return the command of a name that ``list_commands`` has."""
         command = self.get_command(None, name)
-        assert isinstance(command, Command), name
+        assert isinstance(command, HelpEntry), name
         return command
 
     def headed(self) -> dict[str, list[str]]:

@@ -72,7 +72,7 @@ def main(json: Path | None = None, *, probe: bool = True) -> None:
     findings = look(probe=probe)
     if json is not None:
         write_json(json, findings.to_dict())
-    show(findings, stdout_console(json))
+    print_findings(findings, stdout_console(json))
 
 
 def stdout_console(json: Path | None = None) -> rich.console.Console:
@@ -179,7 +179,7 @@ def _rank_main(rank: int, function: Callable[..., list[str]], ranks: int, folder
         Path(folder, LINES).write_text("\n".join(lines), encoding="utf-8")
 
 
-def show(findings: Findings, console: rich.console.Console) -> None:
+def print_findings(findings: Findings, console: rich.console.Console) -> None:
     """Print the findings on a console."""
     machine = findings.machine
     lines = [

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, Command
+from sidelane.cli.help import LOOK, HelpEntry
 from sidelane.cli.output import STDOUT, json_option, write_json
 from sidelane.user_files import bytes_of
 
@@ -30,7 +30,7 @@ MOST_NUMBER = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """A call of a rank.
 
     Attributes:
@@ -80,7 +80,7 @@ class Dump:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    calls: Mapping[str, Mapping[int, Call]]
+    calls: Mapping[str, Mapping[int, RecordedCall]]
     failures: tuple[str, ...]
 
 
@@ -133,7 +133,7 @@ def _dump(found: Any, name: str) -> Dump:
         LookupError, TypeError, ValueError: a value is missing, or is none that a recorder writes.
     """
     groups = {_text(group): _ranks_of(of["ranks"]) for group, of in _mapping(found["pg_config"]).items()}
-    calls: dict[str, dict[int, Call]] = collections.defaultdict(dict)
+    calls: dict[str, dict[int, RecordedCall]] = collections.defaultdict(dict)
     for entry in map(_mapping, found["entries"]):
         if not entry["is_p2p"]:
             calls[_text(entry["process_group"][0])][_number(entry["collective_seq_id"])] = _call(entry)
@@ -145,11 +145,11 @@ def _dump(found: Any, name: str) -> Dump:
     return Dump(rank, groups, calls, tuple(_text(failure["text"]) for failure in own.get("failures", ())))
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
+def _call(entry: Mapping[str, Any]) -> RecordedCall:
     name = _text(entry.get("sidelane_name") or "") or _text(entry["profiling_name"]).partition(":")[2]
     sizes = tuple(tuple(map(_number, shape)) for shape in entry["input_sizes"])
     dtypes = tuple(map(_text, entry["input_dtypes"]))
-    return Call(name, dtypes, sizes, _text(entry["state"]), _number(entry["time_created_ns"]))
+    return RecordedCall(name, dtypes, sizes, _text(entry["state"]), _number(entry["time_created_ns"]))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -203,19 +203,21 @@ def _of_group(name: str, ranks: Sequence[int], by_rank: Mapping[int, Dump]) -> I
     ahead = next((rank for rank, number in last.items() if number == top), None)
     if ahead is None or not top:
         return
-    reached = f"rank {ahead} is in call {top}, {describe(calls[ahead][top])}"
+    reached = f"rank {ahead} is in call {top}, {describe_recorded(calls[ahead][top])}"
     if absent := tuple(rank for rank in ranks if rank not in by_rank):
         text = f"{_ranks(absent)} left no dump (a process that has died, or has not noticed a failure); {reached}"
         yield Finding(name, "missing", absent, top, text)
     for rank, number in last.items():
         if number < top:
-            own = f"its last call is {number}, {describe(calls[rank][number])}" if number else "it made no call"
+            own = (
+                f"its last call is {number}, {describe_recorded(calls[rank][number])}" if number else "it made no call"
+            )
             yield Finding(name, "behind", (rank,), number, f"rank {rank} is behind: {own}; {reached}")
     yield from _late(name, calls)
     yield from _different(name, calls)
 
 
-def _late(name: str, calls: Mapping[int, Mapping[int, Call]]) -> Iterator[Finding]:
+def _late(name: str, calls: Mapping[int, Mapping[int, RecordedCall]]) -> Iterator[Finding]:
     """Find the ranks that began the first unfinished call much later than others."""
     numbers = [number for own in calls.values() for number, entry in own.items() if entry.state != "completed"]
     if not numbers:
@@ -226,22 +228,22 @@ def _late(name: str, calls: Mapping[int, Mapping[int, Call]]) -> Iterator[Findin
     for rank, time_ns in begun.items():
         if (late_ns := time_ns - begun[first]) > LATE_NS:
             text = f"rank {rank} came {late_ns / 1e9:.1f} s after rank {first} to call {number}"
-            yield Finding(name, "late", (rank,), number, f"{text}, {describe(calls[rank][number])}")
+            yield Finding(name, "late", (rank,), number, f"{text}, {describe_recorded(calls[rank][number])}")
 
 
-def _different(name: str, calls: Mapping[int, Mapping[int, Call]]) -> Iterator[Finding]:
+def _different(name: str, calls: Mapping[int, Mapping[int, RecordedCall]]) -> Iterator[Finding]:
     """Find the first call that is another one on some ranks. Those behind it would all differ."""
     for number in sorted({number for own in calls.values() for number in own}):
-        made = {rank: describe(own[number], same=True) for rank, own in calls.items() if number in own}
+        made = {rank: describe_recorded(own[number], same=True) for rank, own in calls.items() if number in own}
         if len(set(made.values())) > 1:
-            texts = "; ".join(f"rank {rank}: {describe(calls[rank][number])}" for rank in made)
+            texts = "; ".join(f"rank {rank}: {describe_recorded(calls[rank][number])}" for rank in made)
             common = collections.Counter(made.values()).most_common(1)[0][0]
             others = tuple(rank for rank, text in made.items() if text != common)
             yield Finding(name, "differs", others, number, f"call {number} differs: {texts}")
             return
 
 
-def describe(call: Call, *, same: bool = False) -> str:
+def describe_recorded(call: RecordedCall, *, same: bool = False) -> str:
     """Describe a call: ``all_reduce of Float [4], started``.
 
     Args:
@@ -261,7 +263,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LOOK,
     examples=(
         ("sidelane recorder trace_rank_0 trace_rank_1", "which rank is behind, in which call; which calls differ"),

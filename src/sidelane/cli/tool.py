@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, Command, Commands, how
+from sidelane.cli.help import LOOK, Commands, HelpEntry, how
 from sidelane.cli.output import json_option
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
@@ -44,7 +44,7 @@ def main(context: click.Context, traceback: bool) -> None:
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LOOK,
     examples=(
         ("sidelane info", "everything, in some seconds"),

@@ -25,7 +25,7 @@ PLACES = " places "
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
-Place = tuple[str, int, int] | None
+PostedPlace = tuple[str, int, int] | None
 """Name of a pool, offsets in bytes of a storage and of the tensor in it; None for a tensor that is not compared."""
 
 Outcomes = tuple[str | None, ...]
@@ -91,7 +91,7 @@ class PoolPlaces:
         found = self._to_compare(requests, tensors)
         if all(tensor is None for tensor in found):
             return None
-        places: list[Place] = []
+        places: list[PostedPlace] = []
         for tensor in found:
             pool = None if tensor is None else self._heap.pool_at(tensor.data_ptr())
             if tensor is None or pool is None:
@@ -122,7 +122,7 @@ class PoolPlaces:
         """
         if not all(texts):
             return None, ()
-        rows: list[list[Place]] = [json.loads(text) for text in texts]
+        rows: list[list[PostedPlace]] = [json.loads(text) for text in texts]
         columns = list(zip(*rows, strict=True))
         outcomes = tuple(_outcome(column) for column in columns)
         at_one_place = [
@@ -179,7 +179,7 @@ class PoolPlaces:
         return dataclasses.replace(request, input=input)
 
 
-def _outcome(column: Sequence[Place]) -> str | None:
+def _outcome(column: Sequence[PostedPlace]) -> str | None:
     """Compare the places of one tensor's storage on all ranks. See :data:`Outcomes` for the result."""
     if any(place is None for place in column):
         return None

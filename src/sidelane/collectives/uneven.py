@@ -22,8 +22,8 @@ from sidelane.memory.posts import PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind
 
-Sizes = tuple[int, ...]
-Splits = tuple[tuple[Sizes, ...], Location, Location, bool]
+SplitSizes = tuple[int, ...]
+Splits = tuple[tuple[SplitSizes, ...], Location, Location, bool]
 """Bytes from each rank to each other one; places of input and output on every rank that has bytes in them; whether own
 parts are copied."""
 
@@ -100,7 +100,7 @@ class UnevenCall(CallForm):
         counts = tuple(tuple(row) for row in sent)
         return SplitCall(self.tensors, (counts, input_place, output_place, self._copies_own))
 
-    def _whole(self, name: str, splits: Any) -> Sizes:
+    def _whole(self, name: str, splits: Any) -> SplitSizes:
         try:
             return tuple(operator.index(size) for size in splits)
         except TypeError:

@@ -15,7 +15,7 @@ import torch
 from sidelane.errors import UnavailableError
 from sidelane.memory.storage import storage_of
 from sidelane.session import Communicator
-from sidelane.session.registered import Registration, register
+from sidelane.session.registered import Registration, register_segments
 
 
 class FsdpBuffers:
@@ -174,7 +174,7 @@ class GroupMemory:
         made = self._communicators.for_memory(device) if self.has(device) else None
         if made is not None:
             segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
-            self._registered[pool.id] = register(made, segments, pool)
+            self._registered[pool.id] = register_segments(made, segments, pool)
 
     def deregister(self, pool: Any) -> None:
         found = self._registered.pop(pool.id, None)

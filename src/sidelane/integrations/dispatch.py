@@ -184,9 +184,9 @@ class GroupDispatcher:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self.life.nodes.spans:
             return ""
-        from sidelane.integrations.nodes.choose import FLAT, choose
+        from sidelane.integrations.nodes.choose import FLAT, choose_steps
 
-        choice = choose(call.across, call.nbytes, self.life.nodes, without=call.flat or call.name)
+        choice = choose_steps(call.across, call.nbytes, self.life.nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason

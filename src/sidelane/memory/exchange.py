@@ -37,7 +37,7 @@ from sidelane import forks, version
 from sidelane.config import DEFAULT_WARN_S
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.ending import give_up_if_it_ends
-from sidelane.memory.liveness import DYING_S, Liveness, LongWaits, known, liveness_of, named, users_call
+from sidelane.memory.liveness import DYING_S, Liveness, LongWaits, known, liveness_of, ranks_in_words, users_call
 from sidelane.memory.store_values import (
     SHOWN,
     ExchangeOutcome,
@@ -134,8 +134,8 @@ class Exchange:
         require_one_version(users_call() or what, [post.version for post in found])
         refused = [rank for rank, post in enumerate(found) if post.reason]
         if refused:
-            named = "; ".join(f"rank {rank}: {found[rank].reason}" for rank in refused)
-            raise PeerError(f"{what}: not every rank can take part: {named}", refused)
+            reasons = "; ".join(f"rank {rank}: {found[rank].reason}" for rank in refused)
+            raise PeerError(f"{what}: not every rank can take part: {reasons}", refused)
         other = next((rank for rank, post in enumerate(found) if post.what != what), None)
         if other is not None:
             raise MismatchError(
@@ -162,7 +162,7 @@ class Exchange:
         waits = LongWaits(self.rank, self.warn_s)
 
         def describe() -> tuple[str, str]:
-            return users_call() or what, f"{named(ranks)} to come"
+            return users_call() or what, f"{ranks_in_words(ranks)} to come"
 
         while ranks := missing():
             give_up_if_it_ends()
@@ -176,7 +176,7 @@ class Exchange:
                     continue
                 waits.look(0, now - began, self._timeout_s, describe)
             if now - began > self._timeout_s:
-                waited = f"rank {self.rank} waited {now - began:.1f} s until its timeout for {named(ranks)}"
+                waited = f"rank {self.rank} waited {now - began:.1f} s until its timeout for {ranks_in_words(ranks)}"
                 if self._number == 1:  # the ranks have never met
                     waited += ": all ranks of a group make its communicators and calls, in one order"
                 raise PeerTimeoutError(self._title(what, waited), ranks)

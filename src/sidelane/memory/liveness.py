@@ -138,7 +138,7 @@ class LongWaits:
         )
 
 
-def named(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
     >>> named([1]), named([1, 2])

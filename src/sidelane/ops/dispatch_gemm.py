@@ -59,8 +59,8 @@ from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import KernelHandle, check_tiles, is_captured, kept, power_of_two, programs_of, refuse_tiles
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, counts_in_words, experts_of
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
@@ -155,7 +155,7 @@ def all_to_all_gemm(
     comm: Communicator,
     x: torch.Tensor,
     weight: torch.Tensor,
-    counts: Counts,
+    counts: RowCounts,
     *,
     most_rows: int,
     tiles: TileSizes | None = None,
@@ -206,12 +206,12 @@ def all_to_all_gemm(
         dtype = weight.dtype
         key = (NAME, most_rows, depth, columns, dtype, tiles)
 
-        def fused(pieces: int) -> Launch:
+        def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
             again = routed.again(_PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again)
 
-        def unfused(pieces: int) -> Launch:
+        def unfused(pieces: int) -> CachedLaunch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
             exchange = functools.partial(sender, again=routed.again(PLACES))
             turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))

@@ -71,7 +71,7 @@ from sidelane.ops.embedding_tables import (
     require_unmoved,
     sizes_of,
     threads_of,
-    words_of,
+    words_of_tables,
 )
 from sidelane.ops.handle import (
     KernelHandle,
@@ -83,7 +83,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -342,13 +342,13 @@ def embedding_all_to_all(
             return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
 
         # The handle has what the unfused method needs, too.
-        make: dict[str, Callable[[int], Launch]] = {
+        make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
             UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
 
-    words = words_of(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
+    words = words_of_tables(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
     method = FUSED if slice_bags and method == AUTO else method
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
     found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)

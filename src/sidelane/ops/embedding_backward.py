@@ -54,10 +54,10 @@ from sidelane.ops.embedding_tables import (
     checked,
     refuse_atomics,
     threads_of,
-    words_of,
+    words_of_tables,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.operator import Launch, cached
+from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -184,7 +184,7 @@ def embedding_all_to_all_backward(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
-    def make() -> Launch:
+    def make() -> CachedLaunch:
         with telling_refusals(comm, NAME):
             kind = checked(comm, tables).key
             check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
@@ -200,7 +200,7 @@ def embedding_all_to_all_backward(
                 raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={shape})")
         return functools.partial(handle.run, mode=mode, sparse=sparse)
 
-    words = words_of(comm, ("backward", mode, sparse), tables, indices, offsets, per_sample_weights)
+    words = words_of_tables(comm, ("backward", mode, sparse), tables, indices, offsets, per_sample_weights)
     found: tuple[list[torch.Tensor], torch.Tensor | None]
     found = cached(comm, words, (grad, offsets), make)(grad, indices, offsets, per_sample_weights)
     return found

@@ -190,7 +190,7 @@ def check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, 
         raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
 
 
-def words_of(
+def words_of_tables(
     comm: Communicator,
     words: tuple[object, ...],
     tables: Sequence[torch.Tensor],

@@ -95,7 +95,7 @@ def route_experts(
             raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
     n, number, own = comm.world_size, number_of(comm), chosen.int()
     gates, everyone = routing_of_all(number, own, gates.float())
-    ends, leaving, returned, rows, results = places_of(number, own, everyone, experts, most_rows)
+    ends, leaving, returned, rows, results = index_tokens(number, own, everyone, experts, most_rows)
     counts = torch.full((n, n), tokens, dtype=torch.int32, device=comm.device)
     return ExpertRoutes(gates, ends, leaving, returned, rows, results, counts)
 
@@ -134,7 +134,7 @@ def _places_like(
 
 
 @operator(_places_like)
-def places_of(
+def index_tokens(
     comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``ends``, ``leaving``, ``returned``, ``rows`` and ``results`` of :class:`ExpertRoutes`, by three kernels.

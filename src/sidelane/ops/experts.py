@@ -35,7 +35,7 @@ from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, kept, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
-from sidelane.ops.operator import Launch
+from sidelane.ops.operator import CachedLaunch
 from sidelane.ops.rows import send_rows
 from sidelane.session import Communicator
 
@@ -137,7 +137,7 @@ class _Exchange:
     ) -> Tensor:
         """Send sums of rows of ``x``; as long as its result is read, the caller is ``in_turn``."""
 
-        def sender() -> Launch:
+        def sender() -> CachedLaunch:
             return functools.partial(self._handle.run, sends_zeros=sends_zeros, alike=self._alike)
 
         return send_rows(self.comm, self.most_rows, sender, (self, sends_zeros), x, counts, terms, factors)

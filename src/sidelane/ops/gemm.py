@@ -62,8 +62,8 @@ from sidelane.ops.handle import (
     programs_of,
     refuse_tiles,
 )
-from sidelane.ops.operands import Counts, apart_from, check_routed, counts_in_words, experts_of
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operands import RowCounts, apart_from, check_routed, counts_in_words, experts_of
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
@@ -235,7 +235,7 @@ def gemm_all_to_all(
     comm: Communicator,
     x: torch.Tensor,
     weight: torch.Tensor,
-    counts: Counts,
+    counts: RowCounts,
     *,
     most_rows: int,
     order: str = REMOTE_FIRST,
@@ -288,12 +288,12 @@ def gemm_all_to_all(
         columns, dtype = weight.shape[-2], weight.dtype
         key = (NAME, most_rows, columns, dtype, tiles)
 
-        def fused(pieces: int) -> Launch:
+        def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
             again = routed.again(PLACES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
 
-        def unfused(pieces: int) -> Launch:
+        def unfused(pieces: int) -> CachedLaunch:
             send = functools.partial(
                 rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=routed.again(PLACES)
             )

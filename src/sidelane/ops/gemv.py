@@ -34,7 +34,7 @@ from sidelane.ops.handle import (
     refuse_tiles,
 )
 from sidelane.ops.operands import apart_from, check_neighbours
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall, Sizes
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -47,11 +47,11 @@ _PLACES = 2, 3, 4, 5
 """Places of output, weight, x and scale among the kernel's arguments behind the context."""
 
 
-def _agreed(columns: Sequence[Sequence[int]]) -> Sizes:
+def _agreed(columns: Sequence[Sequence[int]]) -> ProblemSizes:
     return max(columns[0]), sum(columns[1]), max(columns[2])
 
 
-def _too_large(sizes: Sizes) -> str:
+def _too_large(sizes: ProblemSizes) -> str:
     is_large = 4 * sizes[0] * sizes[2] > CELLS_BYTES
     return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
 
@@ -198,11 +198,11 @@ def gemv_all_reduce(
         tokens, dtypes = power_of_two(1 if x.dim() == 1 else x.shape[0]), (x.dtype, weight.dtype)
         key = (NAME, rows, tokens, *dtypes, tiling)
 
-        def fused(pieces: int) -> Launch:
+        def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
             return functools.partial(handle.run, RepeatedLaunch(_PLACES))
 
-        make: dict[str, Callable[[int], Launch]] = {
+        make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
             UNFUSED: lambda pieces: functools.partial(_unfused, comm),
         }

@@ -61,13 +61,13 @@ def communicator(number: int) -> Communicator:
         ValueError: there is none, or no longer.
         TypeError: the number is that of ranks of several nodes.
     """
-    found = ranks_of(number)
+    found = communicator_of(number)
     if not isinstance(found, Communicator):
         raise TypeError("sidelane: ranks of several nodes (allowed=a communicator of one node, for this operator)")
     return found
 
 
-def ranks_of(number: int) -> Communicator | ScaleOut:
+def communicator_of(number: int) -> Communicator | ScaleOut:
     """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
@@ -177,7 +177,7 @@ def all_reduce_rms_norm(
 def _embedding_like(
     comm: int, tables: list[Tensor], indices: Tensor, offsets: Tensor, _: Any, mode: str, table_count: int, *__: Any
 ) -> Tensor:
-    ranks = ranks_of(comm)
+    ranks = communicator_of(comm)
     batch = (offsets.shape[0] - 1) // len(tables)
     own = (batch + ranks.world_size - 1 - ranks.rank) // ranks.world_size
     return tables[0].new_empty(own, table_count * tables[0].shape[1])
@@ -217,7 +217,7 @@ def embedding_all_to_all(
     ``sparse``: gradients of tables are those of rows, COO tensors that are not coalesced, for eager code only.
     """
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    ranks = ranks_of(comm)
+    ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, embedding.embedding_all_to_all)
     with _in_turn(ranks):
         found: Tensor = call(ranks, tables, indices, offsets, **options)
@@ -227,7 +227,7 @@ def embedding_all_to_all(
 def _backward_of_embedding(
     comm: int, grad: Tensor, tables: list[Tensor], indices: Tensor, offsets: Tensor, options: dict[str, Any]
 ) -> tuple[list[Tensor], Tensor | None]:
-    ranks = ranks_of(comm)
+    ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, embedding_backward.embedding_all_to_all_backward)
     found: tuple[list[Tensor], Tensor | None] = call(ranks, grad, tables, indices, offsets, **options)
     return found
@@ -328,7 +328,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
     back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
     of_x, of_weight = torch.zeros_like(x), []
-    parts = _by_expert(back, counts[ranks_of(ctx.comm).rank])  # behind the last one rows are zeros
+    parts = _by_expert(back, counts[communicator_of(ctx.comm).rank])  # behind the last one rows are zeros
     for number, part in enumerate(parts):
         of_x = of_x + part @ weight[number]
         of_weight.append(part.T @ x)
@@ -338,7 +338,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @operator(_routed_like, _all_to_all_backward, _saves)
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
-    ranks = ranks_of(comm)
+    ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
     with _in_turn(ranks):
         came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
@@ -407,7 +407,7 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
     all ranks know of a rank's sent rows: so much symmetric memory it takes.
     """
-    ranks = ranks_of(comm)
+    ranks = communicator_of(comm)
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
     call: Any = _of_nodes(ranks, all_to_all_rows)

@@ -27,7 +27,7 @@ MOST_KEPT = 512
 """Largest number of counts of the host that a communicator keeps on the device: more than the shapes that are warmed up
 before a capture."""
 
-Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
+RowCounts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
 """Type of counts: rows from rank i to rank j in row i, column j; with several experts a rank, one for each there."""
 
 
@@ -121,7 +121,7 @@ def check_routed(
     comm: Communicator,
     x: object,
     weight: object,
-    counts: Counts,
+    counts: RowCounts,
     most_rows: int,
     order: str,
     method: str,
@@ -203,7 +203,7 @@ def in_tuples(counts: object) -> tuple[Any, ...] | None:
     return None if None in found else tuple(found)
 
 
-def _from_host(name: str, comm: Communicator, counts: Counts) -> HostCounts:
+def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     """Return counts of the host, of which the last ones are kept on the device."""
     try:
         there = torch.as_tensor(counts, device="cpu")

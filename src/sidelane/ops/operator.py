@@ -26,15 +26,16 @@ from sidelane.choice.fused import (
     ORDERED,
     SPLIT,
     UNFUSED,
-    FusedTable,
+    FusedTime,
+    FusedTimes,
     Method,
     choose_method,
     choose_order,
-    tables_of,
 )
 from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
+from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
@@ -43,10 +44,10 @@ from sidelane.session.answers import measured_by_rank_0, recall, remember
 AUTO = "auto"
 MOST_PIECES = 64
 
-Launch = Callable[..., Any]
+CachedLaunch = Callable[..., Any]
 """Function that runs a method on tensors of checked layouts."""
 
-Sizes = tuple[int, ...]
+ProblemSizes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,16 +65,16 @@ class OperatorCall:
     """
 
     key: Hashable
-    sizes: Sizes
+    sizes: ProblemSizes
     element_bytes: int | None
-    make: Mapping[str, Callable[[int], Launch]] = dataclasses.field(default_factory=dict)
+    make: Mapping[str, Callable[[int], CachedLaunch]] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
     experts: int = 1
 
 
-def find(
+def find_launch(
     comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...]
-) -> tuple[Launch | None, Hashable]:
+) -> tuple[CachedLaunch | None, Hashable]:
     """Return the cached launch of a call, None if it is new, and the key under which its launch is to be cached.
 
     Args:
@@ -95,17 +96,17 @@ def find(
 
 
 def cached(
-    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], Launch]
-) -> Launch:
-    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find`."""
-    launch, key = find(comm, words, tensors)
+    comm: Communicator, words: tuple[object, ...] | None, tensors: tuple[object, ...], make: Callable[[], CachedLaunch]
+) -> CachedLaunch:
+    """Return the cached launch of a call; ``make`` checks a new call and makes its launch. See :func:`find_launch`."""
+    launch, key = find_launch(comm, words, tensors)
     if launch is None:
         launch = make()
         remember(comm, key, launch)
     return launch
 
 
-def mean_of(columns: Sequence[Sequence[int]]) -> Sizes:
+def mean_of(columns: Sequence[Sequence[int]]) -> ProblemSizes:
     """Return the mean of each size over the ranks, at least 1."""
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
 
@@ -133,8 +134,8 @@ class FusedOperator:
     pieces: int = 0
     has_sum: bool = False
     split_adds_in_order: bool = True
-    agreed: Callable[[Sequence[Sequence[int]]], Sizes] = mean_of
-    too_large: Callable[[Sizes], str] = lambda sizes: ""
+    agreed: Callable[[Sequence[Sequence[int]]], ProblemSizes] = mean_of
+    too_large: Callable[[ProblemSizes], str] = lambda sizes: ""
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
@@ -147,7 +148,7 @@ class FusedOperator:
         check: Callable[[], OperatorCall],
         method: str,
         pieces: int | None = None,
-    ) -> Launch:
+    ) -> CachedLaunch:
         """Return the function that runs a call. Collective if it makes new resources.
 
         Args:
@@ -160,7 +161,7 @@ class FusedOperator:
             pieces: number of pieces of ``split`` that the caller asks for.
         """
         asked = None if words is None else (self.name, method, pieces, words)
-        known, key = find(comm, asked, tensors)
+        known, key = find_launch(comm, asked, tensors)
         if known is not None:
             return known
         with telling_refusals(comm, self.name):
@@ -220,7 +221,9 @@ class FusedOperator:
     def _legal(self, call: OperatorCall, *, captured: bool) -> list[str]:
         return [method for method in (self.captured if captured else self.methods) if method not in call.without]
 
-    def _selected(self, comm: Communicator, sizes: Sizes, call: OperatorCall, *, captured: bool) -> Selection[Method]:
+    def _selected(
+        self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool
+    ) -> Selection[Method]:
         reason = self.too_large(sizes)
         if reason:
             return Selection(Method(UNFUSED), reason)
@@ -237,7 +240,7 @@ class FusedOperator:
             guesses=comm.abilities.kernels_have_run,
         )
 
-    def _agreed_sizes(self, comm: Communicator, sizes: Sizes) -> Sizes:
+    def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> ProblemSizes:
         """Return one list of sizes for all ranks, whose own may differ. Collective."""
         _tables(comm)
         own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
@@ -246,14 +249,14 @@ class FusedOperator:
         comm.synchronize()
         return self.agreed(list(zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)))
 
-    def order(self, comm: Communicator, sizes: Sizes, element_bytes: int) -> str:
+    def order(self, comm: Communicator, sizes: ProblemSizes, element_bytes: int) -> str:
         """Return the order of work for a shape whose caller leaves it open. Collective, and the same on all ranks.
 
         Inside of a capture, in which ranks cannot agree, this rank's sizes alone decide: an operator in ``ORDERED`` is
         proved with orders that differ between ranks, too.
         """
         if is_captured(comm):
-            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or ()
+            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or {}
             return choose_order(tables, self.name, comm.world_size, sizes, element_bytes=element_bytes).candidate
         agreed = self._agreed_sizes(comm, sizes)
         return choose_order(_tables(comm), self.name, comm.world_size, agreed, element_bytes=element_bytes).candidate
@@ -308,15 +311,15 @@ def explain(
 _TABLES = "fused operators"
 
 
-def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
+def _tables(comm: Communicator) -> FusedTimes:
     """Return rank 0's tables on all ranks; the first time collective."""
 
     def read() -> str:
-        tables = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size))
-        return json.dumps([(table.to_text(), table.where) for table in tables])
+        tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
+        return json.dumps({where: [time.to_dict() for time in times] for where, times in tables.items()})
 
     return measured_by_rank_0(comm, _TABLES, read, _parse)
 
 
-def _parse(text: str) -> tuple[FusedTable, ...]:
-    return tuple(FusedTable.parse(*found) for found in json.loads(text))
+def _parse(text: str) -> FusedTimes:
+    return {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in json.loads(text).items()}

@@ -50,15 +50,15 @@ from sidelane.config import COMPUTE, NOTHING
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
 from sidelane.ops.handle import is_captured, kept, power_of_two
 from sidelane.ops.operands import Routed, apart_from, check_operands
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.program.pieces import (
     SPLIT_GEMM,
     arriving_program,
     coming,
     gathering_program,
     going,
-    parts_of,
     row_parts,
+    row_slices,
     split_program,
 )
 from sidelane.session import BoundProgram, Communicator
@@ -78,7 +78,7 @@ SCATTER = FusedOperator(
 ALL = FusedOperator("gemm_all_reduce", SIZES, METHODS, METHODS, fused_heuristic.ROW_PARTS, has_sum=True)
 GATHER = FusedOperator("all_gather_gemm", ("rows of a rank", *SIZES[1:]), METHODS, METHODS, pieces=1)
 
-Table = tuple[tuple[int, ...], ...]
+CountTable = tuple[tuple[int, ...], ...]
 """Number of rows from rank i to rank j in row i, column j."""
 
 
@@ -113,11 +113,11 @@ class MovedParts:
         return cls(program, tuple(rows), views, stays)
 
 
-Product = Callable[[torch.Tensor, torch.Tensor], object]
+MatrixProduct = Callable[[torch.Tensor, torch.Tensor], object]
 """Function that multiplies some rows into a place for their results."""
 
 
-def produce_and_send(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def produce_and_send(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
     """Compute rows of ``x`` part by part, and send each part as soon as it is computed.
 
     Args:
@@ -135,7 +135,7 @@ def produce_and_send(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, p
     work.wait()
 
 
-def receive_and_consume(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def receive_and_consume(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
     """Compute rows part by part, each as soon as it arrives, after the rows of ``x`` that stay.
 
     Args:
@@ -153,13 +153,13 @@ def receive_and_consume(parts: MovedParts, x: torch.Tensor, output: torch.Tensor
     work.wait()
 
 
-def _compute_what_stays(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: Product) -> None:
+def _compute_what_stays(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
     rows, place = parts.stays
     if rows.stop > rows.start:
         product(x[rows], output[place])
 
 
-def _into(transposed: torch.Tensor) -> Product:
+def _into(transposed: torch.Tensor) -> MatrixProduct:
     return lambda rows, output: torch.mm(rows, transposed, out=output)
 
 
@@ -178,7 +178,7 @@ class RoutedParts:
         self.comm, self.name, self._most_rows = comm, name, most_rows
         self.sent, self.came = (comm.empty(most_rows, width, dtype=dtype) for _ in range(2))
         self.turn = in_turn(comm)
-        self.known: dict[tuple[Table, int], MovedParts] = {}
+        self.known: dict[tuple[CountTable, int], MovedParts] = {}
         self._loaded: set[Hashable] = set()
 
     @classmethod
@@ -186,7 +186,7 @@ class RoutedParts:
         """Return the buffers of some sizes; all ranks make them together if they are new."""
         return kept(comm, (name, most_rows, width, dtype), lambda: cls(comm, name, most_rows, width, dtype))
 
-    def parts(self, table: Table, pieces: int) -> MovedParts:
+    def parts(self, table: CountTable, pieces: int) -> MovedParts:
         """Return the parts of such counts; all ranks make their program together if they are new."""
         key = table, pieces
         found = self.known.pop(key, None)
@@ -206,7 +206,7 @@ class RoutedParts:
         self.known[key] = found  # the latest comes last
         return found
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
+    def run(self, x: torch.Tensor, weight: torch.Tensor, table: CountTable, pieces: int) -> torch.Tensor:
         """Run the operator on checked arguments, in the turn of the buffers and without gradients."""
         parts = self.parts(table, pieces)
         captured = is_captured(self.comm)
@@ -263,8 +263,8 @@ def routed_methods(
     width: int,
     dtype: torch.dtype,
     method: str,
-    make: Mapping[str, Callable[[int], Launch]],
-) -> dict[str, Callable[[int], Launch]]:
+    make: Mapping[str, Callable[[int], CachedLaunch]],
+) -> dict[str, Callable[[int], CachedLaunch]]:
     """Return the methods of a GEMM whose rows travel by counts: the given ones, and ``split``.
 
     Args:
@@ -278,7 +278,7 @@ def routed_methods(
         make: the other methods.
     """
 
-    def split(pieces: int) -> Launch:
+    def split(pieces: int) -> CachedLaunch:
         table = routed.table
         sizes = most_of(table, most_rows), width, dtype
         if method == AUTO:
@@ -298,7 +298,7 @@ def routed_methods(
     return {**make, SPLIT: split}
 
 
-def most_of(table: Table, most_rows: int) -> int:
+def most_of(table: CountTable, most_rows: int) -> int:
     """Return the rows of buffers for any rank's sent or received rows: few shapes, whatever the counts.
 
     >>> most_of(((3, 30), (2, 3)), 10), most_of(((3, 3), (2, 3)), 10)
@@ -432,8 +432,8 @@ def all_gather_gemm(
 
 def _reduced(
     op: FusedOperator,
-    in_parts: Callable[[Communicator, Shape, int], Launch],
-    unfused: Callable[[Communicator, Shape, int], Launch],
+    in_parts: Callable[[Communicator, ProductShape, int], CachedLaunch],
+    unfused: Callable[[Communicator, ProductShape, int], CachedLaunch],
     comm: Communicator,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -451,11 +451,11 @@ def _reduced(
     return found
 
 
-Shape = tuple[int, int, torch.dtype]
+ProductShape = tuple[int, int, torch.dtype]
 """Rows and columns of an operator's buffer, and its dtype."""
 
 
-def _scatter_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
+def _scatter_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     (rows, columns, dtype), n = shape, comm.world_size
     table = ((rows // n,) * n,) * n
     moved = kept(comm, (SCATTER.name, *shape), lambda: RoutedParts(comm, SPLIT_GEMM, *shape))
@@ -469,7 +469,7 @@ def _scatter_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     return launch
 
 
-def _scatter_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
+def _scatter_unfused(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     buffer, rows = ShapeBuffer.if_there_is_room(comm, SCATTER, *shape), shape[0] // comm.world_size
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -482,7 +482,7 @@ def _scatter_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     return launch
 
 
-def _reduce_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
+def _reduce_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     buffer = kept(comm, (ALL.name, *shape), lambda: ShapeBuffer.of(comm, *shape))
     *ahead, (last, values) = [(rows, buffer.values[rows]) for rows in row_parts(shape[0], pieces)]
 
@@ -504,7 +504,7 @@ def _reduce_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     return launch
 
 
-def _reduce_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
+def _reduce_unfused(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     buffer = ShapeBuffer.if_there_is_room(comm, ALL, *shape)
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -517,13 +517,13 @@ def _reduce_unfused(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     return launch
 
 
-def _gather_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
+def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     (rows, depth, dtype), n, rank = shape, comm.world_size, comm.rank
 
     def make() -> tuple[ShapeBuffer, MovedParts]:
         buffer = ShapeBuffer.of(comm, n * rows, depth, dtype)
         program = comm.load(gathering_program(n, rows, pieces, depth * dtype.itemsize), {"rows": buffer.values})
-        firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in parts_of(rows, pieces)]
+        firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in row_slices(rows, pieces)]
         came = [slice(first + part.start, first + part.stop) for first, part in firsts]
         return buffer, MovedParts.of(
             program, came, buffer.values, (slice(0, rows), slice(rank * rows, (rank + 1) * rows))
@@ -544,7 +544,7 @@ def _gather_in_parts(comm: Communicator, shape: Shape, pieces: int) -> Launch:
     return launch
 
 
-def _gather_unfused(comm: Communicator, shape: Shape, needs_buffer: bool, pieces: int) -> Launch:
+def _gather_unfused(comm: Communicator, shape: ProductShape, needs_buffer: bool, pieces: int) -> CachedLaunch:
     (rows, depth, dtype), n = shape, comm.world_size
     whole = n * rows, depth, dtype
     buffer = ShapeBuffer.if_there_is_room(comm, GATHER, *whole) if needs_buffer else None
@@ -559,7 +559,7 @@ def _gather_unfused(comm: Communicator, shape: Shape, needs_buffer: bool, pieces
     return launch
 
 
-def _values_of(buffer: ShapeBuffer | None, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _values_of(buffer: ShapeBuffer | None, x: torch.Tensor, shape: ProductShape) -> torch.Tensor:
     return x.new_empty(shape[:2]) if buffer is None else buffer.values
 
 

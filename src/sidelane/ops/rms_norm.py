@@ -30,7 +30,7 @@ from sidelane.ops.handle import (
     register_limit,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, FusedOperator, Launch, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -230,11 +230,11 @@ def all_reduce_rms_norm(
         tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
         key = (NAME, tokens, hidden, x.dtype, schedule)
 
-        def fused(pieces: int) -> Launch:
+        def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
             return functools.partial(handle.run, RepeatedLaunch(_PLACES) if is_float else None)
 
-        make: dict[str, Callable[[int], Launch]] = {
+        make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
             UNFUSED: lambda pieces: functools.partial(_unfused, comm),
         }

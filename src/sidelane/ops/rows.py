@@ -15,7 +15,7 @@ from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.ops.gemm import PLACES, rows_sender
 from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
-from sidelane.ops.operator import Launch, cached
+from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
@@ -63,7 +63,7 @@ def all_to_all_rows(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
-    def sender() -> Launch:
+    def sender() -> CachedLaunch:
         return rows_sender(comm, NAME, most_rows, x.shape[1], x.dtype)
 
     return send_rows(comm, most_rows, sender, (), x, counts, terms, factors)
@@ -72,7 +72,7 @@ def all_to_all_rows(
 def send_rows(
     comm: Communicator,
     most_rows: int,
-    sender: Callable[[], Launch],
+    sender: Callable[[], CachedLaunch],
     words: tuple[object, ...],
     x: torch.Tensor,
     counts: torch.Tensor,
@@ -92,7 +92,7 @@ def send_rows(
         factors: argument of :func:`all_to_all_rows`.
     """
 
-    def make() -> Launch:
+    def make() -> CachedLaunch:
         with telling_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
             check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)

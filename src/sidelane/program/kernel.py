@@ -225,7 +225,7 @@ def kernel_program(
         found = "; ".join(sorted(_words(*each) for each in different))
         raise ValueError(f"{name}: variant {variant!r} runs one collective, reduction and root (value={found})")
     for number, part in enumerate(parts):
-        if problem := unfit(part):
+        if problem := kernel_objection(part):
             raise ValueError(f"{name}: variant {variant!r} {problem}" + (f", in number {number}" if listed else ""))
     protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     large = program.part_bytes >= (LARGE_LIST_BYTES if listed else LARGE_PART_BYTES)
@@ -261,7 +261,7 @@ def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:
     return f"{kind} {reduction or ''}".strip() + ("" if root is None else f" root {root}")
 
 
-def unfit(collective: Collective) -> str:
+def kernel_objection(collective: Collective) -> str:
     """Return the reason why no kernel runs a collective; empty if one does."""
     if collective.kind is Kind.BROADCAST:
         return "" if collective.in_place else "is for broadcasts in place (value=out of place)"

@@ -9,9 +9,8 @@ def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[F
     """Return the flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
 
     On GPUs they become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
-    put two branches on one channel. Triggers of a program that is ``split`` cannot: they are waited for before they are
     put two branches on one channel. Triggers of a program that is ``split`` cannot: the wait for a trigger comes before
-    it is
+    it is signalled.
     """
     signals: dict[Flag, list[Queue]] = {}
     for queue in program.queues:

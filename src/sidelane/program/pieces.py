@@ -119,7 +119,7 @@ def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tup
     return found
 
 
-def parts_of(rows: int, pieces: int) -> list[slice]:
+def row_slices(rows: int, pieces: int) -> list[slice]:
     """Return the rows of each part; none is empty."""
     ends = itertools.accumulate(split_evenly(rows, pieces), initial=0)
     return [slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]]
@@ -136,7 +136,7 @@ def gathering_program(world_size: int, rows: int, pieces: int, row_bytes: int) -
     """
     copies = []
     for rank, turn in itertools.product(range(world_size), range(1, world_size)):
-        for piece, part in enumerate(parts_of(rows, pieces)):
+        for piece, part in enumerate(row_slices(rows, pieces)):
             begin, nbytes = (rank * rows + part.start) * row_bytes, (part.stop - part.start) * row_bytes
             to = (rank + turn) % world_size
             copy = Copy(Span(to, "rows", begin, nbytes), Span(rank, "rows", begin, nbytes))

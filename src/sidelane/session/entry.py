@@ -51,7 +51,7 @@ def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatena
 
 def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Callable[Concatenate[S, P], R]:
     code = cast("FunctionType", method).__code__
-    places = ranges.places_of(code.co_varnames[1 : code.co_argcount])  # behind self
+    places = ranges.argument_indices(code.co_varnames[1 : code.co_argcount])  # behind self
 
     @functools.wraps(method)
     def entered(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

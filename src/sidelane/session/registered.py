@@ -29,7 +29,7 @@ _MOST_REASON = 160
 
 
 class Registration:
-    """Segments of all ranks that peers have mapped. :func:`register` makes it.
+    """Segments of all ranks that peers have mapped. :func:`register_segments` makes it.
 
     Attributes:
         nbytes: bytes that are symmetric.
@@ -51,7 +51,7 @@ class Registration:
             self._heap.remove(self._numbers.pop())
 
 
-def register(communicator: Communicator, segments: Sequence[Segment], owner: object) -> Registration:
+def register_segments(communicator: Communicator, segments: Sequence[Segment], owner: object) -> Registration:
     """Make segments symmetric. Collective. What some rank cannot map stays ordinary memory, on all ranks alike.
 
     Args:

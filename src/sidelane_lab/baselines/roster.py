@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.choice import Abilities
+from sidelane.choice import Abilities, Candidate
 from sidelane.choice.candidate import (
     DMA,
     EVERYTHING,
     IMPLEMENTATIONS,
     SM,
-    applicable,
     everything,
     find,
     takes_one_tensor,
@@ -27,6 +26,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.session import Communicator, Work
 from sidelane.session.prelaunch import prelaunchable
@@ -455,3 +455,13 @@ def make_meter(rank: Rank, timeout_s: float) -> Meter:
     from sidelane_lab.baselines.baselines_cuda import device_barrier
 
     return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
+
+
+def applicable(kind: Kind, world_size: int, abilities: Abilities) -> tuple[Candidate, ...]:
+    """Return the candidates worth measuring: every one but algorithms that object to so many ranks."""
+
+    def applies(candidate: Candidate) -> bool:
+        algorithm = candidate.algorithm(kind)
+        return algorithm is None or not algorithm.objection(CallShape(kind, world_size, 1))
+
+    return tuple(filter(applies, everything(kind, abilities)))

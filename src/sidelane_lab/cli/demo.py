@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, Command, output
+from sidelane.cli.help import LOOK, HelpEntry, output
 from sidelane.cli.output import Written, json_option
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.options import loaded, run
@@ -17,7 +17,7 @@ DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LOOK,
     examples=(
         ("sidelane demo", "everything, and a page in the folder report"),
@@ -49,5 +49,5 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
         from sidelane.cli import info
         from sidelane_lab.harness.terminal import tables_console
 
-        info.show(info.look(probe=False), tables_console(json))
+        info.print_findings(info.look(probe=False), tables_console(json))
         run(C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report))

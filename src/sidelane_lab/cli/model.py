@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LABORATORY, LOOK, PREDICT, Command, how, output, what, where
+from sidelane.cli.help import LABORATORY, LOOK, PREDICT, HelpEntry, how, output, what, where
 from sidelane.cli.output import Written, json_option
 from sidelane_lab.harness.options import MACHINE_NAME, loaded
 from sidelane_lab.harness.parameters import VERSIONS, NameChoice, given, report_option
@@ -24,7 +24,7 @@ SHORT |= {name.removeprefix("llama-"): full for name, full in SHORT.items()}
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LOOK,
     examples=(
         ("sidelane machines", "names for --machine"),
@@ -39,7 +39,7 @@ def machines(json: Path | None) -> None:
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LABORATORY,
     examples=(
         ("sidelane claims --no-ranges", "every published figure, in seconds"),
@@ -99,7 +99,7 @@ def claims(
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LABORATORY,
     examples=(
         ("sidelane figure", "all figures and tables, and who predicts and measures each"),
@@ -163,7 +163,7 @@ def figure(
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=LABORATORY,
     examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
@@ -180,7 +180,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=PREDICT,
     examples=(
         ("sidelane plan --model 70b --machine h100x8", "I train 70 B with FSDP2 on eight H100s"),
@@ -257,7 +257,7 @@ def plan(
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=PREDICT,
     examples=(
         ("sidelane replay rank.0.et --machine mi300x8", "serial, beside with kernels, beside with copy engines"),

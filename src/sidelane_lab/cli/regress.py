@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import CHOOSE, Command, how
+from sidelane.cli.help import CHOOSE, HelpEntry, how
 from sidelane.cli.output import json_option
 from sidelane_lab.harness.options import loaded
 
@@ -16,7 +16,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(
-    cls=Command,
+    cls=HelpEntry,
     heading=CHOOSE,
     examples=(
         ("sidelane regress before.json after.json", "two runs of one study on one machine"),

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, NodesChoice, choose
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, NodesChoice, choose_steps
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
@@ -109,7 +109,7 @@ def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str) -> Explaine
             many for each rank.
         dtype: dtype of reduced elements; elements that only move are bytes.
     """
-    rank, choice = 0, choose(kind, nbytes, nodes)
+    rank, choice = 0, choose_steps(kind, nbytes, nodes)
     if choice.name != HIERARCHICAL:
         return Explained(nodes, choice, rank, (), 0, 0)
     item = ELEMENT_BYTES[dtype]

@@ -6,8 +6,29 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.calls import (
+    Call,
+    Cell,
+    DeviceWord,
+    HostWord,
+    LaunchReduce,
+    Memcpy,
+    MemcpyBatch,
+    MemcpyEveryOther,
+    MemcpyRows,
+    MemOps,
+    Operand,
+    RecordEvent,
+    RecordStamp,
+    Route,
+    WaitEvent,
+    WaitValue,
+    WriteValue,
+    counts_of,
+)
+from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Program, Queue, describe
+from sidelane.program.ir import Flag, Program, Queue, describe
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.spec import Machine
@@ -58,10 +79,6 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
         rank: whose.
         captured: into a graph.
     """
-    from sidelane.execute.cuda.calls import Route
-    from sidelane.execute.cuda.describe import counts_of, describe_call
-    from sidelane.execute.cuda.plan import plan_calls
-
     plan = plan_calls(program, rank, captured=captured)
     streams = tuple(
         (
@@ -71,6 +88,53 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
         for number in range(plan.streams)
     )
     return streams, str(counts_of(plan, Route.CAPTURE if captured else Route.DIRECT))
+
+
+def describe_call(call: Call) -> str:
+    """Describe a call in one line.
+
+    >>> describe_call(RecordEvent(2))
+    'record event 2'
+    """
+    match call:
+        case MemOps(ops):
+            return f"memory operations: {'; '.join(map(_operation, ops))}"
+        case Memcpy(dst, src, nbytes, within):
+            return f"{'local' if within else 'peer'} copy of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
+        case MemcpyBatch(copies):
+            return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
+        case MemcpyRows(copies):
+            return f"{len(copies)} rows in one copy: {'; '.join(map(describe_call, copies))}"
+        case MemcpyEveryOther(dst, src, nbytes, rows):
+            return f"local copy of every other of {2 * rows} rows of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
+        case LaunchReduce(dst, srcs, nbytes, reduction):
+            return f"kernel: {reduction} of {len(srcs)} x {nbytes} bytes -> {_place(dst)}"
+        case RecordEvent(event):
+            return f"record event {event}"
+        case WaitEvent(event):
+            return f"wait for event {event}"
+        case RecordStamp(slot):
+            return f"time stamp {slot}"
+
+
+def _operation(op: WriteValue | WaitValue) -> str:
+    if isinstance(op, WaitValue):
+        return f"wait {_place(op.flag)} {op.comparison} {op.value}"
+    return f"write {_place(op.target)} = {op.value}"
+
+
+def _place(place: Operand | Flag | Cell | HostWord | DeviceWord) -> str:
+    match place:
+        case Operand(rank, buffer, offset):
+            return f"{buffer}@{rank}+{offset}"
+        case Flag(rank, index):
+            return f"flag {index}@{rank}"
+        case Cell(index):
+            return f"cell {index}"
+        case DeviceWord():
+            return f"word '{place}'"
+        case _:
+            return f"host word '{place}'"
 
 
 GFX942 = ("MI300X", "MI325X")

@@ -21,7 +21,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Command, Example, Option, where
+from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Example, HelpEntry, Option, where
 from sidelane.cli.output import STDOUT, Written, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import parse_bytes
@@ -442,7 +442,7 @@ def study_command(
     predict: Predict | None = None,
     beside: Sequence[str] = (),
     heading: str = LABORATORY,
-) -> Command:
+) -> HelpEntry:
     """Make the command that runs a study.
 
     Args:
@@ -474,7 +474,7 @@ def command(
     classes: Sequence[type[CommandOptions]],
     besides: Sequence[Decorator] = (),
     heading: str = LABORATORY,
-) -> Command:
+) -> HelpEntry:
     """Make a command with some options, the first class of which says what it does.
 
     Args:
@@ -494,4 +494,4 @@ def command(
         made = decorator(made)
     first = classes[0]
     text = inspect.cleandoc(first.__doc__ or "")
-    return click.command(name, cls=Command, heading=heading, examples=first.examples, help=text)(made)
+    return click.command(name, cls=HelpEntry, heading=heading, examples=first.examples, help=text)(made)

@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
+from sidelane.choice.store import NO_HOME
 from sidelane.cli.help import how, output, where
 from sidelane.cli.output import STDOUT, Written, why_unwritable
+from sidelane.errors import Page, see
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
@@ -152,3 +154,21 @@ def refuse_unwritable(what: str, target: str | os.PathLike[str] | None, *, is_fo
     problem = why_unwritable(target, is_folder=is_folder)
     if problem is not None:
         raise ValueError(f"{what}: {problem}")
+
+
+def required(what: str, path: Path | None, instead: str = "") -> Path:
+    """Return the place of a file of this user.
+
+    Args:
+        what: name of the writer, for the error.
+        path: place of the file, if there is one.
+        instead: another way to name a place; "" for none.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path is None:
+        allowed = f"{instead}XDG_CONFIG_HOME as an absolute path, or HOME"
+        text = f"{what}: a place for files of this user (value=none: {NO_HOME}, allowed={allowed})"
+        raise see(ValueError(text), Page.TUNING)
+    return path

@@ -175,5 +175,5 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
         for tensor, count in enumerate(counts)
     ]
     plan = NodePlan()
-    collectives.run(plan, kind, nodes, rank, pairs, counts, pieces, *(root,) * (kind is Kind.BROADCAST))
+    collectives.run_recipe(plan, kind, nodes, rank, pairs, counts, pieces, *(root,) * (kind is Kind.BROADCAST))
     return plan

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.integrations.nodes.choose import NodesChoice, choose
+from sidelane.integrations.nodes.choose import NodesChoice, choose_steps
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
@@ -68,7 +68,7 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
         ValueError: another kind, one node, or nodes that are not connected.
     """
     flat_us, tree_us = library_times(machine, kind, nbytes)
-    choice = choose(kind, nbytes, nodes_of([machine.gpus] * machine.nodes))
+    choice = choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes))
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
     if machine.gpus > 1:

@@ -24,8 +24,8 @@ from sidelane.program.pieces import (
     coming,
     gathering_program,
     going,
-    parts_of,
     row_parts,
+    row_slices,
     split_program,
 )
 from sidelane.program.transform.triggers import arrivals_of
@@ -150,7 +150,7 @@ def _to_all(machine: Machine, operator: TiledGemm | GemmReduce, table: Table, pi
 def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
     """Own rows are copied to where the peers' come, and multiplied; then the others', turn by turn."""
     ranks, row_bytes = machine.world_size, operator.depth * HALF
-    parts = parts_of(operator.rows, pieces)
+    parts = row_slices(operator.rows, pieces)
     begin = _pass_us(machine, 2 * operator.rows * row_bytes)
     now = begin + operator.rows_us(machine, operator.rows)
     program = gathering_program(ranks, operator.rows, pieces, row_bytes)

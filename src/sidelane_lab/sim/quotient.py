@@ -38,7 +38,7 @@ from sidelane.program.collective import INTEGERS, Buffer, Collective, Kind, Redu
 from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, SignalOp, Stamp, Wait, reads, writes
 from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.flags import FlagStates
-from sidelane.program.verify.layout import RUN, SIGNAL, WAIT, Layout, Occurrence, event_at, lay_out
+from sidelane.program.verify.layout import RUN, SIGNAL, WAIT, Layout, Occurrence, event_at, lay_out_programs
 from sidelane.program.verify.report import name_event
 from sidelane.program.verify.structure import check_structure
 from sidelane.program.verify.values import check_values
@@ -70,7 +70,7 @@ def prove(program: Program, action: Action) -> int:
     _require_coverage(program)
     refuse(check_structure(program))
     folded, elements = _folded(program, action)
-    layout = lay_out((folded,) * INVOCATIONS)
+    layout = lay_out_programs((folded,) * INVOCATIONS)
     refuse(check_values(layout))
     order = _Pass(layout, action, elements)
     refuse([f"deadlock: {name_event(event_at(place))} never ends" for _, place in sorted(order.blocked.items())])

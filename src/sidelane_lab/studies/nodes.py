@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.choose import choose
+from sidelane.integrations.nodes.choose import choose_steps
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.verify import verify
@@ -97,7 +97,7 @@ def rows(ranks: Sequence[int] = RANKS, sizes: Sequence[int] = SIZES) -> Iterator
 def ways(machine: Machine, kind: Kind, nbytes: int) -> Iterator[tuple[str, int]]:
     """Yield the ways of a collective, with the pieces of each."""
     if machine.nodes > 1:
-        yield "hierarchical", choose(kind, nbytes, nodes_of([machine.gpus] * machine.nodes)).pieces
+        yield "hierarchical", choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes)).pieces
     yield "flat", 0
     if kind in TREES:
         yield "tree", 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sidelane.execute.base import Addresses, Places
@@ -63,6 +63,21 @@ class Resolver:
     def at(self, addresses: Addresses) -> Resolver:
         """Return a resolver with other addresses of buffers."""
         return Resolver(self._program, self.rank, addresses, self._cells, self._words)
+
+    def require(self, calls: Iterable[Call]) -> None:
+        """Refuse calls with an operand that has no address, before the first one is submitted.
+
+        Raises:
+            ValueError: an operand has no address.
+        """
+        for call in calls:
+            match call:
+                case LaunchReduce(dst, srcs):
+                    for operand in (dst, *srcs):
+                        self(operand)
+                case Memcpy() | MemcpyBatch() | MemcpyRows() | MemcpyEveryOther():
+                    for copy in copies_of(call):
+                        self(copy.dst), self(copy.src)
 
     def is_spread(self, place: Operand | Flag | Cell) -> bool:
         """Return True for memory that lies at equal distances for all ranks, in one mapping."""
@@ -249,42 +264,21 @@ class BoundPlan:
     Args:
         frame: bound part of the plan that uses no buffers.
         resolve: turns operands into addresses.
-
-    Raises:
-        ValueError: an operand has no address.
     """
 
     def __init__(self, frame: Frame, resolve: Resolver) -> None:
-        for call in frame.plan.calls():
-            if isinstance(call, Copying):
-                for copy in copies_of(call):
-                    resolve(copy.dst), resolve(copy.src)  # what has no address is found now, not at the first call
-            elif isinstance(call, LaunchReduce):
-                resolve(call.dst), *map(resolve, call.srcs)
-        self._put(frame, resolve)
-        self.ahead = self._bind(frame.frame(frame.plan.ahead, 0))
+        self.frame, self.plan, self.words, self.set_epoch = frame, frame.plan, frame.words, frame.set_epoch
+        self._driver, self._resolve = frame.driver, resolve
+        self.ahead = self._bind(frame.frame(self.plan.ahead, 0))
 
     def at(self, addresses: Addresses) -> BoundPlan:
         """Return the plan bound to other addresses of the same buffers. It must have no calls ahead."""
         assert not self.ahead, "what is submitted ahead has streams of its own"
-        moved = BoundPlan.__new__(BoundPlan)
-        moved._put(self.frame, self._resolve.at(addresses))
-        moved.ahead = []
-        return moved
-
-    def _put(self, frame: Frame, resolve: Resolver) -> None:
-        self.frame, self.plan, self.words, self.set_epoch = frame, frame.plan, frame.words, frame.set_epoch
-        self._driver, self._resolve = frame.driver, resolve
-        self._by_caller: dict[int, list[Bound]] = {}
+        return BoundPlan(self.frame, self._resolve.at(addresses))
 
     def steps(self, caller: int) -> list[Bound]:
-        """Return the calls with ``caller`` as stream 0, bound at the first use of this stream."""
-        bound = self._by_caller.get(caller)
-        if bound is None:
-            if len(self._by_caller) >= _MOST_CALLERS:
-                self._by_caller.clear()
-            bound = self._by_caller[caller] = self._bind(self.frame.steps(caller))
-        return bound
+        """Return the calls with ``caller`` as stream 0."""
+        return self._bind(self.frame.steps(caller))
 
     def _bind(self, steps: Sequence[Bound | Moves]) -> list[Bound]:
         bound: list[Bound] = []

@@ -17,8 +17,11 @@ trigger, the call is one batch.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from enum import StrEnum
+from typing import assert_never
 
+from sidelane.execute.submitted import Counts
 from sidelane.program.collective import Reduction
 from sidelane.program.ir import Comparison, Flag, Value
 
@@ -242,3 +245,40 @@ def choose_route(handle: int, capturing: bool, captured: bool) -> Route:
     if captured:
         return Route.CAPTURE
     return Route.INTERNAL if handle in DEFAULT_STREAMS else Route.DIRECT
+
+
+DETOUR = Counts(events=4, calls=4)
+"""Calls that an internal stream adds: it forks from the caller's by an event and joins it by another."""
+
+
+def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
+    """Count the calls of one invocation.
+
+    Args:
+        plan: calls that are submitted, ahead of the collective and by it.
+        route: way in which they are submitted.
+    """
+    found: Counter[str] = Counter()
+    for call in plan.calls():
+        found["calls"] += 1
+        match call:
+            case MemOps(ops):
+                writes = sum(isinstance(op, WriteValue) for op in ops)
+                found["writes"] += writes
+                found["waits"] += len(ops) - writes
+            case Memcpy(within_rank=within):
+                found["local_copies" if within else "peer_copies"] += 1
+            case MemcpyBatch(copies) | MemcpyRows(copies):
+                local = sum(copy.within_rank for copy in copies)
+                found["local_copies"] += local
+                found["peer_copies"] += len(copies) - local
+            case MemcpyEveryOther():
+                found["local_copies"] += 1
+            case LaunchReduce():
+                found["kernels"] += 1
+            case RecordEvent() | WaitEvent() | RecordStamp():
+                found["events"] += 1
+            case _:
+                assert_never(call)
+    counts = Counts(**found)
+    return counts + DETOUR if route is Route.INTERNAL else counts

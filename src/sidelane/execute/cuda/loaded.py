@@ -298,6 +298,7 @@ class CudaProgram:
                 self._stamps[call.slot] = driver.create_event(timing=True)
                 self._events.append(self._stamps[call.slot])
         resolve = Resolver(self.program, executor.rank, self.addresses, executor.cells, executor.words)
+        resolve.require(plan.calls())
         self._load_kernels(plan.calls(), resolve)
         frame = Frame(
             driver,

@@ -15,8 +15,7 @@ import torch
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan
-from sidelane.execute.cuda.describe import counts_of
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan, counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls

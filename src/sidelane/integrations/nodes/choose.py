@@ -33,7 +33,7 @@ class NodesChoice:
     pieces: int = 1
 
 
-def choose(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -> NodesChoice:
+def choose_steps(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -> NodesChoice:
     """Choose the way of a call.
 
     Args:
@@ -53,11 +53,11 @@ def choose(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -
         return NodesChoice(
             FLAT, f"{nodes}; less than {format_bytes(LEAST_BYTES)}: one call is sooner there than three", both
         )
-    pieces = pieces_of(nbytes)
+    pieces = count_pieces(nbytes)
     reason = f"{nodes}, {nodes.rails} rails, pieces: {pieces}; rather than flat, from {format_bytes(LEAST_BYTES)} on"
     return NodesChoice(HIERARCHICAL, reason, both, pieces)
 
 
-def pieces_of(nbytes: int) -> int:
+def count_pieces(nbytes: int) -> int:
     """Return the number of pieces of a hierarchical call."""
     return max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))

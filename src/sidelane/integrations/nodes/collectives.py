@@ -26,7 +26,7 @@ CUT_AT = 256
 """Alignment of large pieces in elements of a tensor: copies of whole vectors are fastest."""
 
 
-class Row(Protocol):
+class RailRow(Protocol):
     """Elements in a row: a tensor of one dimension."""
 
     def __len__(self) -> int: ...
@@ -34,7 +34,7 @@ class Row(Protocol):
     def __getitem__(self, at: slice, /) -> Self: ...
 
 
-T = TypeVar("T", bound=Row)
+T = TypeVar("T", bound=RailRow)
 
 
 class Begun(Protocol):
@@ -259,7 +259,7 @@ RECIPES: dict[Kind, Callable[..., Iterator[None]]] = {
 }
 
 
-def run(
+def run_recipe(
     steps: Steps[T],
     kind: Kind,
     nodes: Nodes,

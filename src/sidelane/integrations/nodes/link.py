@@ -14,7 +14,7 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.fallback import Witness
 from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.ring import Ring
@@ -53,7 +53,7 @@ class NodesLink(FsdpGroup):
         rank, ranks = group.rank(), ranks_of(group)
         witness = Witness(liveness)
         self._lanes: list[NodesCommunicator] = []
-        if choose(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
+        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             none: Any = SimpleNamespace(rank=rank, world_size=len(ranks))  # no call comes to it
             self.gather, self.scatter = none, none
             self.ring = Ring(functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
@@ -76,11 +76,11 @@ class NodesLink(FsdpGroup):
         self.ring = Ring(first.empty, first.device)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
-        choice = choose(kind, nbytes, self.nodes)
+        choice = choose_steps(kind, nbytes, self.nodes)
         return f"{FLAT}: {choice.reason}" if choice.name == FLAT else ""
 
     def reason(self, kind: Kind, nbytes: int) -> str:
-        return f"{HIERARCHICAL}: {choose(kind, nbytes, self.nodes).reason}; "
+        return f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self.nodes).reason}; "
 
     def memory(self) -> MemoryUse:
         return MemoryUse.of_all(lane.own.memory() for lane in self._lanes)

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane.collectives.arguments import op_name
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations.nodes import collectives
-from sidelane.integrations.nodes.choose import pieces_of
+from sidelane.integrations.nodes.choose import count_pieces
 from sidelane.integrations.nodes.status import NodesStatus
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.works import OtherWork
@@ -154,7 +154,7 @@ class NodeAndRail:
             PeerError: a rank failed; the ranks have agreed which.
         """
         pairs = [(to.view(-1), given.view(-1)) for to, given in zip(call.outputs, call.inputs, strict=True)]
-        pieces = pieces_of(max(sum(tensor.nbytes for tensor in side) for side in zip(*pairs, strict=True)))
+        pieces = count_pieces(max(sum(tensor.nbytes for tensor in side) for side in zip(*pairs, strict=True)))
         if call.kind not in REDUCING:
             counts = [count * to.itemsize for count, (to, _) in zip(counts, pairs, strict=True)]
             pairs = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs]
@@ -162,7 +162,7 @@ class NodeAndRail:
         divides = op == ReduceOp.AVG and not dtype.is_floating_point
         steps = TensorSteps(self, dtype, ReduceOp.SUM if divides else op, call.beside)
         roots = (call.root,) if call.kind is Kind.BROADCAST else ()
-        collectives.run(steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, *roots)
+        collectives.run_recipe(steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, *roots)
         self.begun.clear()  # they have tensors of the caller
         if divides:
             for output, _ in pairs:

@@ -35,7 +35,7 @@ from sidelane.errors import ProgramError
 from sidelane.fields import an, several, whole
 from sidelane.program.ir import Program
 from sidelane.program.verify.counters import Counters
-from sidelane.program.verify.layout import Layout, lay_out
+from sidelane.program.verify.layout import Layout, lay_out_programs
 from sidelane.program.verify.order import HappensBefore
 from sidelane.program.verify.progress import check_progress
 from sidelane.program.verify.provenance import check_provenance
@@ -121,7 +121,7 @@ def _proven(programs: tuple[Program, ...], rounds: int, start: float) -> Verific
     distinct = list({id(program): program for program in programs}.values())
     title = "verify: refused " + ", then ".join(f"{program.collective} {program.variant}" for program in programs)
     _refuse(title, [line for program in distinct for line in check_structure(program)])
-    layout = lay_out(programs * rounds)
+    layout = lay_out_programs(programs * rounds)
     _refuse(title, check_values(layout))
     order = go_through(layout)
     _refuse(title, check_progress(order))

@@ -43,7 +43,7 @@ class ContentRange(NamedTuple):
     content: Content
 
 
-def combine(reduction: Reduction, contents: Sequence[Content]) -> Content:
+def reduced(reduction: Reduction, contents: Sequence[Content]) -> Content:
     """Return the content of elements that are the reduction of ``contents``, in this order; one alone stays as it is.
 
     Equal contents are equal bit by bit: floats accumulate in float32 in the order of the sources and are rounded once,

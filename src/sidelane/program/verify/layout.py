@@ -126,7 +126,7 @@ def event_at(place: Occurrence, index: int | None = None) -> Event:
     return Event(invocation, plan.queue.rank, plan.queue.engine, at, plan.queue.commands[at])
 
 
-def lay_out(programs: Sequence[Program]) -> Layout:
+def lay_out_programs(programs: Sequence[Program]) -> Layout:
     """Lay out ``programs``, one for each invocation."""
     numbers: dict[int, int] = {}
     flags: list[FlagUse] = []

@@ -20,10 +20,10 @@ from sidelane.program.batch import parts_of
 from sidelane.program.collective import REDUCING, Buffer, Kind, Span
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
-from sidelane.program.verify.contents import Content, ContentRange, Contents, Mixture, Origin, combine
+from sidelane.program.verify.contents import Content, ContentRange, Contents, Mixture, Origin, reduced
 from sidelane.program.verify.layout import Layout, Occurrence, event_at
 from sidelane.program.verify.order import HappensBefore
-from sidelane.program.verify.report import joined, name_bytes, name_event
+from sidelane.program.verify.report import in_sequence, name_bytes, name_event
 
 
 def check_provenance(order: HappensBefore) -> list[str]:
@@ -115,7 +115,7 @@ class _Run:
         for (buffer, text), ranges in found.items():
             # An error of one invocation is in all: report it once, and once more if the bytes then become stale.
             self.violations.setdefault(
-                (id(program), rank, buffer, invocation > 1 and (buffer, text) in stale, *joined(ranges)),
+                (id(program), rank, buffer, invocation > 1 and (buffer, text) in stale, *in_sequence(ranges)),
                 f"wrong bytes: rank {rank} ends invocation {invocation} with {name_bytes(rank, buffer, ranges)} {text}",
             )
 
@@ -145,7 +145,7 @@ class _Run:
         result = []
         for start, end in pairwise(edges):
             current = [piece if piece.end > start else next(walk) for piece, walk in zip(current, walks, strict=True)]
-            result.append(ContentRange(start, end, combine(command.reduction, [piece.content for piece in current])))
+            result.append(ContentRange(start, end, reduced(command.reduction, [piece.content for piece in current])))
         return result
 
 
@@ -197,7 +197,7 @@ def _expected(program: Program) -> list[list[Expected]]:
                 start = out.offset + offset
                 contents = [Content(Origin(src, inputs[0].buffer, 0), at - start) for src, at in sources]
                 assert collective.reduction is not None
-                content = combine(collective.reduction, contents)
+                content = reduced(collective.reduction, contents)
                 found[receiver].append((out.buffer, start, start + nbytes, content))
     for rank, pieces in enumerate(found):
         in_input = [(start, end) for buffer, start, end, _ in pieces if buffer == Buffer.INPUT]
@@ -213,7 +213,7 @@ def _contracted(contract: Contract) -> list[list[Expected]]:
     for result in contract.results:
         dst = result.dst
         sources = [Content(Origin(src.rank, src.buffer, 0), src.offset - dst.offset) for src in result.srcs]
-        content = sources[0] if result.reduction is None else combine(result.reduction, sources)
+        content = sources[0] if result.reduction is None else reduced(result.reduction, sources)
         found[dst.rank].append((dst.buffer, dst.offset, dst.end, content))
     for rank, pieces in enumerate(found):
         results = list(pieces)
@@ -228,7 +228,7 @@ def _contracted(contract: Contract) -> list[list[Expected]]:
 def _gaps(ranges: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of ``[0, nbytes)`` that ``ranges`` leave out."""
     position = 0
-    for start, end in [*joined(ranges), (nbytes, nbytes)]:
+    for start, end in [*in_sequence(ranges), (nbytes, nbytes)]:
         if position < start:
             yield position, start
         position = end

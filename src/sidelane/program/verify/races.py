@@ -30,7 +30,7 @@ Access = tuple[int, int, int]
 """First byte, byte behind the last, and twice the site, plus 1 if it writes."""
 
 
-Stamp = tuple[int, int, Occurrence]
+Moment = tuple[int, int, Occurrence]
 """An access: the chain, its number of ticks by then, and the place."""
 
 
@@ -40,8 +40,8 @@ class Watched:
     __slots__ = ("readers", "writer")
 
     def __init__(self) -> None:
-        self.writer: Stamp | None = None
-        self.readers: list[Stamp] = []
+        self.writer: Moment | None = None
+        self.readers: list[Moment] = []
 
 
 class Accesses:
@@ -83,7 +83,7 @@ class Accesses:
         if user >= 0:
             self._users[user].append(watched)
 
-    def run(self, site: int, stamp: Stamp, clock: Clock) -> None:
+    def run(self, site: int, stamp: Moment, clock: Clock) -> None:
         """Record a run of commands, at a place whose past is ``clock``."""
         chain = stamp[0]
         for watched in self._reads[site]:
@@ -96,11 +96,11 @@ class Accesses:
         if self._writes[site]:
             self._write(self._writes[site], stamp, clock)
 
-    def user(self, rank: int, stamp: Stamp, clock: Clock) -> None:
+    def user(self, rank: int, stamp: Moment, clock: Clock) -> None:
         """Record an access by a rank's caller, who may read and write all of its input and output."""
         self._write(self._users[rank], stamp, clock)
 
-    def _write(self, all_watched: list[Watched], stamp: Stamp, clock: Clock) -> None:
+    def _write(self, all_watched: list[Watched], stamp: Moment, clock: Clock) -> None:
         chain = stamp[0]
         for watched in all_watched:
             if watched.readers:  # these come after the last write, so an access behind them is behind it, too

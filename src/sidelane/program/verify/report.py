@@ -30,10 +30,10 @@ def name_user(event: Event) -> str:
 
 def name_bytes(rank: int, buffer: str, ranges: Iterable[tuple[int, int]]) -> str:
     """Name byte ranges of one buffer; ranges that touch become one."""
-    return ", ".join(str(Span(rank, buffer, start, end - start)) for start, end in joined(ranges))
+    return ", ".join(str(Span(rank, buffer, start, end - start)) for start, end in in_sequence(ranges))
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def in_sequence(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sort ranges and join those that touch.
 
     >>> joined([(4, 8), (0, 4), (12, 16)])

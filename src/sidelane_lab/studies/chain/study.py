@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from sidelane.choice.candidate import applicable
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import prelaunchable
 from sidelane.sizes import format_bytes
@@ -33,7 +32,7 @@ from sidelane_lab.baselines.candidate import (
     captured,
 )
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import OwnDma, Roster, check_asked, make_roster
+from sidelane_lab.baselines.roster import OwnDma, Roster, applicable, check_asked, make_roster
 from sidelane_lab.cli.collectives import PRELAUNCHED, ChainOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome

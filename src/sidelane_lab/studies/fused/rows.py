@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.fused_heuristic import ORDERS, ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
@@ -251,8 +252,8 @@ def element_bytes_of(device_type: str) -> int:
     return 4 if device_type == CPU else 2
 
 
-def kept_of(results: Results) -> tuple[Key, tuple[FusedTime, ...]]:
-    """Key of the machine and times of a result file.
+def kept_of(results: Results) -> Profile:
+    """Return the profile that a result file holds: how the built-in tables are made.
 
     Raises:
         ValueError: a file of another study, or nothing in it to choose by.
@@ -263,4 +264,5 @@ def kept_of(results: Results) -> tuple[Key, tuple[FusedTime, ...]]:
     if not times:
         raise ValueError(f"fused: --results (value={results.command}, allowed=a file of sidelane fused)")
     software = tuple(sorted((name, results.software[name]) for name in SOFTWARE if name in results.software))
-    return Key(device_type, results.device, results.gpus, software=software), times
+    key = Key(device_type, results.device, results.gpus, software=software)
+    return Profile(results.machine, key, results.date, results.command, (), times)

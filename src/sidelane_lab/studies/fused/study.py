@@ -9,6 +9,7 @@ The computation and the collective are timed alone, too: the larger of the two i
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -17,21 +18,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sidelane.choice.fused import FUSED, FusedTime, keep
+from sidelane.choice import Profile
+from sidelane.choice.fused import FUSED, FusedTime
 from sidelane.choice.key import key_here
-from sidelane.choice.store import required
+from sidelane.choice.store import name_of
 from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.parameters import refuse_unwritable
+from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.harness.terminal import progress_console
+from sidelane_lab.studies.fused.kept import keep
 from sidelane_lab.studies.fused.rows import (
     ALONE,
     FusedRow,
@@ -65,7 +69,7 @@ def main(options: FusedOptions) -> Results | None:
     if options.keep:
         refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
-        path = keep(*kept_of(read(options.results)))
+        path = keep(kept_of(read(options.results)))
         progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)
         return None
     return run_study(STUDY, options)
@@ -101,7 +105,10 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
                 if options.timeline is not None and is_first:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
-        sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
+        key, now = key_here(rank.device.type, rank.world_size), datetime.datetime.now(datetime.UTC)
+        command = options.command or provenance.command_line()
+        measured = Profile(name_of(key), key, now.isoformat(timespec="seconds"), command, (), tuple(times))
+        sender.note(f"kept for auto: {keep(measured)}")
 
 
 class _Case:

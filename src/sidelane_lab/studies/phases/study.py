@@ -142,9 +142,9 @@ class _Study:
                 rows.append(phase_row(job.operation, job.launch, MEASURED, None, correct=correct, note=job.problem))
                 continue
             index = 2 * good.index(job)
-            with_stamps, plain = (slowest(calls[:, at], in_step[at]) for at in (index, index + 1))
+            stamp, plain = (slowest(calls[:, at], in_step[at]) for at in (index, index + 1))
             note = "" if in_step[index].mean() >= 0.5 else "in most calls some rank began late"
-            phases = split(with_stamps)
+            phases = split(stamp)
             row = phase_row(job.operation, job.launch, MEASURED, phases, correct=True, note=note)
             rows.append(dataclasses.replace(row, total_unstamped_us=plain.total_us, host_us=plain.host_us))
         return rows

@@ -18,7 +18,7 @@ import torch
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, Key, key_here
-from sidelane.choice.store import InForce, in_force, name_of, required, user_file
+from sidelane.choice.store import InForce, in_force, name_of, user_file
 from sidelane.choice.store import read as read_profile
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
@@ -30,7 +30,7 @@ from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import TuneOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.launch import Rank, choose_target
-from sidelane_lab.harness.parameters import refuse_unwritable
+from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, StudyFollower, follow
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.harness.table import Line, Table
@@ -137,6 +137,12 @@ def profile_of(results: Results) -> Profile:
     return Profile(results.machine, key, results.date, results.command, curves)
 
 
+def replacing(before: Sequence[Curve], measured: Sequence[Curve]) -> tuple[Curve, ...]:
+    """Return the new curves, and those of before that are of other collectives or world sizes."""
+    new = {(curve.kind, curve.world_size) for curve in measured}
+    return (*(curve for curve in before if (curve.kind, curve.world_size) not in new), *measured)
+
+
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
 BUDGET_S = {"cpu": 150.0, "gpu": 75.0}
@@ -185,7 +191,7 @@ def main(options: TuneOptions) -> Profile | None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fresh = Profile(name_of(key), key, now, options.command or provenance.command_line(), ())
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
-    profile = dataclasses.replace(fresh, curves=(previous or fresh).replacing(curves).curves)
+    profile = dataclasses.replace(fresh, curves=replacing((previous or fresh).curves, curves))
     write_text(path, profile.to_text())
     if options.json is not None:
         write_text(options.json, profile.to_text())

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from sidelane.choice.candidate import DMA, SM
-from sidelane.choice.store import required
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.cli.tuning import IsolatedOptions
 from sidelane_lab.harness.launch import Rank, choose_target
+from sidelane_lab.harness.parameters import required
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.terminal import progress_console
