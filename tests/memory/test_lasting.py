@@ -82,5 +82,5 @@ def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.
     monkeypatch.setattr(operands, "lasting", lambda device, make: made.append(make()) or made[-1])
     comm: Any = SimpleNamespace(kept={}, device=torch.device("cpu"))
     for _ in range(2):
-        _, found = operands._from_host("a test", comm, [[1, 2], [3, 4]])
+        found = operands._from_host("a test", comm, [[1, 2], [3, 4]])
         assert len(made) == 1 and found.counts is made[0] and found.sent == [3, 7]

@@ -111,10 +111,11 @@ class DirectGather:
 
         Returns:
             The gather; None, on all ranks alike, if FSDP2 shall gather by itself: smaller shards of another group,
-            which ``reshard_after_forward=n`` leaves, or without room for one more buffer.
+            which ``reshard_after_forward=n`` leaves, parameters that have got an extension since, or without room for
+            one more buffer.
         """
         params, device, calls = self._params.fsdp_params, self._params.device, self._calls
-        if group is not calls.group or not self._params.is_sharded:
+        if group is not calls.group or not self._params.is_sharded or objection_to(self._params):
             return None
         ranks = calls.gather.world_size
         numels = [param._sharded_param_data.numel() for param in params]
