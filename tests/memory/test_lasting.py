@@ -83,4 +83,4 @@ def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.
     comm: Any = SimpleNamespace(kept={}, device=torch.device("cpu"))
     for _ in range(2):
         found = operands._from_host("a test", comm, [[1, 2], [3, 4]])
-        assert len(made) == 1 and found.counts is made[0] and found.sent == [3, 7]
+        assert len(made) == 1 and found.copy is made[0] and found.sent == [3, 7]

@@ -141,7 +141,7 @@ class LongWaits:
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words.
 
-    >>> named([1]), named([1, 2])
+    >>> ranks_in_words([1]), ranks_in_words([1, 2])
     ('rank 1', 'ranks 1, 2')
     """
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -36,7 +36,7 @@ def name_bytes(rank: int, buffer: str, ranges: Iterable[tuple[int, int]]) -> str
 def in_sequence(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sort ranges and join those that touch.
 
-    >>> joined([(4, 8), (0, 4), (12, 16)])
+    >>> in_sequence([(4, 8), (0, 4), (12, 16)])
     [(0, 8), (12, 16)]
     """
     result: list[tuple[int, int]] = []
