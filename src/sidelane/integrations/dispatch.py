@@ -201,14 +201,14 @@ class GroupDispatcher:
             return ""
         if self.names.get(device) != "nccl" or self.life.nodes.spans:
             return ""
-        if self._captures():
-            return ""
+        text = f"{call.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
+        if self._captures() and text not in self._agreed:
+            return ""  # nothing can be agreed on there; a call like it before the capture would have been
         made = self.life.communicator(call.tensors[0].device)
         if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
             return ""
         if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.lane.arguments, call.tensors):
             return ""
-        text = f"{call.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
         if text not in self._agreed:
             made.lane.agree(call.name, text)
             self._agreed.add(text)
