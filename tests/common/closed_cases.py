@@ -1,4 +1,4 @@
-"""What CPU ranks do, on the path of GPUs, with programs of their own that are closed around a failure."""
+"""Cases for CPU ranks, on the path of GPUs, whose own programs are closed around a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do with memory of another allocator that they have registered."""
+"""Cases for ranks that have registered memory of another allocator."""
 
 from __future__ import annotations
 

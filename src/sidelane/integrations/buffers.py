@@ -118,7 +118,10 @@ class Allocating:
             source.register(pool)
 
     def deregister_mem_pool(self, pool: Any) -> None:
-        """End the registration of a pool, once the calls on its tensors have ended. On all ranks alike."""
+        """End the registration of a pool, on all ranks alike.
+
+        The calls on its tensors have ended, and the graphs that hold them are replayed no more.
+        """
         if (source := self.source()) is not None:
             source.deregister(pool)
 

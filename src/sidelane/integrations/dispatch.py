@@ -35,8 +35,8 @@ MOST_KEPT = 256
 
 STAGED_BYTES = 48 << 20
 """Bytes from which NCCL makes an all-to-all of ordinary tensors: staging takes longer. On two H200s, 64 MB take 137 us
-by NCCL, 153 staged and 101 in symmetric memory; 1 GB takes 1618, 1794 and 1401 (results/h200x2/ordinary.json). All
-other collectives are faster staged than by NCCL, at every size measured."""
+with NCCL, 153 staged and 101 in symmetric memory; 256 MB 472, 467 and 365; 1 GB 1618, 1794 and 1401. All other
+collectives are faster staged than with NCCL there, at every size measured (results/h200x2/ordinary.json)."""
 
 
 class GroupDispatcher:

@@ -64,7 +64,7 @@ def _ask_groups(module: Any, kind: type[Any]) -> None:
     params, gather, scatter = (
         getattr(module, name, None) for name in ("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter")
     )
-    if params is None or gather is None or scatter is None or not _has(params, "_all_gather_process_group"):
+    if params is None or gather is None or scatter is None or not hasattr(params, "_all_gather_process_group"):
         return  # another torch: programs may still ask for the memory themselves
     classes = type("GroupAllGather", (_Asking, gather), {}), type("GroupReduceScatter", (_Asking, scatter), {})
     begin = params.__init__
@@ -104,7 +104,3 @@ class _Asking:
             found: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
             return found.view(lengths)
         return torch.empty(lengths, dtype=dtype, device=device)
-
-
-def _has(kind: Any, name: str) -> bool:
-    return getattr(kind, name, None) is not None
