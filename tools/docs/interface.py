@@ -211,7 +211,7 @@ TASKS = {
             Section(
                 "sidelane.program.transform",
                 "Transforms",
-                ("lower", "freeze", "prelaunch", "stamp"),
+                ("lower", "freeze", "prelaunch"),
             ),
             Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
         ),

@@ -27,8 +27,7 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 

@@ -18,7 +18,7 @@ from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Repetition
 from sidelane.native import Effect
-from sidelane.program.footprint import loaded_bytes
+from sidelane.program.caching import loaded_bytes
 
 MOST_TENSORS = 128
 """Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""

@@ -24,7 +24,7 @@ from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.native import Effect
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 
 _INTEGERS = ("i32", "u32", "i64", "u64")
 _NO_ADDRESS = -1

@@ -26,10 +26,9 @@ from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, START
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, SubmissionLedger
 from sidelane.memory.release import submitters
+from sidelane.program.caching import Once
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
-from sidelane.program.once import Once
+from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
 
