@@ -27,7 +27,7 @@ next. Calls of graphs have slots and flags that eager calls do not use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sidelane.config import COMPUTE
 from sidelane.program.builders.beside import beside
@@ -134,28 +134,26 @@ def alternating(
         raise ValueError(
             f"{ALTERNATING}: bytes that a rank sends in {collective.kind} (value={most}, allowed=..{slot_bytes})"
         )
-    queues = []
+    queues: list[Queue] = []
     for rank, (start, end) in enumerate(sent):
         commands = _handshake(rank, n, TURNS) if opening else []
         slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
-        if end > start:
-            commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
+        if slot.nbytes:
+            commands.append(Copy(slot, collective.input_span(rank, start, slot.nbytes)))
         commands += _handshake(rank, n, turn)
         coming = {chunk.src_rank: chunk for chunk in chunks if chunk.dst_rank == rank}
-        # Each rank serves another one at every step; rows are in the order of the ranks, the own one among them.
-        sources = [peer for peer in (range(n) if rows else rotation(rank, n)) if peer in coming]
-        commands += [_pull(collective, coming[peer], turn * slot_bytes) for peer in sources]
-        own = [] if rows or rank not in coming else copy_own(collective, coming[rank])
-        if end > start and sources and not own and not frozen:
+        pulls = _pulls(collective, rank, coming, turn * slot_bytes, rows=rows)
+        own = copy_own(collective, coming[rank]) if rank in coming and not rows else []
+        if slot.nbytes and pulls and not (own or frozen):
             own = [_spare_copy(rank, TURNS * slot_bytes, slot)]
-        if commands:
-            queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-        if own:
-            queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
+        queues += [
+            Queue(rank, Engine(EngineKind.DMA), (*commands, *pulls)),
+            Queue(rank, Engine(EngineKind.LOCAL), tuple(own)),
+        ]
     program = Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
-        queues=tuple(queues),
+        queues=tuple(queue for queue in queues if queue.commands),
         staging_bytes=(staging_of(slot_bytes),) * n if n > 1 else (0,),
         flag_count=(TURNS + 1) * n,
     )
@@ -200,9 +198,16 @@ def _handshake(rank: int, n: int, number: int) -> list[Command]:
     return [*signals, *(Wait(Flag(rank, number * n + peer), EPOCH) for peer in peers)]
 
 
-def _pull(collective: Collective, chunk: Chunk, slot: int) -> Copy:
-    source = Span(chunk.src_rank, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes)
-    return Copy(output_of(collective, chunk), source)
+def _pulls(collective: Collective, rank: int, coming: Mapping[int, Chunk], slot: int, *, rows: bool) -> list[Copy]:
+    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one.
+    With ``rows``, one copy from this rank is added, and all are in the order of the ranks.
+    """
+    n = collective.world_size
+    return [
+        Copy(output_of(collective, chunk), Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes))
+        for peer in (range(n) if rows else rotation(rank, n))
+        if (chunk := coming.get(peer)) is not None
+    ]
 
 
 def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
