@@ -18,7 +18,7 @@ from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.shm import ShmBlock, ShmMemory
+from sidelane.memory.host_shared import ShmBlock, ShmMemory
 from sidelane.session import session
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)

@@ -24,8 +24,8 @@ from sidelane.memory import ending
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.host_shared import ShmMemory
 from sidelane.memory.ordering import full_fence
-from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.transform.prelaunch import held_by
