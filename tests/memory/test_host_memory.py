@@ -26,7 +26,7 @@ from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableE
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import ShmMemory
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import ProcessIdentity
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ frees it with the last process that maps it, however that process ends, and the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import io
 import itertools
@@ -21,8 +20,9 @@ import torch
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
 from sidelane.memory.available import available_bytes, lacking
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import ProcessIdentity
 from sidelane.user_files import open_regular
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
@@ -106,21 +106,6 @@ class SharedBytes:
             os.close(descriptor)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShmBlock:
-    """One collective allocation (see :class:`sidelane.memory.base.SymmetricBlock`).
-
-    Attributes:
-        tensor: this rank's bytes, 1-d uint8.
-        addresses: address of each rank's block in this process.
-        tensors: the block of each rank as a tensor of this process; they keep the memory mapped, as ``tensor`` does.
-    """
-
-    tensor: torch.Tensor
-    addresses: tuple[int, ...]
-    tensors: tuple[torch.Tensor, ...]
-
-
 class ShmMemory:
     """Allocator of symmetric CPU blocks for one group. All ranks on one machine.
 
@@ -131,7 +116,7 @@ class ShmMemory:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange: Exchange | None = exchange
 
-    def allocate(self, nbytes: int) -> ShmBlock:
+    def allocate(self, nbytes: int) -> SymmetricBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed and page-aligned. Collective; the bytes are reserved at once.
 
         The memory is unmapped once the block and every tensor made from it are gone; the kernel frees it when that is
@@ -152,7 +137,7 @@ class ShmMemory:
             torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes, offset=shared.offset(rank))
             for rank in range(shared.world_size)
         )
-        return ShmBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
+        return SymmetricBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
 
     def close(self) -> None:
         """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""

@@ -14,8 +14,7 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import Liveness, Wider, keep
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, keep
 
 T = TypeVar("T")
 
