@@ -98,7 +98,7 @@ class LocalState:
 
 
 class LocalMonitor:
-    """A PeerMonitor without shared memory."""
+    """A ControlBlock without shared memory."""
 
     def __init__(self, state: LocalState, rank: int) -> None:
         self.state, self.rank = state, rank

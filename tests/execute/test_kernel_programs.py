@@ -23,8 +23,8 @@ from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.watch import BOARD
-from sidelane.execute.monitor import NO_CALL
 from sidelane.execute.submitted import Counts
+from sidelane.memory.control import NO_CALL
 from sidelane.program import collective as define
 from sidelane.program import reduce_chunks
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction

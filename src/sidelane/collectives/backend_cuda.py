@@ -26,7 +26,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
-from sidelane.execute.cuda.virtual import DriverVirtualMemory, Mirror
+from sidelane.execute.cuda.virtual import Mirror, VirtualMemory
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -86,7 +86,7 @@ class CudaBackend:
         return CudaExecutor(rank, device, control, timeout_s, self.features)
 
     def _make_exported(self) -> ExportedMemory:
-        return ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
+        return ExportedMemory(self.executor.driver, VirtualMemory(self.executor.driver))
 
     def spread(self, block: SymmetricBlock) -> Mirror | None:
         if len(block.addresses) == 1:

@@ -23,8 +23,8 @@ from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Addresses, Capabilities, Place
 from sidelane.execute.cpu.commands import Action, compile_queue
 from sidelane.execute.cpu.invocation import Delay, Invocation, ProgramSite
-from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, SubmissionLedger, Submitted
+from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import (
     MOVES,
     Broadcast,
@@ -139,7 +139,7 @@ class CpuExecutor:
         submit: gives one queue of an invocation to its engine (:meth:`EngineThreads.submit`).
     """
 
-    def __init__(self, rank: int, monitor: PeerMonitor, timeout_s: float, *, delay: Delay | None = None) -> None:
+    def __init__(self, rank: int, monitor: ControlBlock, timeout_s: float, *, delay: Delay | None = None) -> None:
         if not timeout_s > 0:
             raise ValueError(f"CpuExecutor: timeout_s must be positive (value={timeout_s!r})")
         self.rank, self.monitor, self.timeout_s, self.delay = rank, monitor, timeout_s, delay

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
 from sidelane.execute.cpu.commands import Action
-from sidelane.execute.monitor import PeerMonitor
+from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
 
 Delay = Callable[[Queue, int], None]
@@ -39,7 +39,7 @@ class ProgramSite:
     rank: int
     program: Program
     writers: Mapping[Flag, Set[int]]
-    monitor: PeerMonitor
+    monitor: ControlBlock
     timeout_s: Callable[[], float]
     delay: Delay | None
 

@@ -11,7 +11,7 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.probe import DriverFeatures
-from sidelane.execute.monitor import PeerMonitor
+from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import Copy, Program
 
 LAST_EPOCH = 1 << 31
@@ -28,7 +28,7 @@ class HipExecutor(CudaExecutor):
         self,
         rank: int,
         device: torch.device,
-        monitor: PeerMonitor,
+        monitor: ControlBlock,
         timeout_s: float,
         features: DriverFeatures,
         **options: Any,
