@@ -19,7 +19,7 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
-from sidelane.integrations.calls import GroupCall, Key, GroupOperation
+from sidelane.integrations.calls import GroupCall, GroupOperation, Key
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.order import RepeatedCall, are_plain
