@@ -9,7 +9,7 @@ import pytest
 from cuda_world import FLAGS, world_of
 from started import start
 
-from sidelane.collectives.pieces import pieces_of
+from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.bind import accepted
