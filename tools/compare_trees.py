@@ -3,6 +3,7 @@
 Both trees measure the same, in turns (this, the other, the other, this), since machines differ from hour to hour::
 
     git archive COMMIT src | tar x -C /tmp/before
+    cp -r src/sidelane.egg-info /tmp/before/src  # its commands
     python tools/compare_trees.py /tmp/before/src --name COMMIT --out results/h200x2/trees.txt
 
 A figure of a tree is the median of its runs. Each group is the geometric mean of this tree's times over the other's.

@@ -599,8 +599,13 @@ def by_room(tree: Path, arcs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[s
     module = importlib.import_module("coverage")
     file, report = str(tree.parent / "all"), tree.parent / "all.json"
     data = module.CoverageData(file)
-    library = {name: found for name, found in arcs.items() if name.startswith("src/sidelane/")}
-    data.add_arcs({str(tree / name): [tuple(arc) for arc in found] for name, found in library.items()})
+    data.add_arcs(
+        {
+            str(tree / name): [tuple(a) for a in found]
+            for name, found in arcs.items()
+            if name.startswith("src/sidelane/")
+        }
+    )
     data.touch_files([str(path) for path in (tree / "src" / "sidelane").rglob("*.py")])
     data.write()
     measured = module.Coverage(
