@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -122,11 +121,7 @@ class Lists:
             pieces={(r, b): self.table(r, b) for r in range(world.world_size) for b in (Buffer.INPUT, Buffer.OUTPUT)},
         )
         self.ranks = [executor.load(program, addresses, captured=frozen) for executor in world.executors]
-        self.graphs: list[list[Callable[[], None]]] = []
-        for rank, driver in enumerate(world.drivers if frozen else ()):
-            driver.begin_capture()
-            self.ranks[rank].start(1, world.streams[rank])
-            self.graphs.append(driver.end_capture())
+        self.graphs = world.captured(lambda: world.start(self.ranks)) if frozen else []
 
     def table(self, rank: int, buffer: Buffer) -> Pieces:
         arrays = [self.pieces[rank, buffer, number] for number in range(len(self.batch.parts))]
@@ -145,15 +140,10 @@ class Lists:
         for number, (part, _) in enumerate(parts_of(self.batch)):
             inputs = [self.view(number, part.input_span(r, 0, part.input_bytes(r))).copy() for r in self.everyone]
             expected.append(expected_outputs(part, inputs))
-        for driver, graph in zip(self.world.drivers, self.graphs, strict=False):
-            driver.replay(graph)
         if self.graphs:
-            for driver in self.world.drivers:
-                driver.synchronize()
+            self.world.replay(self.graphs)
         else:
-            self.world.epoch += 1
-            for rank, loaded in enumerate(self.ranks):
-                loaded.start(self.world.epoch, self.world.streams[rank])
+            self.world.start(self.ranks)
             self.world.synchronize()
         for number, (part, _) in enumerate(parts_of(self.batch)):
             for rank in self.everyone:
