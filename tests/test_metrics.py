@@ -150,9 +150,9 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "MOST_ROWS", 3)
     sums = metrics.Sums(None)
     for number in range(10):
-        sums.add((f"group {number}", "all_reduce", "float32", "cpu"), 4, 1.0, 2.0, "ValueError")
+        sums.end(ranges.ObservedCall("all_reduce", [torch.ones(1)], [], (0,), f"group {number}"), None, ValueError())
         sums.fell_back("all_reduce", "gloo", f"{number} bytes")
-    sums.add(("group 0", "all_reduce", "float32", "cpu"), 4, 1.0, 2.0, "")
+    sums.end(ranges.ObservedCall("all_reduce", [torch.ones(1)], [], (0,), "group 0"), None, None)
     found = {name.replace('rank="0",', ""): value for name, value in samples(sums.text()).items()}
     calls = {name: value for name, value in found.items() if name.startswith("sidelane_calls_total")}
     assert len(calls) == 4 and sum(calls.values()) == 11

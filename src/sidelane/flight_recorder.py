@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import os
 import pickle
@@ -276,9 +275,9 @@ class FlightRecorder(Observer):
             "profiling_name": f"nccl:{TORCH_NAMES.get(entry.name, COALESCED) if is_known else COALESCED}",
             "time_created_ns": entry.began_ns,
             "input_sizes": [list(shape) for shape, _ in entry.inputs],
-            "input_dtypes": [_name_of(dtype) for _, dtype in entry.inputs],
+            "input_dtypes": [ranges.torch_name(dtype) for _, dtype in entry.inputs],
             "output_sizes": [list(shape) for shape, _ in entry.outputs],
-            "output_dtypes": [_name_of(dtype) for _, dtype in entry.outputs],
+            "output_dtypes": [ranges.torch_name(dtype) for _, dtype in entry.outputs],
             "state": _state_of(entry),
             "time_discovered_started_ns": entry.began_ns,
             "time_discovered_completed_ns": entry.ended_ns or None,
@@ -312,16 +311,6 @@ def _sides(tensors: Sequence[torch.Tensor]) -> list[_Side]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return torch.empty(0, dtype=dtype, device="cpu").type().rpartition(".")[2].removesuffix("Tensor")
-
-
-@forks.in_copies
-def _forget() -> None:
-    """Forget the calls of the parent in a forked copy."""
-    stop()
-
-
 _recorder: FlightRecorder | None = None
 _starting = forks.lock()
+forks.in_copies(stop)  # the calls of the parent are not those of a copy

@@ -7,12 +7,11 @@ reads; :func:`start` does the same from a program, and :func:`subscribe` passes 
 from __future__ import annotations
 
 import atexit
-import collections
 import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,38 @@ INTERVAL_S = 5.0
 
 LATE_S = 1e-3
 """Seconds from which on a wait of the host for a peer counts as one for a late peer."""
+
+_CALL = ("group", "collective", "dtype", "device")
+_TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "calls": (
+        _CALL,
+        {
+            "calls_total": "Calls that have returned to their caller.",
+            "bytes_total": "Bytes of these calls, of the larger side.",
+            "host_microseconds_total": "Microseconds until these calls returned to their caller.",
+        },
+    ),
+    "timed": (
+        _CALL,
+        {
+            "timed_calls_total": "Calls whose end the host knows: those on CPU tensors.",
+            "duration_microseconds_total": "Microseconds of these calls from their begin to their end.",
+        },
+    ),
+    "errors": ((*_CALL[:2], "error"), {"errors_total": "Calls that have raised an error."}),
+    "waits": (
+        ("peer",),
+        {
+            "late_peer_waits_total": f"Waits of the host for a peer that took {LATE_S * 1e3:g} ms or longer.",
+            "late_peer_microseconds_total": "Microseconds of these waits.",
+        },
+    ),
+    "fallbacks": (
+        ("collective", "backend", "reason"),
+        {"fallbacks_total": "Calls that another backend made, by the reason; slower ways of calls."},
+    ),
+}
+"""Names of the labels, and the help of each metric, of the metrics that have the same labels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,46 +145,18 @@ def flush() -> None:
         _sums.write()
 
 
-Known = tuple[str, str, str, str]
-"""Group, collective, dtype and device of a call."""
-
-
-class _Measurer(Observer):
-    """Observer that measures calls: a base, whose :meth:`add` takes what was measured."""
-
-    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
-        """Take a call; see :class:`CallMetrics`."""
-        raise NotImplementedError
-
-    def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
-        device, duration_us = call.device, None
-        if error is None and call.finished_ns and device == "cpu":
-            duration_us = (call.finished_ns - call.began_ns) / 1e3
-        known = (call.group, call.name, ranges.name_of_dtype(call.outputs or call.inputs), device)
-        host_us = (call.ended_ns - call.began_ns) / 1e3
-        self.add(known, call.nbytes, host_us, duration_us, "" if error is None else type(error).__name__)
-
-
-class _Subscription(_Measurer):
+class _Subscription(Observer):
     """Observer that passes calls to a function."""
 
     def __init__(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
 
-    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
-        self._subscriber(CallMetrics(*known, nbytes, host_us, duration_us, error))
+    def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
+        host_us, failed = call.host_us, "" if error is None else type(error).__name__
+        self._subscriber(CallMetrics(*_labels(call), call.nbytes, host_us, call.duration_us(error), failed))
 
 
-@dataclasses.dataclass(slots=True)
-class _Sum:
-    calls: int = 0
-    nbytes: int = 0
-    host_us: float = 0.0
-    timed: int = 0
-    duration_us: float = 0.0
-
-
-class Sums(_Measurer):
+class Sums(Observer):
     """Sums of all calls of this process.
 
     Args:
@@ -161,90 +164,63 @@ class Sums(_Measurer):
     """
 
     def __init__(self, file: str | None) -> None:
-        self._file, self._lock = file, forks.lock()
-        self._sums: dict[Known, _Sum] = collections.defaultdict(_Sum)
-        self._errors: dict[tuple[str, str, str], int] = collections.Counter()
-        self._waits: dict[int, list[float]] = collections.defaultdict(lambda: [0, 0.0])
-        self._fallbacks: dict[tuple[str, str, str], int] = collections.Counter()
+        self._file, self._lock, self._process = file, forks.lock(), os.getpid()
+        self._rows: dict[str, dict[tuple[str, ...], list[float]]] = {table: {} for table in _TABLES}
         self._ends, self._is_warned = threading.Event(), False
         if file is not None:
             threading.Thread(target=self._run, name="sidelane-metrics", daemon=True).start()
 
-    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
+    def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
+        labels, nbytes, host_us, duration_us = _labels(call), call.nbytes, call.host_us, call.duration_us(error)
         with self._lock:
-            found = self._sums[ranges.row_of(known, self._sums)]
-            found.calls += 1
-            found.nbytes += nbytes
-            found.host_us += host_us
+            row = self._row("calls", labels)
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += host_us
             if duration_us is not None:
-                found.timed += 1
-                found.duration_us += duration_us
-            if error:
-                self._errors[ranges.row_of((*known[:2], error), self._errors)] += 1
+                row[3] += 1
+                row[4] += duration_us
+            if error is not None:
+                self._row("errors", (*labels[:2], type(error).__name__))[0] += 1
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         if seconds >= LATE_S:
             with self._lock:
                 for rank in ranks:
-                    self._waits[rank][0] += 1
-                    self._waits[rank][1] += seconds * 1e6
+                    row = self._row("waits", (str(rank),))
+                    row[0] += 1
+                    row[1] += seconds * 1e6
 
     def fell_back(self, name: str, where: str, why: str) -> None:
         with self._lock:
-            self._fallbacks[ranges.row_of((name, where, why), self._fallbacks)] += 1
+            self._row("fallbacks", (name, where, why))[0] += 1
+
+    def _row(self, table: str, labels: tuple[str, ...]) -> list[float]:
+        rows = self._rows[table]
+        return rows.get(labels) or rows.setdefault(ranges.row_of(labels, rows), [0.0] * 5)
 
     def text(self) -> str:
         """Return the sums in Prometheus' text format."""
-        of_call, rank = ("group", "collective", "dtype", "device"), str(ranges.world_rank())
-        with self._lock:
-            calls = [
-                (dict(zip(of_call, key, strict=True)), dataclasses.replace(one)) for key, one in self._sums.items()
-            ]
-            errors = [(dict(zip((*of_call[:2], "error"), key, strict=True)), n) for key, n in self._errors.items()]
-            waits = [({"peer": str(peer)}, number, us) for peer, (number, us) in sorted(self._waits.items())]
-            reasons = ("collective", "backend", "reason")
-            fallbacks = [(dict(zip(reasons, key, strict=True)), n) for key, n in self._fallbacks.items()]
-        timed = [(labels, one) for labels, one in calls if one.timed]
-        families: tuple[tuple[str, str, Iterable[tuple[Mapping[str, str], float]]], ...] = (
-            ("calls_total", "Calls that have returned to their caller.", [(of, one.calls) for of, one in calls]),
-            ("bytes_total", "Bytes of these calls, of the larger side.", [(of, one.nbytes) for of, one in calls]),
-            (
-                "host_microseconds_total",
-                "Microseconds until these calls returned to their caller.",
-                [(of, one.host_us) for of, one in calls],
-            ),
-            (
-                "timed_calls_total",
-                "Calls whose end the host knows: those on CPU tensors.",
-                [(of, one.timed) for of, one in timed],
-            ),
-            (
-                "duration_microseconds_total",
-                "Microseconds of these calls from their begin to their end.",
-                [(of, one.duration_us) for of, one in timed],
-            ),
-            ("errors_total", "Calls that have raised an error.", errors),
-            (
-                "late_peer_waits_total",
-                f"Waits of the host for a peer that took {LATE_S * 1e3:g} ms or longer.",
-                [(of, n) for of, n, _ in waits],
-            ),
-            ("late_peer_microseconds_total", "Microseconds of these waits.", [(of, us) for of, _, us in waits]),
-            ("fallbacks_total", "Calls that another backend made, by the reason; slower ways of calls.", fallbacks),
-        )
+        rank = str(ranges.world_rank())
         lines = [
             "# HELP sidelane_info Version of the package.",
             "# TYPE sidelane_info gauge",
-            f"sidelane_info{_labels({'rank': rank, 'version': VERSION, 'torch': torch.__version__})} 1",
+            f"sidelane_info{_shown({'rank': rank, 'version': VERSION, 'torch': torch.__version__})} 1",
         ]
-        for name, text, rows in families:
-            lines += [f"# HELP sidelane_{name} {text}", f"# TYPE sidelane_{name} counter"]
-            lines += [f"sidelane_{name}{_labels({'rank': rank, **labels})} {value:.15g}" for labels, value in rows]
+        with self._lock:
+            found = {table: {labels: [*row] for labels, row in rows.items()} for table, rows in self._rows.items()}
+        found["timed"] = {labels: row[3:] for labels, row in found["calls"].items() if row[3]}
+        for table, (names, metrics) in _TABLES.items():
+            for column, (metric, text) in enumerate(metrics.items()):
+                lines += [f"# HELP sidelane_{metric} {text}", f"# TYPE sidelane_{metric} counter"]
+                for values, row in found[table].items():
+                    labels = {"rank": rank, **dict(zip(names, values, strict=True))}
+                    lines.append(f"sidelane_{metric}{_shown(labels)} {row[column]:.15g}")
         return "\n".join(lines) + "\n"
 
     def write(self) -> None:
         """Write the file, in one step: readers see the file of before or the new one."""
-        if self._file is None:
+        if self._file is None or self._process != os.getpid():  # a forked copy has the parent's rank
             return
         try:
             write_whole(path_of(self._file), self.text().encode())
@@ -278,20 +254,15 @@ def path_of(file: str) -> Path:
     return Path(file)
 
 
-def _labels(labels: Mapping[str, str]) -> str:
+def _labels(call: ObservedCall) -> tuple[str, str, str, str]:
+    return call.group, call.name, call.dtype, call.device
+
+
+def _shown(labels: Mapping[str, str]) -> str:
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     return "{" + ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items()) + "}"
 
 
-@forks.in_copies
-def _forget() -> None:
-    """Forget the sums in a forked copy, whose calls are its own."""
-    global _sums
-    if _sums is not None:
-        ranges.leave(_sums)
-        atexit.unregister(_sums.write)
-        _sums = None
-
-
 _sums: Sums | None = None
 _starting = forks.lock()
+forks.in_copies(stop)  # the calls of a copy are its own

@@ -9,6 +9,7 @@ While nothing observes, a call asks :data:`is_active` and does nothing else here
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
@@ -95,14 +96,14 @@ def mark_by_nvtx() -> None:
 def tell(event: str, *arguments: object) -> None:
     """Call a method of all observers. Their errors are logged: an observer fails no call."""
     for observer in observers:
-        try:
-            getattr(observer, event)(*arguments)
-        except Exception:
-            _log_failure(observer, event)
+        _notify(observer, event, *arguments)
 
 
-def _log_failure(observer: Observer, event: str) -> None:
-    log.calls.exception("%s.%s failed", type(observer).__name__, event)
+def _notify(observer: Observer, event: str, *arguments: object) -> Any:
+    try:
+        return getattr(observer, event)(*arguments)
+    except Exception:
+        log.calls.exception("%s.%s failed", type(observer).__name__, event)
 
 
 class ObservedCall:
@@ -153,12 +154,7 @@ class ObservedCall:
                 self.began_ns = time.time_ns()
                 self._told = told = []
                 for observer in observers:
-                    note = None
-                    try:
-                        note = observer.begin(self)
-                    except Exception:
-                        _log_failure(observer, "begin")
-                    told.append((observer, note))
+                    told.append((observer, _notify(observer, "begin", self)))
             if _domain is not None:
                 _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
                 self._is_marked = True
@@ -188,29 +184,22 @@ class ObservedCall:
 
     def _follow(self, error: BaseException | None) -> None:
         """Tell observers of the return, and of the end: now, or when the host learns of it."""
-        for observer, note in self._told:
-            try:
-                observer.returned(self, note, error)
-            except Exception:
-                _log_failure(observer, "returned")
+        self._tell("returned", error)
         if error is None and self.device != "cuda" and (self.work is None or hasattr(self.work, "when_ended")):
             if self.work is not None and self.work.when_ended(self._end):
                 return
             self.finished_ns = self.ended_ns
-        self._tell_end(error)
+        self._tell("end", error)
 
     def _end(self, error: BaseException | None) -> None:
         self.finished_ns = time.time_ns()
-        self._tell_end(error)
+        self._tell("end", error)
         self.outputs = self.inputs = ()  # the work keeps its callbacks, and with this one it would keep the tensors
         self.work = None
 
-    def _tell_end(self, error: BaseException | None) -> None:
+    def _tell(self, event: str, error: BaseException | None) -> None:
         for observer, note in self._told:
-            try:
-                observer.end(self, note, error)
-            except Exception:
-                _log_failure(observer, "end")
+            _notify(observer, event, self, note, error)
 
     @property
     def device(self) -> str:
@@ -219,6 +208,22 @@ class ObservedCall:
             first = (self.outputs or self.inputs)[0]
             return "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
         return "" if self.maker is None else "cpu" if self.maker.backend.hosts_meet else "cuda"
+
+    @property
+    def host_us(self) -> float:
+        """Microseconds until it returned to its caller."""
+        return (self.ended_ns - self.began_ns) / 1e3
+
+    def duration_us(self, error: BaseException | None) -> float | None:
+        """Return the microseconds from its begin to its end; None if it failed, or the host does not know the end."""
+        is_timed = error is None and self.finished_ns and self.device == "cpu"
+        return (self.finished_ns - self.began_ns) / 1e3 if is_timed else None
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of its first tensor; "" without tensors."""
+        tensors = self.outputs or self.inputs
+        return _short_name(tensors[0].dtype) if tensors else ""
 
     @property
     def nbytes(self) -> int:
@@ -311,15 +316,15 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return total
 
 
-_NAMES: dict[torch.dtype, str] = {}
+@functools.cache
+def torch_name(dtype: torch.dtype) -> str:
+    """Return the name that torch's profilers and dumps have for a dtype: ``Float``."""
+    return torch.empty(0, dtype=dtype, device="cpu").type().rpartition(".")[2].removesuffix("Tensor")
 
 
-def name_of_dtype(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the name of the first tensor's dtype; "" if there is none."""
-    if not tensors:
-        return ""
-    dtype = tensors[0].dtype
-    return _NAMES.get(dtype) or _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+@functools.cache
+def _short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _fields(
@@ -327,7 +332,7 @@ def _fields(
 ) -> dict[str, Any]:
     try:
         first = next(iter((*outputs, *inputs)), None)
-        dtype = "" if first is None else first.type().rpartition(".")[2].removesuffix("Tensor")
+        dtype = "" if first is None else torch_name(first.dtype)
         read = sum(tensor.numel() for tensor in inputs or outputs)
         written = sum(tensor.numel() for tensor in outputs)
     except Exception:  # tensors that the call itself refuses

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from fake_driver import FakeDriver, Stream
+from started import start
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
@@ -119,13 +120,13 @@ class World:
         """Start a program that is loaded on all ranks."""
         self.epoch += 1
         for rank, loaded in enumerate(ranks):
-            loaded.start(self.epoch, self.streams[rank])
+            start(loaded, self.epoch, self.streams[rank])
 
-    def captured(self, start: Callable[[], object]) -> list[Any]:
-        """Return a graph of each rank of all that ``start`` starts."""
+    def captured(self, work: Callable[[], object]) -> list[Any]:
+        """Return a graph of each rank of all that ``work`` starts."""
         for driver in self.drivers:
             driver.begin_capture()
-        start()
+        work()
         return [driver.end_capture() for driver in self.drivers]
 
     def replay(self, graphs: Sequence[Any]) -> None:
@@ -188,7 +189,7 @@ class Loaded:
         self.world.epoch += 1
         streams = streams or self.world.streams
         chosen = range(self.world.world_size) if ranks is None else ranks
-        return [self.ranks[rank].start(self.world.epoch, streams[rank]) for rank in chosen]
+        return [start(self.ranks[rank], self.world.epoch, streams[rank]) for rank in chosen]
 
     def outputs(self) -> list[np.ndarray]:
         found = []

@@ -57,7 +57,7 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_cuda, "probe", return_value=FEATURES),
         mock.patch.object(backend_cuda, "CudaExecutor", lambda *given: CudaExecutor(*given, driver=driver)),
-        mock.patch.object(backend_cuda, "DriverVirtualMemory"),
+        mock.patch.object(backend_cuda, "VirtualMemory"),
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "settle"),
         mock.patch.object(backend_cuda.CudaBackend, "spread", return_value=None),

@@ -304,7 +304,7 @@ class Api:
     class CUmemAccess_flags:
         CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 
-    CUdeviceptr = int
+    CUdeviceptr = CUmemGenericAllocationHandle = int
 
     def CUmemAccessDesc(self) -> SimpleNamespace:
         return SimpleNamespace(location=SimpleNamespace())

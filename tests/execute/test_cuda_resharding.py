@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda_world import FLAGS, world_of
 
-from sidelane.collectives.pieces import pieces_of
+from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.bind import accepted

@@ -20,13 +20,13 @@ from sidelane.collectives.backend import HostPath
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
-from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
+from sidelane.execute.base import Addresses, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
-from sidelane.execute.cuda.virtual import DriverVirtualMemory, Mirror
+from sidelane.execute.cuda.virtual import Mirror, VirtualMemory
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -86,7 +86,7 @@ class CudaBackend:
         return CudaExecutor(rank, device, control, timeout_s, self.features)
 
     def _make_exported(self) -> ExportedMemory:
-        return ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
+        return ExportedMemory(self.executor.driver, VirtualMemory(self.executor.driver))
 
     def spread(self, block: SymmetricBlock) -> Mirror | None:
         if len(block.addresses) == 1:
@@ -97,7 +97,7 @@ class CudaBackend:
         except SidelaneError:  # single copies do what a pitched one would have done
             return None
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property

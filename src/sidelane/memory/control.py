@@ -48,6 +48,9 @@ from sidelane.memory.posts import (
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
+NO_CALL = 0
+"""Number of no call, since calls begin at 1: ``check`` with it finds aborts of peers only."""
+
 _MOST_PAYLOADS = 4096
 _LIVENESS_INTERVAL_S = 0.1  # checking a process costs a system call or two
 _STEP_S = 200e-6  # time in which peers usually come: no sleep until then
@@ -288,7 +291,15 @@ class ControlBlock:
             self.wait_on(call, "long ago here", missing, began, timeout_s)
 
     def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        """See :class:`sidelane.execute.monitor.PeerMonitor`."""
+        """Write a line of the log, once for ``call``, if this rank has waited long.
+
+        Args:
+            call: number of the call.
+            title: the call in words.
+            ranks: ranks that have not come, or have not signalled; none if that is not known.
+            waited_s: seconds that the wait has lasted.
+            timeout_s: seconds after which it becomes an error.
+        """
 
         def describe() -> tuple[str, str]:
             return users_call() or title, "; ".join(self.describe(rank) for rank in ranks) or "signals of its peers"

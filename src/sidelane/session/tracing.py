@@ -101,7 +101,7 @@ class Tracer(Observer):
             self._zero = time.time_ns(), event
 
     def begin(self, call: ObservedCall) -> _Traced:
-        nbytes, dtype = call.nbytes, ranges.name_of_dtype(call.outputs or call.inputs)
+        nbytes, dtype = call.nbytes, call.dtype
         label = f"{call.name} {format_bytes(nbytes)}B {dtype}" if nbytes else call.name
         traced = _Traced(label, 0 if call.maker is None else id(call.maker), call.began_ns)
         if self._is_on_device(call):

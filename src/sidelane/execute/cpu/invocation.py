@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
 from sidelane.execute.cpu.commands import Action
-from sidelane.execute.monitor import PeerMonitor
+from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
 
 Delay = Callable[[Queue, int], None]
@@ -39,13 +39,13 @@ class ProgramSite:
     rank: int
     program: Program
     writers: Mapping[Flag, Set[int]]
-    monitor: PeerMonitor
+    monitor: ControlBlock
     timeout_s: Callable[[], float]
     delay: Delay | None
 
 
 class Invocation:
-    """A running invocation (see :class:`sidelane.execute.base.Pending`).
+    """A running invocation.
 
     Args:
         site: values of the loaded program.

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,20 +42,6 @@ if TYPE_CHECKING:
     from sidelane.execute.cuda.partition import UnitSplit
 
 
-class ContextDriver(Protocol):
-    """The driver functions that a second context needs; the driver's context is current."""
-
-    def call(self, function: str, *arguments: Any) -> Any: ...
-
-    def create_stream(self) -> int: ...
-
-    def bind_memory_ops(self, ops: MemoryOps, stream: int) -> Bound: ...
-
-    def submit(self, calls: Iterable[Bound]) -> None: ...
-
-    def is_idle(self, stream: int) -> bool: ...
-
-
 class SecondContext:
     """A stream with its own hardware channels, for memory operations that must run even if all other streams hang.
 
@@ -70,7 +56,7 @@ class SecondContext:
         DriverError: the device has no memory for it.
     """
 
-    def __init__(self, driver: ContextDriver, api: Any, first: Any) -> None:
+    def __init__(self, driver: Driver, api: Any, first: Any) -> None:
         self._driver, self._api, self._first = driver, api, first
         self._context = driver.call("cuCtxCreate", None, 0, driver.call("cuCtxGetDevice"))
         try:

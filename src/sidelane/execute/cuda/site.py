@@ -23,8 +23,8 @@ from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
-from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, SubmissionLedger
+from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
@@ -157,7 +157,7 @@ class CudaSite:
         self,
         rank: int,
         device: torch.device,
-        monitor: PeerMonitor,
+        monitor: ControlBlock,
         timeout_s: float,
         features: DriverFeatures,
         *,

@@ -26,8 +26,8 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
-from sidelane.execute.monitor import NO_CALL, PeerMonitor
 from sidelane.log import UnfailingLogger
+from sidelane.memory.control import NO_CALL, ControlBlock
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
@@ -75,7 +75,7 @@ class DeviceWatch:
         driver: Driver,
         rank: int,
         words: HostWords,
-        monitor: PeerMonitor,
+        monitor: ControlBlock,
         rescue: FlagRescue,
         timeout_s: float,
     ) -> None:

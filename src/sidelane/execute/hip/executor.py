@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
+from sidelane.execute.base import Addresses, Capabilities, Runnable
 from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.probe import DriverFeatures
-from sidelane.execute.monitor import PeerMonitor
+from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import Copy, Program
 
 LAST_EPOCH = 1 << 31
@@ -28,7 +28,7 @@ class HipExecutor(CudaExecutor):
         self,
         rank: int,
         device: torch.device,
-        monitor: PeerMonitor,
+        monitor: ControlBlock,
         timeout_s: float,
         features: DriverFeatures,
         **options: Any,
@@ -40,7 +40,7 @@ class HipExecutor(CudaExecutor):
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset({Copy}), "hip")
 
-    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> Runnable:
         """See ``CudaExecutor.load``.
 
         Raises:
