@@ -15,7 +15,7 @@ from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 from sidelane import Communicator, ops
 from sidelane.device.context import begin, end, wait_acquire
 from sidelane.errors import SidelaneError
-from sidelane.ops import operator, reference
+from sidelane.ops import embedding, operator
 from sidelane.ops.embedding import EmbeddingAllToAll
 
 
@@ -82,7 +82,7 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                     slice_bags=cut,
                 )
                 kept.append((result.clone(), expected))
-            unfused = reference.embedding_all_to_all(
+            unfused = embedding.unfused(
                 *(comm, own, indices.to(device), offsets.to(device), counts),
                 mode=mode,
                 per_sample_weights=None if weights is None else weights.to(device),
