@@ -26,7 +26,7 @@ from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, name_of
 from sidelane.integrations.fsdp_group import Elsewhere, FsdpCounts, FsdpGroup, MachineGroup
-from sidelane.integrations.nodes.groups import exchanged_nodes
+from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
 from sidelane.integrations.nodes.link import NodesLink
 from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
@@ -245,7 +245,8 @@ def _make_group(group: dist.ProcessGroup, device: torch.device, config: Config, 
     if not nodes.spans:
         return MachineGroup(group, device, config, counts)
     store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
-    return NodesLink(group, device, config, store, nodes, exchange.liveness, counts)
+    ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
+    return NodesLink(group, device, ranks, counts)
 
 
 def _param_groups(model: nn.Module) -> list[Any]:

@@ -11,15 +11,11 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.config import Config
-from sidelane.integrations.fallback import Witness
 from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.ring import Ring
-from sidelane.memory.exchange import ranks_of
-from sidelane.memory.liveness import Liveness
 from sidelane.program.collective import Kind
 
 
@@ -31,44 +27,22 @@ class NodesLink(FsdpGroup):
     Args:
         group: group of the shards.
         device: device of the shards.
-        config: settings.
-        store: store of these ranks and this link alone.
-        nodes: nodes of the ranks.
-        liveness: liveness of the ranks.
+        ranks: ranks of the group, with a store of this link alone.
         counts: counts of the model.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        config: Config,
-        store: dist.Store,
-        nodes: Nodes,
-        liveness: Liveness,
-        counts: FsdpCounts,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: NodeRanks, counts: FsdpCounts) -> None:
         super().__init__(group, device, counts)
-        self.nodes = nodes
-        rank, ranks = group.rank(), ranks_of(group)
-        witness = Witness(liveness)
+        self.nodes = ranks.nodes
         self._lanes: list[NodesCommunicator] = []
-        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
-            none: Any = SimpleNamespace(rank=rank, world_size=len(ranks))  # no call comes to it
+        if choose_steps(Kind.ALL_GATHER, sys.maxsize, self.nodes).name == FLAT:
+            none: Any = SimpleNamespace(rank=ranks.rank, world_size=group.size())  # no call comes to it
             self.gather, self.scatter = none, none
             self.ring = Ring(functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
             return
         try:
             for name in ("gather", "scatter"):
-                lane = NodesCommunicator(
-                    dist.PrefixStore(f"{name}/", store),
-                    *(rank, ranks, nodes),
-                    device=device,
-                    config=config,
-                    witness=witness,
-                    name=f"{group.group_name}/fsdp {name}",
-                )
-                self._lanes.append(lane)
+                self._lanes.append(NodesCommunicator(ranks.within(name), device))
         except BaseException:
             self.close()
             raise
