@@ -274,12 +274,12 @@ def prepare_prelaunched(
         _check_variant(name, kind, variant, calls.backend.abilities)
         request: Request = getattr(path.arguments, kind)(*tensors, *details)
         agreement = Agreement.of((request,), variant, frozen=False, beside=path.hint(name, beside))
-        return (request, agreement), f"{name}: {agreement.text()}"
+        return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
         plan = path.preparer.planner.held(agreement)
-        signature = f"prelaunched {agreement.text()}"
+        signature = f"prelaunched {agreement.text}"
         return Prelaunched(calls, path.preparer, request, plan, signature, tensors, host_trigger)
 
 
