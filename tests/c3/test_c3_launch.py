@@ -152,19 +152,6 @@ def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> N
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "units", "gather"), [("conccl", 0, "side_0"), ("c3_rp", 8, "own_8")])
-def test_an_order_of_their_own(device: FakeDevice, name: str, units: int, gather: str) -> None:
-    computes, comm = [device.queue("compute"), device.queue("more")], Comm(device, "gather")
-    launch.run(LaunchMode(named(name), units), computes, lambda comm: comm.all_gather(), [comm], (1, 2, 0))  # type: ignore[list-item]
-    roads = ("gemm_without_8", "gemm_without_8") if units else ("caller", "compute_1")
-    beside = "compute" if name == "conccl" else "nothing"
-    first = device.log.index(f"{roads[1]}: record e2")
-    assert device.log[first : first + 7] == [
-        f"{roads[1]}: record e2", f"{roads[1]}: more", f"{gather}: wait e2", f"{gather}: record e3",
-        f"{gather}: gather beside {beside}", f"{roads[0]}: wait e3", f"{roads[0]}: compute",
-    ]  # fmt: skip
-
-
 def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
     def fail() -> None:
         raise RuntimeError("no")

@@ -83,7 +83,6 @@ def run(
     computes: Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Sequence[Communicator],
-    released: Sequence[int] = (),
 ) -> tuple[list[T], S]:
     """Run all; the next work on the current stream follows all of them.
 
@@ -92,8 +91,6 @@ def run(
         computes: one computation or several, see ``overlap``.
         collective: function that makes the collectives, see ``overlap``.
         on: communicators on one device.
-        released: numbers of computations, and the one behind them for the collective, in the order of their release;
-            empty for the order of the strategy.
 
     Raises:
         UnavailableError: no such units here, or no streams of theirs yet and a graph is captured.
@@ -102,7 +99,7 @@ def run(
     device, strategy = on[0].device, way.strategy
     numbers = range(len(computes))
     first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and device.type == "cpu")
-    order = released or ((len(computes), *numbers) if first else (*numbers, len(computes)))
+    order = (len(computes), *numbers) if first else (*numbers, len(computes))
     if strategy.concurrent and device.type == "cuda":
         return _on_streams(way, computes, collective, on, device, order)
     comms = [StrategyCommunicator(comm, strategy, None) for comm in on]

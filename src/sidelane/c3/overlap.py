@@ -58,7 +58,6 @@ def overlap(
     units: int | None = ...,
     beside: Computation | None = ...,
     moves: Moves = ...,
-    workgroups: Sequence[int] = ...,
 ) -> tuple[T, S]: ...
 
 
@@ -72,7 +71,6 @@ def overlap(
     units: int | None = ...,
     beside: Computation | None = ...,
     moves: Moves = ...,
-    workgroups: Sequence[int] = ...,
 ) -> tuple[list[T], S]: ...
 
 
@@ -87,7 +85,6 @@ def overlap(
     units: int | None = None,
     beside: Computation | None = None,
     moves: Moves = (),
-    workgroups: Sequence[int] = (),
 ) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
@@ -108,9 +105,6 @@ def overlap(
             all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
         beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
-        workgroups: number of workgroups of each computation's kernels and, last, of the collective's (0 on copy
-            engines). All are then released from few to many, so that none starves (ConCCL paper, V-C and VII-B1),
-            whatever the order of the strategy; equals in the given order.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
@@ -132,7 +126,7 @@ def overlap(
         if beside is not None or moves:
             raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
         way = possible(strategy, comms[0].device, units)
-    return _run(way, compute, collective, comms, workgroups)
+    return _run(way, compute, collective, comms)
 
 
 def _run(
@@ -140,7 +134,6 @@ def _run(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
     comms: Sequence[Communicator],
-    workgroups: Sequence[int] = (),
 ) -> tuple[T | list[T], S]:
     one = callable(compute)
     computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
@@ -148,7 +141,7 @@ def _run(
         raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
     _check_collective(collective, len(comms))
     computed: list[T]
-    computed, result = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
+    computed, result = run(way, computes, collective, comms)
     return (computed[0] if one else computed), result
 
 
@@ -168,19 +161,6 @@ def _check_collective(collective: object, count: int) -> None:
     fewest = code.co_argcount - len(collective.__defaults__ or ())
     if not fewest <= count <= code.co_argcount:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
-
-
-def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
-    """Return the order of releases, few workgroups first; empty if the strategy has the order."""
-    if not len(workgroups):
-        return ()
-    whole = all(isinstance(each, int) and each >= 0 for each in workgroups)
-    if len(workgroups) != count + 1 or not whole or not way.strategy.concurrent:
-        raise _refused(
-            f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
-            "computation and of the collective; not with serial)"
-        )
-    return tuple(sorted(range(count + 1), key=workgroups.__getitem__))
 
 
 def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Selection[LaunchMode]:
