@@ -19,26 +19,25 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
+from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool_places import Reached
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
+from sidelane.memory.persistent import lasting
 from sidelane.memory.posts import SPLITS
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
-from sidelane.session.beside import beside
+from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
-from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
+from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors, holds_lists
 from sidelane.session.own_kernel import OwnKernel, load_kernel
-from sidelane.session.reshard_call import ReshardCall
 from sidelane.session.session import Lane, Session
 
 if TYPE_CHECKING:  # a process group makes its first call without these
@@ -110,6 +109,7 @@ class Communicator:
         self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
         self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
+        self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
         self.kept: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
 
@@ -469,7 +469,19 @@ class Communicator:
             ValueError: the tensor is not symmetric memory, or not contiguous.
             UnavailableError: a graph is being captured, and the tensor is new.
         """
-        return self.lane.peers(tensor)
+        (region,) = self.lane.arguments.regions("peers", tensor)
+        if region.place is None:
+            raise ValueError(
+                "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
+                "allowed=tensors of Communicator.empty)"
+            )
+        found = self._peers.get(region.place)
+        if found is None:
+            if self._backend.place()[1]:
+                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+            addresses = torch.tensor(self.lane.session.heap.addresses(region), dtype=torch.int64, device="cpu")
+            found = self._peers[region.place] = lasting(self.device, lambda: addresses.to(self.device))
+        return found
 
     @leaving_modes
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -502,10 +514,9 @@ class Communicator:
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        places = self._path.places
-        return Reached("staged", "it has no peers" if places is None else places.why_staged(tensor))
+        return Reached("staged", self.lane.arguments.places.why_staged(tensor))
 
-    @leaving_modes
+    @entry
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
         """Describe the computation next to calls, for their ``beside=``: ``auto`` then weighs how much of either hides.
 
@@ -517,14 +528,14 @@ class Communicator:
             us: instead of ``gemm``, the time of the computation in microseconds.
 
         Raises:
-            ValueError: both or none of them are given; a dimension, dtype or time is wrong; or the GEMM differs between
-                ranks. On every rank.
+            ValueError: both or none of them are given; or a dimension, dtype or time is wrong.
             UnavailableError: a graph is being captured.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        capturing = self._backend.place()[1]
-        return beside(
-            gemm, us, self.device, capturing=capturing, slowest_of=lambda times: self.all_reduce(times, op="max")
-        )
+        _, own_us = self._path.agree("beside", lambda: (own_time_us(gemm, us, self.device), f"beside {gemm}"))
+        slowest = torch.tensor([own_us], dtype=torch.float32, device=self.device)
+        self._call(Kind.ALL_REDUCE, (slowest, slowest), ("max",), AUTO, None, False)
+        return computation(slowest.item(), gemm, self.device)
 
     @entry
     def barrier(self) -> None:

@@ -27,7 +27,7 @@ class HasCalls(Protocol):
 S = TypeVar("S", bound=HasCalls)
 
 
-def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def entry(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool = True) -> Callable[Concatenate[S, P], R]:
     """Wrap a method that is a call: one thread at a time, wrong signatures told to the peers, no tracing by compilers.
 
     Calls have one order, which is the same on all ranks. Two threads that call at once have no defined order. This is
@@ -41,15 +41,6 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     It costs 0.5 us a call (two cores of an EPYC, Python 3.11; eager calls take the host 4 us and more).
     """
-    return _door(method, leaves_modes=True)
-
-
-def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wrap a method as :func:`entry` does, but without leaving modes: a repeated call need not, ``CallPath`` does."""
-    return _door(method, leaves_modes=False)
-
-
-def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Callable[Concatenate[S, P], R]:
     code = cast("FunctionType", method).__code__
     places = ranges.argument_indices(code.co_varnames[1 : code.co_argcount])  # behind self
 
@@ -87,6 +78,11 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
 
     keep_compilers_out(entered)
     return cast("Callable[Concatenate[S, P], R]", entered)
+
+
+def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wrap a method as :func:`entry` does, but without leaving modes: a repeated call need not, ``CallPath`` does."""
+    return entry(method, leaves_modes=False)
 
 
 def _inside(calls: Calls) -> str | None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane.choice import Abilities
-from sidelane.collectives.agreement import BATCH, LISTED, Agreement, CallPart
-from sidelane.collectives.arguments import Arguments, Request
+from sidelane.choice.candidate import everything, reshards
+from sidelane.collectives.agreement import BATCH, LISTED, Agreement, CallPart, Request
+from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.heap import Region
-from sidelane.collectives.plan import check_variant
+from sidelane.collectives.plan import AUTO, check_variant
 from sidelane.collectives.work import Work
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
+from sidelane.program.variant import Variant
 from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -79,7 +83,9 @@ class ListedCall(CallForm):
     @property
     def _where(self) -> str:
         """The place of the tensors, for errors; empty if there is no list."""
-        return BATCH if self.name == BATCH else "lists"
+        if self.name == BATCH:
+            return BATCH
+        return "lists" if any(isinstance(given, list | tuple) for given in self._asked[0].given) else ""
 
     def agreement(self, requests: Requests, variant: str, frozen: bool, beside: Beside) -> Agreement:
         parts = tuple(map(CallPart.of, requests))
@@ -87,6 +93,52 @@ class ListedCall(CallForm):
 
     def written(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for columns in self._lists for tensor in columns[0])
+
+
+class ReshardCall(ListedCall):
+    """All-to-alls from one dimension to another one, on a pair of tensors or on lists: always one program.
+
+    Args:
+        tensors: output and input, or lists of them.
+        dims: the caller's ``scatter_dim`` and ``gather_dim``.
+        splits: the caller's ``output_split_sizes`` and ``input_split_sizes``.
+        copies_own: copy the part that stays on its rank, too.
+        world_size: number of ranks.
+    """
+
+    repeated_as = None
+
+    def __init__(
+        self,
+        tensors: tuple[Tensors, Tensors],
+        dims: tuple[object, object],
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        copies_own: object,
+        world_size: int,
+    ) -> None:
+        self._dims, self._splits, self._copies_own = dims, splits, copies_own
+        super().__init__(Kind.ALL_TO_ALL, [CallRequest(Kind.ALL_TO_ALL, tensors)], world_size)
+
+    @property
+    def details(self) -> Hashable:
+        scatter, gather = (_whole(*each) for each in zip(("scatter_dim", "gather_dim"), self._dims, strict=True))
+        names = ("output_split_sizes", "input_split_sizes")
+        gathered, scattered = (
+            _sizes(name, sizes, self._world_size) for name, sizes in zip(names, self._splits, strict=True)
+        )
+        dims = Dimensions(scatter, gather, scattered, gathered)
+        self._asked = [self._asked[0]._replace(details=(self._copies_own, dims))]
+        shapes = tuple(getattr(tensor, "shape", None) for tensor in self.tensors)
+        return ("dimensions", dims, own_part(self._copies_own), shapes)
+
+    def check_variant(self, variant: str, abilities: Abilities) -> None:
+        super().check_variant(variant, abilities)
+        names = [found.variant for found in everything(Kind.ALL_TO_ALL, abilities) if reshards(found)]
+        if variant != AUTO and Variant.of(variant).called not in names:
+            raise ValueError(
+                f"all_to_all: variant with scatter_dim and gather_dim (value={variant!r}, "
+                f"allowed={', '.join((AUTO, *names))})"
+            )
 
 
 @untraced
@@ -213,3 +265,20 @@ def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
                 )
         if region.address + region.nbytes > last.get(written, (0, 0))[0]:
             last[written] = (region.address + region.nbytes, number)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        allowed = "a whole number: scatter_dim and gather_dim go together"
+        raise TypeError(f"all_to_all: {name} (value={value!r}, allowed={allowed})") from None
+
+
+def _sizes(name: str, sizes: Any, world_size: int) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise TypeError(f"all_to_all: {name} (value={sizes!r}, allowed={world_size} whole numbers)") from None

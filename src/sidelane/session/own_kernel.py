@@ -10,12 +10,10 @@ import torch
 from sidelane import log
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
-from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import Key, PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import SymmetricHeap
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -341,36 +339,6 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
         made = OwnKernel(path, kernel, flags)
     path.preparer.own_programs.add(made)
     return made
-
-
-class Peers:
-    """Cache of the addresses of symmetric tensors on all ranks, for kernels: int64[N] on the device per place.
-
-    Args:
-        heap: symmetric memory of the session.
-        arguments: checks tensors.
-    """
-
-    def __init__(self, heap: SymmetricHeap, arguments: Arguments) -> None:
-        self._heap, self._arguments = heap, arguments
-        self._found: dict[tuple[int, int], torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Communicator.peers``."""
-        (region,) = self._arguments.regions("peers", tensor)
-        if region.place is None:
-            raise ValueError(
-                "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
-                "allowed=tensors of Communicator.empty)"
-            )
-        found = self._found.get(region.place)
-        if found is None:
-            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
-            addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64, device="cpu")
-            device = self._arguments.device
-            found = self._found[region.place] = lasting(device, lambda: addresses.to(device))
-        return found
 
 
 def name_of(kernel: Any) -> str:

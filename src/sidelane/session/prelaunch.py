@@ -15,8 +15,8 @@ import torch
 
 from sidelane.choice import Abilities, Candidate, Choice
 from sidelane.choice.candidate import DMA, everything
-from sidelane.collectives.agreement import Agreement
-from sidelane.collectives.arguments import Request, check_tensors
+from sidelane.collectives.agreement import Agreement, Request
+from sidelane.collectives.arguments import check_tensors
 from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, count_writes
@@ -230,7 +230,7 @@ class Prelaunched:
 
     def _load(self) -> SubmittedAhead:
         """Bind the program, or bind it again if staging has moved since."""
-        addresses = self._preparer.addresses(self._program, self._request)
+        addresses = self._preparer.addresses(self._program, (self._request,))
         if addresses == self._addresses:
             return self._held
         self._addresses = addresses
@@ -278,7 +278,7 @@ def prepare_prelaunched(
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        plan = path.preparer.held(agreement)
+        plan = path.preparer.planner.held(agreement)
         signature = f"prelaunched {agreement.text()}"
         return Prelaunched(calls, path.preparer, request, plan, signature, tensors, host_trigger)
 

@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +33,9 @@ from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS
-from sidelane.program.ir import Program
 from sidelane.session.entry import entry
-from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.sizes import format_bytes
 from sidelane.version import VERSION
-
-if TYPE_CHECKING:
-    from sidelane.session.bound_program import BoundProgram
 
 
 @functools.cache
@@ -344,7 +338,6 @@ class Lane:
         arguments: checks the tensors of callers.
         preparer: loads programs, and owns the memory that they share.
         calls: numbers and runs calls.
-        peers: see ``Communicator.peers``.
         path: the path that every call takes.
         profile: the measured times by which ``auto`` chooses.
         pools: number of pools that were made; the same on all ranks.
@@ -387,7 +380,6 @@ class Lane:
             session.name + (f", {self.name}" if number else ""),
         )
         self.control.world_ranks = session.ranks
-        self.peers = Peers(session.heap, self.arguments).of
         self.path = CallPath(self.calls, self.arguments, self.preparer)
         if log.calls.isEnabledFor(logging.INFO):
             self._log()
@@ -407,18 +399,6 @@ class Lane:
             *(self.profile.where, config.timeout_s, machine.count, machine.device),
             *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
         )
-
-    @entry
-    def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """Prove the caller's own program and bind it to tensors. Collective; see ``Communicator.load``."""
-        from sidelane.session.bound_program import bind_program
-
-        return bind_program(self.path, program, buffers)
-
-    @entry
-    def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
-        """Give the caller's own Triton kernel its flags. Collective; see ``Communicator.load_kernel``."""
-        return load_kernel(self.path, kernel, flags)
 
     @entry
     def agree(self, name: str, text: str) -> None:
