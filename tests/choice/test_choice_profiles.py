@@ -17,7 +17,7 @@ from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 from sidelane.choice import Candidate, store
 from sidelane.choice.candidate import find
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import Key
+from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import (
     InForce,
@@ -247,7 +247,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_users_file_is_for_one_machine(home: Path):
     assert user_file(KEY) == home / "h999x4.json"
-    assert user_file(Key("cpu", "A processor", 2)) == home / "cpu.json"
+    assert user_file(MachineKey("cpu", "A processor", 2)) == home / "cpu.json"
     assert name_of(dataclasses.replace(KEY, count=8)) == "h999x8"
 
 
@@ -291,12 +291,12 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
     assert {"h100x2", "h200x2", "h200x4", "cpu"} <= set(builtin_names())
     h200 = builtin("h200x4")
     assert h200 is not None and builtin("nothing") is None
-    newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
+    newer = MachineKey("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
     found = builtin_for(newer)
     assert found is not None and found.profile is not None and found.profile.machine == "h200x4"
     assert [curve for curve in found.profile.curves if curve.world_size == 4] == list(h200.curves)
     assert "8 here" in in_force(BUILTIN, newer).where
-    by_cpu = builtin_for(Key("cpu", "Some processor", 64))
+    by_cpu = builtin_for(MachineKey("cpu", "Some processor", 64))
     assert by_cpu is not None and by_cpu.profile == builtin("cpu")
     for name in builtin_names():
         table = builtin(name)
@@ -306,7 +306,7 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
 
 
 def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeypatch: pytest.MonkeyPatch):
-    asked, quick = [], Key("cuda", "NVIDIA H200", 2)
+    asked, quick = [], MachineKey("cuda", "NVIDIA H200", 2)
     monkeypatch.setattr(store, "quick_key", lambda *_: quick)
     monkeypatch.setattr(store, "key_here", lambda *_: asked.append(1) or dataclasses.replace(KEY, count=2))
     text = store.choice_of_rank(None, "cuda", 2)
@@ -327,7 +327,7 @@ def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeyp
 
 
 def test_ranks_that_a_table_lacks_get_those_of_others():
-    key = Key("cuda", "NVIDIA H200", 4, "18 to a switch")
+    key = MachineKey("cuda", "NVIDIA H200", 4, "18 to a switch")
     for ranks in (2, 3, 4, 8):
         some, every = builtin_for(key, ranks), builtin_for(key)
         assert some is not None and some.profile is not None and every is not None and every.profile is not None
@@ -364,7 +364,7 @@ def test_a_device_without_a_table_goes_by_a_similar_one():
 )
 def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int, where: str):
     four, two = builtin("h200x4"), builtin("h200x2")
-    found = builtin_for(Key("cuda", "NVIDIA H200", gpus))
+    found = builtin_for(MachineKey("cuda", "NVIDIA H200", gpus))
     assert four is not None and two is not None and found is not None and found.profile is not None
     assert re.search(where, found.where)
     for ranks, measured in ((2, two), (3, four), (4, four), (8, four)):

@@ -13,7 +13,7 @@ import torch
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, everything
-from sidelane.choice.key import CPU, Key, key_here
+from sidelane.choice.key import CPU, MachineKey, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
@@ -263,7 +263,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
         links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
-        key = Key("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
+        key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
         # What a communicator would choose by there, until somebody has measured.
         tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
         return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
@@ -289,11 +289,11 @@ def _described(name: str) -> Machine:
         ) from None
 
 
-def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
+def _placed(by: InForce, where: str, key: MachineKey, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
     return by, where, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
 
 
-def _devices(key: Key, ranks: int) -> str:
+def _devices(key: MachineKey, ranks: int) -> str:
     return f"{ranks} CPU process{'es' * (ranks > 1)}" if key.device_type == CPU else f"{ranks} x {key.device}"
 
 
@@ -368,7 +368,7 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
         program = fit(program) if takes_packets(machine) else program
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
-    profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
+    profile = Profile(machine.name, MachineKey("", machine.title, machine.gpus), "", "", tuple(curves))
     return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
 
 
