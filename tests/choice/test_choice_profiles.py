@@ -26,7 +26,7 @@ from sidelane.choice.store import (
     builtin_names,
     in_force,
     name_of,
-    read,
+    read_profile,
     user_file,
 )
 from sidelane.config import BUILTIN, Config, from_environment
@@ -61,9 +61,9 @@ def test_a_curve_that_cannot_be_is_refused(times: tuple[tuple[int, float], ...])
 
 def test_a_profile_survives_its_file(tmp_path: Path):
     write_whole(tmp_path / "deep" / "profile.json", CROSSING.to_text().encode())
-    assert read(tmp_path / "deep" / "profile.json") == CROSSING
+    assert read_profile(tmp_path / "deep" / "profile.json") == CROSSING
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
-    assert read(tmp_path / "none.json") is None
+    assert read_profile(tmp_path / "none.json") is None
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: dict[str, 
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**json.loads(CROSSING.to_text()), **change}))
     with pytest.raises(ValueError, match="not a profile"):
-        read(path)
+        read_profile(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="not a profile"):
-        read(path)
+        read_profile(path)
 
 
 def test_cached_graphs_of_older_profiles_are_left_out(tmp_path: Path):
@@ -95,7 +95,7 @@ def test_cached_graphs_of_older_profiles_are_left_out(tmp_path: Path):
     rows = [{**row, "launch": "calls", "signals": "memops"} for row in content["curves"]]
     content["curves"] = [*rows, {**rows[0], "launch": "graph"}]
     (tmp_path / "p.json").write_text(json.dumps(content))
-    assert read(tmp_path / "p.json") == CROSSING
+    assert read_profile(tmp_path / "p.json") == CROSSING
 
 
 @pytest.mark.parametrize("field", ["dtype", "variant", "implementation"])
@@ -104,7 +104,7 @@ def test_a_list_where_a_name_belongs_is_refused(tmp_path: Path, field: str):
     content["curves"][0][field] = ["b2b"]
     (tmp_path / "p.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"not a profile: ValueError: curves.0.: ValueError: {field} \(value="):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("times", ["[[1024, Infinity]]", "[[Infinity, 3.0]]", "[[1e999, 3.0]]", "[[1024, NaN]]"])
@@ -113,13 +113,13 @@ def test_times_that_are_no_numbers_are_refused(tmp_path: Path, times: str):
     content["curves"][0]["times"] = "TIMES"
     (tmp_path / "p.json").write_text(json.dumps(content).replace('"TIMES"', times))
     with pytest.raises(ValueError, match="not a profile"):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Path):
     (tmp_path / "p.json").write_text('{"format": ' + "[" * 200_000 + "]" * 200_000 + "}")
     with pytest.raises(ValueError, match="not a profile: ValueError: nested too deeply"):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 def isolated_file() -> dict[str, Any]:

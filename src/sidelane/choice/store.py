@@ -109,7 +109,9 @@ def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> st
     return json.dumps({"key": key.to_dict(), "ranks": world_size, "notes": notes})
 
 
-def users_profile(setting: str | None, key: MachineKey, whole: Callable[[], MachineKey]) -> tuple[InForce | None, tuple[str, ...]]:
+def users_profile(
+    setting: str | None, key: MachineKey, whole: Callable[[], MachineKey]
+) -> tuple[InForce | None, tuple[str, ...]]:
     """Return the profile in a file, if it is for this machine, and notes why others are not used.
 
     Args:
@@ -124,7 +126,7 @@ def users_profile(setting: str | None, key: MachineKey, whole: Callable[[], Mach
     if setting != BUILTIN:
         path = user_file(key) if setting is None else Path(setting)
         try:
-            profile = None if path is None else read(path)
+            profile = None if path is None else read_profile(path)
             if path is None:
                 notes.append(f"no profile of this user is looked for: {NO_HOME}")
             elif profile is not None:
@@ -156,7 +158,7 @@ def name_of(key: MachineKey) -> str:
     return CPU if key.device_type == CPU else machine_name(key.device, key.count)
 
 
-def read(path: Path) -> Profile | None:
+def read_profile(path: Path) -> Profile | None:
     """Return the profile in a file; None if there is no such file.
 
     Raises:
@@ -213,7 +215,7 @@ def fused_times(setting: str | None, key: MachineKey) -> dict[str, tuple[FusedTi
     found = {}
     path = None if setting == BUILTIN else user_file(key, FUSED_FILE)
     try:
-        profile = None if path is None else read(path)
+        profile = None if path is None else read_profile(path)
     except ValueError as problem:
         profile = None
         logger.warning("times of fused operators are not used: %s (sidelane fused --keep measures again)", problem)

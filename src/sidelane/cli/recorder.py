@@ -107,7 +107,7 @@ class _Plain(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read(path: Path) -> Dump:
+def read_dump(path: Path) -> Dump:
     """Read the dump of a rank, of Sidelane or of torch itself.
 
     Raises:
@@ -278,7 +278,7 @@ def recorder(files: tuple[Path, ...], json: Path | None) -> None:
     torch's own are read, too.
     """
     with plain_errors():
-        dumps = [read(path) for path in files]
+        dumps = [read_dump(path) for path in files]
         found = analyse(dumps)
         if json is not None:
             rows = [dataclasses.asdict(finding) for finding in found]

@@ -14,7 +14,7 @@ from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
 from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, MachineKey, key_here
-from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
@@ -246,7 +246,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
     if options.profile is not None or name in builtin_names():
-        profile = builtin(name) if name is not None else read(Path(str(options.profile)))
+        profile = builtin(name) if name is not None else read_profile(Path(str(options.profile)))
         if profile is None:
             raise ValueError(
                 f"explain: no such profile (value={str(options.profile)!r}, allowed=a file of sidelane tune)"

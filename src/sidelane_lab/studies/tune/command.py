@@ -18,8 +18,7 @@ import torch
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, MachineKey, key_here
-from sidelane.choice.store import InForce, in_force, name_of, user_file
-from sidelane.choice.store import read as read_profile
+from sidelane.choice.store import InForce, in_force, name_of, read_profile, user_file
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
