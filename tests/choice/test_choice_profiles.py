@@ -25,7 +25,6 @@ from sidelane.choice.store import (
     builtin_for,
     builtin_names,
     in_force,
-    name_of,
     read_profile,
     user_file,
 )
@@ -248,7 +247,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_users_file_is_for_one_machine(home: Path):
     assert user_file(KEY) == home / "h999x4.json"
     assert user_file(MachineKey("cpu", "A processor", 2)) == home / "cpu.json"
-    assert name_of(dataclasses.replace(KEY, count=8)) == "h999x8"
+    assert dataclasses.replace(KEY, count=8).short_name == "h999x8"
 
 
 def test_the_users_file_is_used_when_its_key_fits(home: Path):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from sidelane.machine.inventory import machine_name
 from sidelane.user_files import whole_in
 
 CPU = "cpu"
@@ -31,6 +32,11 @@ class MachineKey:
     count: int
     links: str = ""
     software: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def short_name(self) -> str:
+        """Short name of the machine, as in the folders under ``results/``."""
+        return CPU if self.device_type == CPU else machine_name(self.device, self.count)
 
     def differences(self, here: MachineKey) -> tuple[str, ...]:
         """Return the differences on this machine, one phrase each. Properties that a side lacks are not compared."""

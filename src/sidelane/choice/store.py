@@ -19,7 +19,6 @@ from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
 from sidelane.log import UnfailingLogger
-from sidelane.machine.inventory import machine_name
 from sidelane.user_files import bytes_of
 
 logger = UnfailingLogger(logging.getLogger(__name__))
@@ -150,12 +149,7 @@ def users_profile(
 def user_file(key: MachineKey, name: str = "{}.json") -> Path | None:
     """Return the file of ``sidelane tune`` for a machine, or a file of another ``name``; None without a home."""
     folder = profile_folder()
-    return None if folder is None else folder / name.format(name_of(key))
-
-
-def name_of(key: MachineKey) -> str:
-    """Return the short name of a machine, as in the folders under ``results/``."""
-    return CPU if key.device_type == CPU else machine_name(key.device, key.count)
+    return None if folder is None else folder / name.format(key.short_name)
 
 
 def read_profile(path: Path) -> Profile | None:

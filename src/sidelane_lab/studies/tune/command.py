@@ -18,7 +18,7 @@ import torch
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, MachineKey, key_here
-from sidelane.choice.store import InForce, in_force, name_of, read_profile, user_file
+from sidelane.choice.store import InForce, in_force, read_profile, user_file
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
@@ -188,7 +188,7 @@ def main(options: TuneOptions) -> Profile | None:
     previous = _previous(path, key)
     before = in_force(BUILTIN, key) if previous is None else InForce(previous, str(path))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fresh = Profile(name_of(key), key, now, options.command or provenance.command_line(), ())
+    fresh = Profile(key.short_name, key, now, options.command or provenance.command_line(), ())
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
     profile = dataclasses.replace(fresh, curves=replacing((previous or fresh).curves, curves))
     write_text(path, profile.to_text())
