@@ -171,7 +171,7 @@ def test_a_capture_holds_no_making_of_lanes(device: FakeDevice, monkeypatch: pyt
 
 def test_which_ways_there_are(device: FakeDevice) -> None:
     """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
-    names = [one.name for one in strategies() if not launch.objection(one, GPU)]
+    names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
     assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED, *overlap.KERNELS}
     assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"}
     assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]

@@ -139,9 +139,9 @@ FUSED_ROW = {
     "times": {"fused": 3.0, "unfused": 4.0},
 }
 GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    "profile": (read, json.loads(CROSSING.to_text())),
+    "profile": (read_profile, json.loads(CROSSING.to_text())),
     "fused": (
-        read,
+        read_profile,
         json.loads(dataclasses.replace(CROSSING, curves=(), operators=(FusedTime.from_dict(FUSED_ROW),)).to_text()),
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),

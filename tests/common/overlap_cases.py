@@ -19,7 +19,7 @@ from sidelane import (
     nano_batches,
     overlap,
 )
-from sidelane.c3.launch import objection
+from sidelane.c3.launch import unsupported_reason
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
 from sidelane.c3.strategies import strategies
@@ -32,7 +32,7 @@ def all_ways() -> tuple[str, ...]:
     by_kernels = tuple(name for name in KERNELS if name.startswith("sm_"))
     further = PARTITIONED + by_kernels if device.type == "cuda" else ()
     if torch.version.hip is not None:
-        able = {strategy.name for strategy in strategies() if not objection(strategy, device)}
+        able = {strategy.name for strategy in strategies() if not unsupported_reason(strategy, device)}
         further = tuple(name for name in further if name in able)
     return WAYS + further
 

@@ -33,7 +33,7 @@ BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
 """Movers that callers' calls select by a variant."""
 
 
-def objection(strategy: Strategy, device: torch.device) -> str:
+def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """Return the reason why a strategy cannot run callers' calls on a device; empty if it can.
 
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs in its fastest way alone.
@@ -69,7 +69,7 @@ def can_run(mode: LaunchMode, device: torch.device) -> bool:
     if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         partitions, _ = partitions_of(device)
         return partitions is not None and partitions.is_ready(partition, mode.units)
-    return not objection(mode.strategy, device) and mode in ways_of(mode.strategy, device)
+    return not unsupported_reason(mode.strategy, device) and mode in ways_of(mode.strategy, device)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from sidelane.c3.launch import BY_KERNELS, can_run, objection, run, ways_of
+from sidelane.c3.launch import BY_KERNELS, can_run, run, unsupported_reason, ways_of
 from sidelane.c3.rule import choose_strategy
 from sidelane.c3.strategies import LaunchMode, Mover, strategies
 from sidelane.choice import choose
@@ -31,7 +31,7 @@ S = TypeVar("S")
 
 AUTO = "auto"
 
-Moves = tuple[str, int] | Sequence[tuple[str, int]]
+SizedCalls = tuple[str, int] | Sequence[tuple[str, int]]
 """Type of a collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an
 all_gather, the local buffer of the others."""
 
@@ -57,7 +57,7 @@ def overlap(
     strategy: str = ...,
     units: int | None = ...,
     beside: Computation | None = ...,
-    moves: Moves = ...,
+    moves: SizedCalls = ...,
 ) -> tuple[T, S]: ...
 
 
@@ -70,7 +70,7 @@ def overlap(
     strategy: str = ...,
     units: int | None = ...,
     beside: Computation | None = ...,
-    moves: Moves = ...,
+    moves: SizedCalls = ...,
 ) -> tuple[list[T], S]: ...
 
 
@@ -84,7 +84,7 @@ def overlap(
     strategy: str = NAMES[0],
     units: int | None = None,
     beside: Computation | None = None,
-    moves: Moves = (),
+    moves: SizedCalls = (),
 ) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
@@ -163,7 +163,7 @@ def _check_collective(collective: object, count: int) -> None:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
-def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Selection[LaunchMode]:
+def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -> Selection[LaunchMode]:
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
     Collectives that only move bytes take ``conccl``. So do reductions, but for large ones beside a compute-bound GEMM,
@@ -196,7 +196,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Sel
     return found
 
 
-def _checked(beside: Computation, moves: Moves) -> tuple[tuple[Kind, int], ...]:
+def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
     if not isinstance(beside, Computation):
         raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
     found = []
@@ -314,7 +314,7 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
         ValueError: there is none, it cannot run callers' calls on that device, or it takes no units.
     """
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
-    reason = "there is none of that name" if found is None else objection(found, device)
+    reason = "there is none of that name" if found is None else unsupported_reason(found, device)
     if found is None or reason:
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")

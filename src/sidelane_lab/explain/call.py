@@ -11,7 +11,7 @@ import rich.console
 import torch
 
 from sidelane import config as settings
-from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
+from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, illegal_reason
 from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.key import CPU, MachineKey, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
@@ -156,7 +156,7 @@ def explain(options: ExplainOptions) -> Explanation:
         by = _simulated(described, agreement)
     chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else described, abilities)
     choice = chooses(agreement)
-    reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
+    reasons = [(found, illegal_reason(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     program: Program | KernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
