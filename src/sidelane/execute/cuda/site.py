@@ -14,18 +14,20 @@ import torch
 
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
-from sidelane.execute.base import Addresses
+from sidelane.execute.base import Addresses, Repetition
+from sidelane.execute.cuda.bind import Moving
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan, counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.native import Bound, movable_steps, steps_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
-from sidelane.execute.submitted import Counts, SubmissionLedger
+from sidelane.execute.submitted import Counts, Entry, SubmissionLedger
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
+from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
@@ -362,6 +364,37 @@ class CudaSite:
         self.check_open(method)
         if self.watch.failure is not None:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
+
+    def repetition(
+        self,
+        calls: Sequence[Bound],
+        program: Program | KernelProgram | KernelCall,
+        notes: tuple[Note, ...],
+        words: Moving = (),
+        moving: Addresses | None = None,
+    ) -> Repetition | None:
+        """Return an invocation as data for compiled code.
+
+        Args:
+            calls: its calls to the driver.
+            program: the program.
+            notes: side effects on Python objects.
+            words: words that depend on the number of the call.
+            moving: addresses of which the calls were prepared at :func:`native.locate`; None: no value of them moves.
+
+        Returns:
+            The invocation; None if its values move, and Python must make one of the calls.
+        """
+        found = (steps_of(calls), ()) if moving is None else movable_steps(calls, moving)
+        if found is None:
+            return None
+        steps, followers = found
+        return Repetition(steps, words, notes, self.failing(calls, program), followers=followers)
+
+    def kernel_notes(self, handle: int, program: KernelProgram | KernelCall, entry: Entry) -> tuple[Note, ...]:
+        """Return the side effects of a launch on a stream that is not captured, for compiled code."""
+        launched = self.watch.launch_notes(program)
+        return ((Effect.SET, self, "kernel_stream", handle), *launched, *self.ledger.notes(entry))
 
     def failing(
         self, calls: Sequence[Bound], program: Program | KernelProgram | KernelCall
