@@ -347,7 +347,7 @@ def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, var
 def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
     rank: Rank, collective: Collective, variant: str, symmetric: bool
 ) -> None:
-    from sidelane.execute.cuda.kernel_plan import arrange
+    from sidelane.execute.cuda.kernel_program import arrange
 
     program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
     first, draw = addresses(program), random.Random(variant)

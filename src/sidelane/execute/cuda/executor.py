@@ -51,7 +51,7 @@ class CudaExecutor(CudaSite):
             raise UnavailableError(
                 f"no GPU's copy engines add (value={program.variant!r}); CPU ranks and the simulator run such programs"
             )
-        known: CudaProgram | None = None if captured else self.programs.find(program, addresses)
+        known: CudaProgram | None = None if captured else self.loaded.find(program, addresses)
         if known is not None:
             return known.at(addresses)
         if len(addresses.flags) != program.world_size:
@@ -65,7 +65,7 @@ class CudaExecutor(CudaSite):
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             loaded = CudaProgram(self, program, addresses, captured=captured)
         if loaded.moves:
-            self.programs.keep(loaded)
+            self.loaded.keep(loaded)
         return loaded
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> Runnable:
@@ -77,7 +77,7 @@ class CudaExecutor(CudaSite):
                 the peers are told.
         """
         self.check_open("load_kernel")
-        known: CudaKernel | None = None if frozen else self.kernels.find(program, addresses)
+        known: CudaKernel | None = None if frozen else self.loaded.find(program, addresses)
         if known is not None:
             return known.at(addresses)
         from sidelane.execute.cuda.kernel_program import CudaKernel  # with all kernels: copy engines do without
@@ -89,5 +89,5 @@ class CudaExecutor(CudaSite):
                 self.fail_submission(f"{program.collective} {program.variant}", error, captured=frozen)
                 raise
         if loaded.moves:
-            self.kernels.keep(loaded.at(addresses))  # a copy that never has a graph
+            self.loaded.keep(loaded.at(addresses))  # a copy that never has a graph
         return loaded

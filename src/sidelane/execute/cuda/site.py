@@ -6,7 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -73,43 +73,25 @@ class Plans:
         )
 
 
-MOST = 256
-"""Largest number of programs of which a loaded one is kept; the oldest is dropped first."""
+MOST = 512
+"""Largest number of programs and kernels of which a loaded one is kept; the oldest is dropped first."""
 
 UNIT = 16
 """Largest alignment in bytes for which kernels are compiled."""
 
 
-class Movable(Protocol):
-    """A loaded program or kernel.
-
-    Attributes:
-        program: the program.
-        addresses: addresses to which it is bound.
-    """
-
-    @property
-    def program(self) -> object: ...
-
-    @property
-    def addresses(self) -> Addresses: ...
-
-
-T = TypeVar("T", bound=Movable)
-
-
-class Alike(Generic[T]):
-    """Cache of one loaded program per program object, by identity: callers keep programs and pass the same objects."""
+class Alike:
+    """Cache of one loaded program or kernel per program object, by identity: callers pass the same objects."""
 
     def __init__(self) -> None:
-        self._by_program: dict[int, T] = {}
+        self._by_program: dict[int, Any] = {}
 
-    def find(self, program: object, addresses: Addresses) -> T | None:
-        """Return a loaded program that differs only in the addresses of its buffers, by multiples of ``UNIT``."""
+    def find(self, program: object, addresses: Addresses) -> Any:
+        """Return what differs only in the addresses of its buffers, by multiples of ``UNIT``; None if there is none."""
         known = self._by_program.get(id(program))
         return known if known is not None and differ_by_places(known.addresses, addresses) else None
 
-    def keep(self, loaded: T) -> None:
+    def keep(self, loaded: Any) -> None:
         """Keep a loaded program in place of an earlier one of the same program."""
         if len(self._by_program) >= MOST:
             del self._by_program[next(iter(self._by_program))]
@@ -174,8 +156,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.programs: Alike[Any] = Alike()  # of copy engines; the code that loads them knows their types
-        self.kernels: Alike[Any] = Alike()
+        self.loaded = Alike()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that may have waited for a trigger
@@ -278,8 +259,7 @@ class CudaSite:
             self.synchronize()
         except SidelaneError:
             self.drain()
-        self.programs.clear()
-        self.kernels.clear()
+        self.loaded.clear()
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:
