@@ -164,8 +164,18 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        if again is None and not async_op:
-            again = self._found(grid, arguments, options, alike)
+        device, is_movable = self.context.device, again is None and not async_op
+        layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
+        places: list[int] = []
+        for at, part in enumerate(arguments):
+            if isinstance(part, torch.Tensor):
+                is_movable = is_movable and part.device == device  # Triton's launcher looks at each other one
+                layout.append(part.dtype)
+                places.append(at)
+            else:
+                layout.append(_number_of(part))
+        if is_movable:
+            again = self._found(tuple(layout), places, arguments)
             if again is not None and again[0].run(calls, again[1]):
                 return None
         call = calls.number()
@@ -175,8 +185,11 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            key = _key_of((self, alike, *grid), arguments, options, place[1])
-            prepared = None if key is None else self._preparer.cache.prepared(key)
+            key: Key | None = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
+            try:
+                prepared = self._preparer.cache.prepared(key)
+            except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
+                key = prepared = None
             if prepared is None:
                 prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
@@ -208,34 +221,18 @@ class OwnKernel:
         """
         return again.run(self._calls, tensors)
 
-    def _found(
-        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
-    ) -> Again | None:
-        """Return the cached launch that differs only in tensor addresses, with the tensors.
-
-        None without compiled code, and for arguments of which anything else may matter.
-        """
+    def _found(self, layout: Key, places: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
+        """Return the launch that differs only in tensor addresses, with the tensors; None if it cannot be cached."""
         if self._path.code() is None:
             return None
-        device, places = self.context.device, []
-        parts: list[Hashable] = []
-        for at, part in enumerate(arguments):
-            if isinstance(part, torch.Tensor):
-                if part.device != device:  # Triton's launcher looks at each of them
-                    return None
-                parts.append(part.dtype)
-                places.append(at)
-            else:
-                parts.append(_number_of(part))
         try:
-            key = alike, *grid, *options.items(), *parts
-            again = self._launches.get(key)
-            if again is None:
-                if len(self._launches) >= MOST_LAUNCHES:
-                    self._launches.clear()
-                again = self._launches[key] = RepeatedLaunch(places)
-        except TypeError:  # refused later, or not cached
+            again = self._launches.get(layout)
+        except TypeError:
             return None
+        if again is None:
+            if len(self._launches) >= MOST_LAUNCHES:
+                self._launches.clear()
+            again = self._launches[layout] = RepeatedLaunch(places)
         return again, [arguments[at] for at in places]
 
     def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, place: Place) -> None:
@@ -347,24 +344,6 @@ def name_of(kernel: Any) -> str:
     while hasattr(function, "fn"):  # of an autotuner
         function = function.fn
     return str(getattr(function, "__name__", type(kernel).__name__))
-
-
-def _key_of(
-    launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
-) -> Key | None:
-    """Return a cache key of all that a launch depends on; None if there is none."""
-    parts: list[Hashable] = [*launch, captured, *options.items()]
-    for part in arguments:
-        if isinstance(part, torch.Tensor):
-            parts.append((part.data_ptr(), part.dtype))
-        else:
-            parts.append(_number_of(part))
-    key = tuple(parts)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _number_of(part: object) -> Any:

@@ -108,9 +108,7 @@ class Prelaunched:
         call = calls.number()
         with calls.telling_refusals(call, self._signature):
             if calls.backend.place()[1]:
-                raise UnavailableError(
-                    "arm: not while a graph is captured: it hands over all commands at once anyway"
-                )
+                raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
         with calls.making_ready():
             self._held = self._load()
