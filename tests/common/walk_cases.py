@@ -38,9 +38,17 @@ def walk(call: Callable[[], Any]) -> tuple[int, int]:
 
 def all_gather(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """All-gathers of one shape in symmetric memory: what each of them enters."""
-    with made_up_gpus(driver=NativeDriver()), Communicator(group, config=Config(timeout_s=30)) as comm:
+    found = []
+    with (
+        made_up_gpus(driver=NativeDriver(), finish=False) as driver,
+        Communicator(group, config=Config(timeout_s=30)) as comm,
+    ):
         output, input = comm.empty(comm.world_size * 1000), comm.empty(1000)
-        return [walk(lambda: comm.all_gather(output, input)) for _ in range(calls)]
+        for _ in range(calls):
+            found.append(walk(lambda: comm.all_gather(output, input)))
+            comm.synchronize()
+            driver.synchronize()
+    return found
 
 
 def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:

@@ -185,11 +185,11 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            key: Key | None = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
+            key: Key = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
             try:
-                prepared = self._preparer.cache.prepared(key)
+                prepared, is_cachable = self._preparer.cache.prepared(key), True
             except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
-                key = prepared = None
+                prepared, is_cachable = None, False
             if prepared is None:
                 prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
@@ -199,7 +199,7 @@ class OwnKernel:
         used = async_op or place[1]
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
         work = calls.run(prepared, call, async_op, tensors, (), place)
-        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
+        if is_cachable and cast("KernelRunnable", prepared.loaded).is_prepared:
             self._preparer.cache.entry(key).prepared = prepared
         if used:
             return work
