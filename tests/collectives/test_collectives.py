@@ -78,8 +78,7 @@ def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
             request = comm.lane.arguments.all_reduce(tensor, tensor, "sum")
             preparer.prepare(Agreement.of((request,), "b2b", frozen=True), (request,))
         for size in (1 << 20, 1 << 22):
-            assert preparer._staging._block is not None
-            old = weakref.ref(preparer._staging._block.tensor)
+            old = weakref.ref(preparer._stagings[0]._block.tensor)
             comm.all_reduce(tensor, async_op=True)
             large = torch.ones(size)
             comm.all_reduce(large)
@@ -106,9 +105,8 @@ def staging_of_captures(group: dist.ProcessGroup) -> None:
             assert candidate is not None
             return Choice(candidate, "as the test wants it", ())
 
-        preparer._planner.choice = choice  # type: ignore[method-assign]
-        backend = comm._backend
-        backend.abilities = dataclasses.replace(backend.abilities, captures=True)  # type: ignore[misc]
+        preparer.planner.choice = choice  # type: ignore[method-assign]
+        preparer.planner._abilities = dataclasses.replace(comm._backend.abilities, captures=True)
         comm.all_to_all(tensor, tensor)
         preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
 
@@ -125,7 +123,7 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
         found = [one for name in ("b2b", "swap") if (one := find(Kind.ALL_TO_ALL, name)) is not None]
         table = tuple((candidate, None) for candidate in found)
         wanted = Choice(found[0], "as the test wants it", table)
-        with mock.patch.object(comm.lane.preparer._planner, "choice", return_value=wanted):
+        with mock.patch.object(comm.lane.preparer.planner, "choice", return_value=wanted):
             prepared = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
             comm.all_to_all(tensor, tensor, variant="b2b")
             again = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))

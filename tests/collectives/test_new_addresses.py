@@ -138,7 +138,7 @@ def test_shapes_go_when_staging_moves(rank: Rank) -> None:
         gather(rank, *pair)
     preparer = rank.comm.lane.preparer
     assert shapes(rank)
-    preparer._grow(preparer._staging, preparer._staging.nbytes + 1, False)
+    preparer._grow(preparer._stagings[0], preparer._stagings[0].nbytes + 1, False)
     assert not shapes(rank), "they know where it was"
     for pair in new_ones(3):
         gather(rank, *pair)

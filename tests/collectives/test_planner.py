@@ -8,23 +8,17 @@ import pytest
 
 from sidelane.choice.store import builtin
 from sidelane.collectives.agreement import Agreement, CallPart
-from sidelane.collectives.plan import AUTO, Plan, Planner
+from sidelane.collectives.plan import AUTO, CallProgram, Planner, staging_bytes
 from sidelane.execute.base import Capabilities
 from sidelane.program import collective as define
 from sidelane.program.collective import ReduceOp, Reduction
-from sidelane.program.ir import MOVES, Program
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.ir import MOVES
 
 MB = 1 << 20
 
 
-def takes_at_most(nbytes: int) -> Callable[[Plan], bool]:
-    def fits(plan: Plan) -> bool:
-        if isinstance(plan, Program):
-            return max(plan.staging_bytes) <= nbytes
-        return isinstance(plan, KernelProgram) and plan.staging_bytes <= nbytes
-
-    return fits
+def takes_at_most(nbytes: int) -> Callable[[CallProgram], bool]:
+    return lambda program: staging_bytes(program, captured=True) <= nbytes
 
 
 @pytest.fixture
@@ -43,7 +37,8 @@ def captured(size: int, variant: str = AUTO) -> Agreement:
 def test_a_capture_takes_the_best_that_staging_has_room_for(planner: Planner, room: int, variant: str):
     call = captured(64 * MB)
     assert planner.choice(call).candidate.variant == "two_shot_push"
-    program, choice = planner.program_that_fits(call, takes_at_most(room))
+    plan = planner.plan_that_fits(call, takes_at_most(room))
+    program, choice = plan.program, plan.choice
     assert program.variant == choice.candidate.variant == variant
     assert ("needs staging that is not there" in choice.reason) == (variant != "two_shot_push")
     assert choice.table == planner.choice(call).table
@@ -54,17 +49,19 @@ def test_a_capture_takes_the_best_that_staging_has_room_for(planner: Planner, ro
 
 def test_the_next_capture_may_have_room(planner: Planner):
     call = captured(64 * MB)
-    assert planner.program_that_fits(call, takes_at_most(0))[0].variant == "two_shot"
-    assert planner.program_that_fits(call, takes_at_most(64 * MB))[0].variant == "two_shot_push"
+    assert planner.plan_that_fits(call, takes_at_most(0)).choice.candidate.variant == "two_shot"
+    assert planner.plan_that_fits(call, takes_at_most(64 * MB)).choice.candidate.variant == "two_shot_push"
 
 
 def test_what_the_caller_named_is_not_replaced(planner: Planner):
-    program, choice = planner.program_that_fits(captured(64 * MB, "two_shot_push"), takes_at_most(0))
+    plan = planner.plan_that_fits(captured(64 * MB, "two_shot_push"), takes_at_most(0))
+    program, choice = plan.program, plan.choice
     assert program.variant == choice.candidate.variant == "two_shot_push"
     assert str(choice) == "all_reduce of 64M by a kernel (two_shot_push): the caller asked for it"
 
 
 def test_where_nothing_fits_the_choice_stands(planner: Planner):
     """Whoever allocates says what is missing."""
-    program, choice = planner.program_that_fits(captured(64 * MB), lambda plan: False)
+    plan = planner.plan_that_fits(captured(64 * MB), lambda program: False)
+    program, choice = plan.program, plan.choice
     assert program.variant == choice.candidate.variant == "two_shot_push"

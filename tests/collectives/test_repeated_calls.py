@@ -200,9 +200,7 @@ def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
         gather(rank, output, input)
     assert rank.native[-1]
     preparer = rank.comm.lane.preparer
-    preparer._grow(
-        preparer._staging, preparer._staging._block.tensor.nbytes + 1 if preparer._staging._block else 1, False
-    )
+    preparer._grow(preparer._stagings[0], preparer._stagings[0].nbytes + 1, False)
     gather(rank, output, input)
     assert not rank.native[-1], "it would run where staging was"
 

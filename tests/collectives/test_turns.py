@@ -198,7 +198,7 @@ class Stage:
                     collective = call.program.collective
                     input, output = call.memory[rank, Buffer.INPUT], call.memory[rank, Buffer.OUTPUT]
                     fill(collective, rank, epoch, input, output)
-                    call.loaded[rank].start(epoch, None).wait()
+                    call.loaded[rank].start(epoch).wait()
                     check(collective, rank, epoch, input, output)
                     input.fill_(POISON)  # a peer that still read it would see this
                     output.fill_(POISON)
@@ -287,7 +287,7 @@ def test_out_of_turn_a_slow_rank_reads_the_next_call(in_turn: bool) -> None:
             for epoch, call in enumerate((even, odd if in_turn else even), start=1):
                 memory = call.memory[rank, Buffer.INPUT], call.memory[rank, Buffer.OUTPUT]
                 fill(collective, rank, epoch, *memory)
-                call.loaded[rank].start(epoch, None).wait()
+                call.loaded[rank].start(epoch).wait()
                 wrong += wrong_bytes(collective, rank, epoch, *memory)
             done.append(rank)
 

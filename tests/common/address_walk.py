@@ -240,9 +240,8 @@ class Walk:
         elif chance < 0.010 and self.growths < 6:  # as if a larger call had come
             self.growths += 1
             preparer = self.comm.lane.preparer
-            for staging in (preparer._staging, preparer._kernel_staging):
-                have = 0 if staging._block is None else staging._block.tensor.nbytes
-                preparer._grow(staging, have + 1, False)
+            for staging in preparer._stagings[:2]:
+                preparer._grow(staging, staging.nbytes + 1, False)
         elif chance < 0.016 and not self.graphs:  # the caller's need their memory
             checker.checker_renew(self.rng.choice(self.ordinary).data_ptr())
         elif chance < 0.0165 and not self.graphs:  # a program goes, and another one comes

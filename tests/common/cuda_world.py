@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from fake_driver import FakeDriver, Stream
+from started import start
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
@@ -168,7 +169,7 @@ class Loaded:
         self.world.epoch += 1
         streams = streams or self.world.streams
         chosen = range(self.world.world_size) if ranks is None else ranks
-        return [self.ranks[rank].start(self.world.epoch, streams[rank]) for rank in chosen]
+        return [start(self.ranks[rank], self.world.epoch, streams[rank]) for rank in chosen]
 
     def outputs(self) -> list[np.ndarray]:
         found = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +10,12 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from choices import keep
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import key_here
 from sidelane.device.context import begin, end, wait_acquire
 from sidelane.errors import SidelaneError
-from sidelane.ops import embedding, operator, reference
+from sidelane.ops import operator, reference
 from sidelane.ops.embedding import EmbeddingAllToAll
 
 
@@ -98,31 +93,16 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
 
 
 def orders(group: dist.ProcessGroup) -> list[str]:
-    """What ``auto`` takes is the same on all ranks, whose bags and files of times differ."""
-    name, n = "embedding_all_to_all", dist.get_world_size(group)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
-        if dist.get_rank(group) == 0:
-            measured = {"remote_first": 1.0, "oblivious": 2.0}
-            keep(key_here("cpu", n), [FusedTime(name, n, False, (n, 1, 40), 4, {"fused": 1.0}, measured)])
-        with communicator(group) as comm:
-            told = [
-                ordered(comm, pooling, asked, captured=captured)
-                for pooling, asked, captured in (
-                    *((40, "auto", False), (170, "auto", False), (40, "oblivious", False)),
-                    (170, "auto", True),
-                )
-            ]
-            comm.synchronize()
+    """Return the orders of calls with ``auto``, with an order of the caller's, and as in a capture."""
+    with communicator(group) as comm:
+        told = [ordered(comm, *given) for given in (("auto", False), ("oblivious", False), ("auto", True))]
+        comm.synchronize()
     return told
 
 
-def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> str:
-    """The order of a call of bags that have so many rows in the mean of the ranks, and what says why.
-
-    ``captured``: as in a capture, where ranks cannot agree.
-    """
-    n, rank, table = comm.world_size, comm.rank, torch.arange(20.0).view(5, 4)
+def ordered(comm: Communicator, asked: str, captured: bool) -> str:
+    """Return the order of a call of bags that have 170 rows in the mean of the ranks, and the reason."""
+    n, rank, pooling, table = comm.world_size, comm.rank, 170, torch.arange(20.0).view(5, 4)
     sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
@@ -130,10 +110,7 @@ def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> 
     launch = handle._kernel.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
-        for module in (operator, embedding):
-            patch.setattr(module, "is_captured", lambda _: captured)
-        if not captured:
-            handle(indices, offsets, order="remote_first" if rank == 1 else asked)  # they agree in spite of it
+        patch.setattr(operator, "is_captured", lambda _: captured)
         found = handle(indices, offsets, order=asked)
     pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
     check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)

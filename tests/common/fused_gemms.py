@@ -35,7 +35,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
-            dtype, order = draws.sizes.choice(DTYPES), draws.sizes.choice(("remote_first", "oblivious"))
+            dtype = draws.sizes.choice(DTYPES)
             columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
             counts = [[draws.sizes.choice((0, 1, 7, 18, 70)) for _ in range(n)] for _ in range(n)]
             xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
@@ -49,7 +49,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             x, weight = xs[rank].to(device), weights[rank].to(device)
             table = torch.tensor(counts, dtype=draws.sizes.choice((torch.int32, torch.int64)), device=device)
             draws.late()
-            result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, order=order, tiles=TILES)
+            result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, tiles=TILES)
             kept.append((result[: len(expected)].clone(), expected))
             if number % 3 == 2:  # rows that overlap in memory, which the library does not take
                 x, xs = x[:1].expand(x.shape), [one[:1].expand(one.shape) for one in xs]
@@ -264,7 +264,6 @@ def wrong_calls(comm: Communicator) -> Calls:
     rows = functools.partial(ops.all_to_all_rows, comm, counts=torch.full((n, n), 2), most_rows=2 * n)
     others = torch.ones(2 * n, 0), torch.ones(2 * n, 8).int(), torch.ones(8, 2 * n).T
     wrong += [functools.partial(rows, x=x) for x in others]
-    wrong.append(functools.partial(right, order="last"))
     return wrong, right
 
 

@@ -321,15 +321,13 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
     most = max(sum(row) for row in zip(*counts, strict=True))
     handle = GemmAllToAll(comm, most, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1, group=2))
     x, weight = torch.ones(sum(counts[comm.rank]), 8), torch.ones(columns, 8)
-    for order in ("remote_first", "oblivious"):
-        first = order == "remote_first"
-        shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, remote_first=first, group=2)
-        yield Launched(
-            lambda order=order: handle.run(x, weight, torch.tensor(counts), order),  # type: ignore[misc]
-            handle._kernel,
-            placed(comm, "output", handle._output),
-            [without_counters(shadow, handle._kernel.flags * n, consumed=1 << 40)],
-        )
+    shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, group=2)
+    yield Launched(
+        lambda: handle.run(x, weight, torch.tensor(counts)),
+        handle._kernel,
+        placed(comm, "output", handle._output),
+        [without_counters(shadow, handle._kernel.flags * n, consumed=1 << 40)],
+    )
 
 
 def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:

@@ -29,7 +29,7 @@ def _communicator(group: dist.ProcessGroup, config: Config = POOLS) -> Communica
 
 
 def staging(comm: Communicator) -> int:
-    return comm.lane.preparer._staging.nbytes + comm.lane.preparer._kernel_staging.nbytes
+    return sum(staging.nbytes for staging in comm.lane.preparer._stagings[:2])
 
 
 def symmetric_memory_inside(group: dist.ProcessGroup) -> tuple[str, list[float]]:

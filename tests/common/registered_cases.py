@@ -47,7 +47,7 @@ def exporting(comm: Communicator, **options: Any) -> tuple[MadeUpPieces, Numbere
 
 
 def staging(comm: Communicator) -> int:
-    return comm.lane.preparer._staging.nbytes
+    return comm.lane.preparer._stagings[0].nbytes
 
 
 def symmetric(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:

@@ -70,7 +70,7 @@ class LoadedEverywhere:
     memory: dict[tuple[int, Buffer], torch.Tensor]
 
     def start(self, epoch: int) -> list[Invocation]:
-        return [loaded.start(epoch, None) for loaded in self.ranks]
+        return [loaded.start(epoch) for loaded in self.ranks]
 
     def run(self, epoch: int) -> None:
         for pending in self.start(epoch):
@@ -181,7 +181,7 @@ class LoadedHere:
     def start(self, epoch: int) -> Invocation:
         """Start with fresh inputs and poisoned outputs."""
         fill(self.loaded.program.collective, self.rank, epoch, self.memory[Buffer.INPUT], self.memory[Buffer.OUTPUT])
-        return self.loaded.start(epoch, None)
+        return self.loaded.start(epoch)
 
     def finish(self, epoch: int, pending: Invocation) -> None:
         pending.wait()

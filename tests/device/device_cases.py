@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from expected import in_rank_order
+from started import start
 from vendors import IS_AMD
 
 from sidelane.errors import PeerError, PeerTimeoutError
@@ -249,7 +250,7 @@ def eager_and_graph(context: Context, kind: str, scale: int, misalign: int) -> i
             loaded = context.main.load(program, setting.buffers)
             for repeat in range(2):
                 expected = setting.fill(count + repeat)
-                pending = loaded.start(context.main.next_epoch(), context.stream)
+                pending = start(loaded, context.main.next_epoch(), context.stream)
                 pending.wait()
                 setting.check(expected, f"{name}, eager {repeat}")
             capture_and_replay(context, setting, freeze(program), name)
@@ -264,7 +265,7 @@ def capture_and_replay(context: Context, setting: Setting, program: Program, nam
     with torch.cuda.graph(graph, stream=context.stream):
         # Loaded inside the capture, as a communicator does at the first call with new tensors.
         loaded = context.main.load(program, setting.buffers, frozen=True)
-        assert loaded.start(epoch, context.stream).done()
+        assert start(loaded, epoch, context.stream).done()
     for replay in range(replays):
         expected = setting.fill(100 + replay)
         graph.replay()
@@ -288,7 +289,7 @@ def prelaunched(context: Context) -> None:
                     if repeat != 1:
                         loaded.arm(epoch)
                     expected = setting.fill(repeat)
-                    loaded.start(epoch, context.stream).wait()
+                    start(loaded, epoch, context.stream).wait()
                     setting.check(expected, f"{program.variant}, {repeat}")
                 if ahead is prelaunch:  # queues of a graph cannot share a trigger
                     capture_and_replay(context, setting, freeze(program), program.variant)
@@ -310,7 +311,7 @@ def default_stream(context: Context) -> None:
         setting.input().zero_()
         torch.cuda._sleep(5_000_000)
         setting.input().copy_(scratch)  # only a collective behind this sees the input
-        loaded.start(context.main.next_epoch(), current)
+        start(loaded, context.main.next_epoch(), current)
         after = setting.output().clone()  # only a copy behind the collective sees the output
         setting.output().zero_()
         context.main.executor.synchronize()
@@ -349,7 +350,7 @@ def thousand_with_delays(context: Context, invocations: int) -> None:
                 torch.cuda._sleep(int(torch.randint(10_000, 2_000_000, (), generator=random)))
             setting.input().view(torch.int32).copy_(ramps[which] + (1000 * rank + step))
             setting.output().fill_(0x5A)
-            loaded[which].start(context.main.next_epoch(), context.stream)
+            start(loaded[which], context.main.next_epoch(), context.stream)
             shift = step * world_size if which == 2 else step
             wrong += (setting.output().view(torch.int32) != wanted[which] + shift).sum()
         context.main.executor.synchronize()
@@ -372,7 +373,7 @@ def two_parties(context: Context) -> None:
         for which, (party, setting) in enumerate(zip(parties, settings, strict=True)):
             with torch.cuda.stream(streams[which]):
                 setting.input().view(torch.int32).fill_(1000 * step + 10 * which + context.rank)
-                loaded[which].start(party.next_epoch(), streams[which])
+                start(loaded[which], party.next_epoch(), streams[which])
                 shards = setting.output().view(torch.int32).view(context.world_size, count)
                 for peer in range(context.world_size):
                     wrong[which] += (shards[peer] != 1000 * step + 10 * which + peer).sum()
@@ -406,7 +407,7 @@ def reductions(context: Context) -> None:
             with torch.cuda.stream(context.stream):
                 loaded = context.main.load(program, setting.buffers)
                 expected = setting.fill(elements)
-                loaded.start(context.main.next_epoch(), context.stream).wait()
+                start(loaded, context.main.next_epoch(), context.stream).wait()
                 setting.check(expected, f"{op} {dtype} {elements} elements at {misalign}")
             dist.barrier()
 
@@ -420,7 +421,7 @@ def nan_spreads(context: Context) -> None:
         with torch.cuda.stream(context.stream):
             setting.input().view(torch.float32).fill_(1.0)
             setting.input().view(torch.float32)[context.rank] = float("nan")
-            context.main.load(program, setting.buffers).start(context.main.next_epoch(), context.stream).wait()
+            start(context.main.load(program, setting.buffers), context.main.next_epoch(), context.stream).wait()
             found = setting.output().view(torch.float32).isnan().nonzero().flatten().tolist()
         assert found == list(range(world_size)), f"{op}: NaN at {found}"
         dist.barrier()
@@ -441,7 +442,7 @@ def kernels_of_moving_collectives(context: Context) -> list[str]:
         loaded.append((context.main.load(program, setting.buffers), setting))
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for program, _ in loaded:
-            program.start(context.main.next_epoch(), context.stream)
+            start(program, context.main.next_epoch(), context.stream)
         context.main.executor.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         recorded.export_chrome_trace(file.name)
@@ -460,18 +461,18 @@ def absent_peer(context: Context, timeout_s: float) -> str:
     setting = Setting(context, program)
     loaded = party.load(program, setting.buffers)
     last = context.world_size - 1
-    loaded.start(party.next_epoch(), context.stream).wait()
+    start(loaded, party.next_epoch(), context.stream).wait()
     message = ""
     if context.rank != last:
         party.control.begin(2, "test")
-        error = peer_error(loaded.start(party.next_epoch(), context.stream).wait)
+        error = peer_error(start(loaded, party.next_epoch(), context.stream).wait)
         assert isinstance(error, PeerTimeoutError)
         assert error.ranks == (last,), f"names {error.ranks}: {error}"
         message = str(error)
         drained = torch.cuda.Event()
         drained.record(context.stream)
         wait_for(drained.query, 5.0, "draining")
-        peer_error(lambda: loaded.start(party.next_epoch(), context.stream))
+        peer_error(lambda: start(loaded, party.next_epoch(), context.stream))
     dist.barrier()
     party.close()
     return message
@@ -486,7 +487,7 @@ def absent_from_replay(context: Context, timeout_s: float) -> str:
     loaded = party.load(program, setting.buffers, frozen=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=context.stream):
-        loaded.start(party.next_epoch(), context.stream)
+        start(loaded, party.next_epoch(), context.stream)
     last = context.world_size - 1
     message = ""
     with torch.cuda.stream(context.stream):
@@ -511,11 +512,11 @@ def wait_for_a_dead_peer(context: Context, victim: int) -> str:
     program = build(define.all_gather([MEGABYTE] * context.world_size), "b2b")
     setting = Setting(context, program)
     loaded = party.load(program, setting.buffers)
-    loaded.start(party.next_epoch(), context.stream).wait()
+    start(loaded, party.next_epoch(), context.stream).wait()
     dist.barrier()
     if context.rank == victim:
         time.sleep(1000)
-    error = peer_error(loaded.start(party.next_epoch(), context.stream).wait)
+    error = peer_error(start(loaded, party.next_epoch(), context.stream).wait)
     drained = torch.cuda.Event()
     drained.record(context.stream)
     wait_for(drained.query, 5.0, "draining")
@@ -540,7 +541,7 @@ def refused_half_way(context: Context, number: int) -> None:
 
     dist.barrier()
     with mock.patch.object(driver, "submit", submit), contextlib.suppress(PeerError, DriverError):
-        loaded.start(party.next_epoch(), context.stream)
+        start(loaded, party.next_epoch(), context.stream)
     drained = torch.cuda.Event()
     drained.record(context.stream)
     party.close()
@@ -634,7 +635,7 @@ def time_calls(context: Context, nbytes: int, in_place: bool, rounds: int) -> tu
         begin.record(context.stream)
         began = time.perf_counter()
         for _ in range(rounds):
-            loaded.start(context.main.next_epoch(), context.stream)
+            start(loaded, context.main.next_epoch(), context.stream)
         host_us = 1e6 * (time.perf_counter() - began) / rounds
         end.record(context.stream)
         context.main.executor.synchronize()

@@ -352,26 +352,6 @@ def dispatch_gemm(comm: Communicator) -> Case:
     return change, call
 
 
-def experts_unfused(comm: Communicator) -> Case:
-    """Routing that changes between replays, to three experts a rank, by grouped products of the library."""
-    n, device = comm.world_size, comm.device
-    x = torch.randn(210 * n, 96, device=device).bfloat16()
-    weights = torch.randn(3, 296, 96, device=device).bfloat16()
-    counts = torch.zeros(n, n, 3, dtype=torch.int64, device=device)
-    numbers = torch.arange(n * n * 3, device=device).view(n, n, 3)
-
-    def call() -> list[torch.Tensor]:
-        row = torch.arange(210 * n, device=device)[:, None]
-        came = row < counts[:, comm.rank].sum()
-        options: dict[str, Any] = {"most_rows": 210 * n, "method": "unfused"}
-        return [
-            torch.where(came, op(comm, x, weights, counts, **options), 0)
-            for op in (ops.all_to_all_gemm, ops.gemm_all_to_all)
-        ]
-
-    return lambda step: counts.copy_(numbers * 37 * (step + 1) % 70), call
-
-
 def tokens_once(comm: Communicator) -> Case:
     """Routing that changes between replays: evenly, all for one expert, none at all; forward and backward."""
     n, device = comm.world_size, comm.device
@@ -441,7 +421,6 @@ CALLS: dict[str, Callable[[Communicator], Case]] = {
     "gather_gemm": gather_gemm,
     "split": split,
     "dispatch_gemm": dispatch_gemm,
-    "experts_unfused": experts_unfused,
     "counts_of_the_host": counts_of_the_host,
     "tokens_once": tokens_once,
 }

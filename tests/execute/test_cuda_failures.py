@@ -15,6 +15,7 @@ import pytest
 from cuda_world import World, world_of
 from fake_driver import FakeDriver, Stream
 from hip_world import hip_world
+from started import start
 
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
@@ -43,7 +44,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(channels: int 
             with pytest.raises(PeerTimeoutError):
                 world.executors[rank].check()
             with pytest.raises(PeerTimeoutError):
-                loaded.ranks[rank].start(9, world.streams[rank])
+                start(loaded.ranks[rank], 9, world.streams[rank])
         for driver in world.drivers[:2]:
             driver.synchronize()
             assert driver.second_contexts == (channels == 1)
@@ -129,7 +130,7 @@ def test_ctrl_c_in_one_rank_lets_its_streams_go_and_tells_the_peers() -> None:
         while world.executors[2].watch.failure is None:
             time.sleep(0.01)
         with pytest.raises(PeerError, match="rank 0 was interrupted"):
-            loaded.ranks[2].start(1, world.streams[2])
+            start(loaded.ranks[2], 1, world.streams[2])
 
 
 @pytest.mark.parametrize("channels", [None, 1])
@@ -137,7 +138,7 @@ def test_a_replay_without_its_peer_drains_too(channels: int | None) -> None:
     with world_of(2, timeout_s=0.3, channels=channels) as world:
         loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
         world.drivers[0].begin_capture()
-        loaded.ranks[0].start(1, world.streams[0])
+        start(loaded.ranks[0], 1, world.streams[0])
         graph = world.drivers[0].end_capture()
         for _ in range(3):
             world.drivers[0].replay(graph)
@@ -153,7 +154,7 @@ def test_a_call_that_a_peer_refuses_does_not_end_a_replay() -> None:
         graphs = []
         for rank, driver in enumerate(world.drivers):
             driver.begin_capture()
-            loaded.ranks[rank].start(1, world.streams[rank])
+            start(loaded.ranks[rank], 1, world.streams[rank])
             graphs.append(driver.end_capture())
         expected = loaded.fill(0)
         world.drivers[0].replay(graphs[0])
@@ -182,11 +183,11 @@ def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() 
         loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
         world.drivers[0].fail_next = "CUDA_ERROR_UNKNOWN"
         with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
-            loaded.ranks[0].start(1, world.streams[0])
+            start(loaded.ranks[0], 1, world.streams[0])
         with pytest.raises(SidelaneError, match="could not submit"):
             world.executors[0].check()
         with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
-            loaded.ranks[1].start(1, world.streams[1]).wait()
+            start(loaded.ranks[1], 1, world.streams[1]).wait()
 
 
 REFUSAL = DriverError("CUDA_ERROR_OUT_OF_MEMORY", "a call")

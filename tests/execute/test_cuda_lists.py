@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_world import FLAGS, World, expected_outputs, world_of
 from fake_driver import LEGACY, Stream
+from started import start
 from test_cuda_calls import of_type
 
 from sidelane.execute.base import Addresses, Pieces
@@ -125,7 +126,7 @@ class Lists:
         self.graphs: list[list[Callable[[], None]]] = []
         for rank, driver in enumerate(world.drivers if frozen else ()):
             driver.begin_capture()
-            self.ranks[rank].start(1, world.streams[rank])
+            start(self.ranks[rank], 1, world.streams[rank])
             self.graphs.append(driver.end_capture())
 
     def table(self, rank: int, buffer: Buffer) -> Pieces:
@@ -153,7 +154,7 @@ class Lists:
         else:
             self.world.epoch += 1
             for rank, loaded in enumerate(self.ranks):
-                loaded.start(self.world.epoch, self.world.streams[rank])
+                start(loaded, self.world.epoch, self.world.streams[rank])
             self.world.synchronize()
         for number, (part, _) in enumerate(parts_of(self.batch)):
             for rank in self.everyone:

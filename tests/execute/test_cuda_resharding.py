@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_world import FLAGS, world_of
+from started import start
 
-from sidelane.collectives.pieces import pieces_of
+from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.bind import accepted
@@ -63,7 +64,7 @@ class Resharded:
         self.graphs = []
         for rank, driver in enumerate(world.drivers if frozen else ()):
             driver.begin_capture()
-            self.ranks[rank].start(1, world.streams[rank])
+            start(self.ranks[rank], 1, world.streams[rank])
             self.graphs.append(driver.end_capture())
 
     def _watch(self, driver: Any) -> None:
@@ -102,7 +103,7 @@ class Resharded:
         else:
             self.world.epoch += 1
             for rank, loaded in enumerate(self.ranks):
-                loaded.start(self.world.epoch, self.world.streams[rank])
+                start(loaded, self.world.epoch, self.world.streams[rank])
             self.world.synchronize()
         for layout, tensors in zip(self.layouts, self.tensors, strict=True):
             for rank in range(2):

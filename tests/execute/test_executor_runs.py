@@ -60,7 +60,7 @@ def test_engine_threads_persist_between_invocations_and_end_with_the_executor() 
     assert not threads()
     for method in (loaded.ranks[0].start, world.executors[0].load):
         with pytest.raises(CommunicatorClosedError, match="the executor was closed"):
-            method(loaded.ranks[0].program, None) if method == world.executors[0].load else method(8, None)
+            method(loaded.ranks[0].program, None) if method == world.executors[0].load else method(8)
 
 
 def test_a_forgotten_executor_ends_its_threads() -> None:
@@ -76,9 +76,7 @@ def test_start_checks_its_arguments() -> None:
     with LocalWorld(1) as world:
         (loaded,) = world.load(build(all_gather([8]), "pcpy")).ranks
         with pytest.raises(ValueError, match=r"epochs begin at 1 \(value=0\)"):
-            loaded.start(0, None)
-        with pytest.raises(ValueError, match="the CPU has no streams"):
-            loaded.start(1, object())  # type: ignore[arg-type]
+            loaded.start(0)
 
 
 def test_a_rank_without_queues_is_done_at_once() -> None:
@@ -102,12 +100,12 @@ def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(
             loaded.ranks[0].arm(2)
         world.executors[0].close()
         monkeypatch.setattr(world.executors[0], "check_open", lambda method: None)
-        pending = loaded.ranks[0].start(2, None)
+        pending = loaded.ranks[0].start(2)
         with pytest.raises(CommunicatorClosedError, match="closed its executor"):
             pending.wait()
         assert not [thread for thread in threads() if thread.name.startswith("sidelane-0")]
         with pytest.raises(PeerError, match="closed its executor"):
-            loaded.ranks[1].start(2, None).wait()
+            loaded.ranks[1].start(2).wait()
 
 
 # --- arming -----------------------------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ def test_a_trigger_begins_what_is_armed_before_its_start() -> None:
             time.sleep(1e-3)
         assert world.state.begun == [1, 1], "the peers can tell that it has come"
         for rank in loaded.ranks:
-            rank.start(1, None).wait()
+            rank.start(1).wait()
         # One rank is fired, and waits for the other: it can still be dropped, and has left when it was.
         arm(2)
         world.flags[0][trigger] = 2
@@ -201,7 +199,7 @@ def test_a_trigger_begins_what_is_armed_before_its_start() -> None:
         ((rank, text, ranks, timed_out),) = world.state.aborts
         assert (rank, ranks, timed_out) == (0, (1,), True) and "rank 1" in text, text
         with pytest.raises(PeerTimeoutError):
-            loaded.ranks[0].start(4, None)
+            loaded.ranks[0].start(4)
         for rank in loaded.ranks:
             rank.disarm()
     assert not threads()
@@ -213,7 +211,7 @@ def test_a_trigger_begins_what_is_armed_before_its_start() -> None:
 def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
     with LocalWorld(3, timeout_s=2.0) as world:
         loaded = world.load(build(all_gather([NBYTES] * 3), "pcpy"))
-        pendings = [loaded.ranks[0].start(4, None), loaded.ranks[2].start(4, None)]
+        pendings = [loaded.ranks[0].start(4), loaded.ranks[2].start(4)]
         texts = []
         for pending in pendings:
             with pytest.raises(PeerTimeoutError) as caught:
@@ -228,7 +226,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
         assert any(call == 4 and "(wait flag 1 >= epoch)" in text for _, call, text in world.state.notes)
         # It comes late: it is told what happened, and moves nothing.
         with pytest.raises(PeerTimeoutError, match="gave up") as late:
-            loaded.ranks[1].start(4, None)
+            loaded.ranks[1].start(4)
         assert late.value.ranks == (1,)
         assert bool((loaded.memory[1, Buffer.OUTPUT] == POISON).all())
 
@@ -244,7 +242,7 @@ def test_a_flag_that_nobody_signals_is_said_to_be_one() -> None:
 def test_a_dead_peer_fails_the_wait_before_the_time_out() -> None:
     with LocalWorld(2, timeout_s=60) as world:
         loaded = world.load(build(all_gather([NBYTES] * 2), "b2b"))
-        pending = loaded.ranks[0].start(1, None)
+        pending = loaded.ranks[0].start(1)
         assert not pending.done()
         world.state.dead.add(1)
         with pytest.raises(PeerError) as caught:
@@ -294,7 +292,7 @@ def test_no_thread_touches_memory_after_wait_has_raised() -> None:
 def test_closing_fails_what_runs_here_and_there() -> None:
     with LocalWorld(3, timeout_s=60) as world:
         loaded = world.load(build(all_gather([NBYTES] * 3), "pcpy"))
-        mine, other = loaded.ranks[0].start(1, None), loaded.ranks[1].start(1, None)
+        mine, other = loaded.ranks[0].start(1), loaded.ranks[1].start(1)
         world.executors[0].close()
         with pytest.raises(CommunicatorClosedError, match="rank 0 closed its executor during all_gather"):
             mine.wait()
@@ -305,7 +303,7 @@ def test_closing_fails_what_runs_here_and_there() -> None:
 def test_two_worlds_in_one_process_do_not_disturb_each_other() -> None:
     with LocalWorld(2, timeout_s=20) as good, LocalWorld(2, timeout_s=0.2) as bad:
         works, fails = (world.load(build(all_gather([NBYTES] * 2), "pcpy")) for world in (good, bad))
-        lonely = fails.ranks[0].start(1, None)
+        lonely = fails.ranks[0].start(1)
         for epoch in range(1, 40):
             works.run_checked(epoch)
         with pytest.raises(PeerTimeoutError):
@@ -370,9 +368,9 @@ def test_a_lost_signal_hangs_as_verify_says() -> None:
         loaded = world.load(program)
         first = loaded.start(1)
         first[1].wait()
-        ahead = loaded.ranks[1].start(2, None)
+        ahead = loaded.ranks[1].start(2)
         first[0].wait()
-        behind = loaded.ranks[0].start(2, None)
+        behind = loaded.ranks[0].start(2)
         ahead.wait()
         with pytest.raises(PeerTimeoutError) as caught:
             behind.wait()
@@ -435,8 +433,8 @@ def test_a_missing_entry_handshake_overwrites_what_is_still_read_as_verify_says(
         output = loaded.memory[1, Buffer.OUTPUT]
         assert wrong_bytes(in_place(), 1, 1, output[:0], output) == 0
         loaded.memory[0, Buffer.OUTPUT][:NBYTES] = POISON  # the caller of rank 0 makes its next input
-        ahead = loaded.ranks[0].start(2, None)
+        ahead = loaded.ranks[0].start(2)
         assert sent.wait(10)
         assert wrong_bytes(in_place(), 1, 1, output[:0], output) > 0, "rank 1 has not called again"
-        loaded.ranks[1].start(2, None).wait()
+        loaded.ranks[1].start(2).wait()
         ahead.wait()

@@ -16,6 +16,7 @@ from cuda_world import programs
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 from marks import long
+from started import start
 
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
@@ -84,7 +85,7 @@ def test_captured_programs_are_replayed(ranks: int) -> None:
             loaded = world.load(freeze(program), frozen=True)
             world.epoch += 1
             graphs = [
-                driver.capture(stream.cuda_stream, functools.partial(loaded.ranks[rank].start, world.epoch, stream))
+                driver.capture(stream.cuda_stream, functools.partial(start, loaded.ranks[rank], world.epoch, stream))
                 for rank, (driver, stream) in enumerate(zip(world.drivers, world.streams, strict=True))
             ]
             for repeat in range(3):

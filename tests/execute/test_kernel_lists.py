@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from started import start
 from test_kernel_programs import KB, MB, SUM, KernelDriver, Rank, needs_triton
 
 from sidelane.execute.base import Addresses, Pieces
@@ -148,7 +149,7 @@ def rank() -> Iterator[Rank]:
 def launched(rank: Rank, made: Made) -> tuple[int, list[list[int]]]:
     seen: list[tuple[int, ...]] = []
     rank.driver.kernel = seen.append
-    made.loaded.start(1, rank.stream).wait()
+    start(made.loaded, 1, rank.stream).wait()
     rank.driver.synchronize()
     return made.rows(seen[-1])
 
@@ -187,7 +188,7 @@ def test_a_table_says_where_peers_have_their_tensors(rank: Rank) -> None:
 @needs_triton
 def test_nothing_to_move_needs_no_table(rank: Rank) -> None:
     for parts in ((), gathers(0, 0)):
-        Made(rank, program_of(*parts)).loaded.start(1, rank.stream).wait()
+        start(Made(rank, program_of(*parts)).loaded, 1, rank.stream).wait()
     assert rank.driver.launched == [] and not rank.driver.allocated
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cuda_world import Monitor, RankMonitor
 from fake_driver import FakeDriver, Stream
+from started import start
 
 from sidelane.device import layout
 from sidelane.errors import PeerError, PeerTimeoutError
@@ -224,8 +225,8 @@ def test_one_launch_a_call_on_the_callers_stream(rank: Rank) -> None:
     loaded = rank.load(define.all_gather([KB] * 3))
     assert rank.driver.launched == []
     for epoch in (1, 2):
-        loaded.start(epoch, rank.stream).wait()
-    loaded.start(3, Stream(0)).wait()
+        start(loaded, epoch, rank.stream).wait()
+    start(loaded, 3, Stream(0)).wait()
     kernel_calls = [call for call in rank.driver.submitted if call[0] == "kernel"]
     assert kernel_calls == [("kernel", rank.stream.cuda_stream)] * 2 + [("kernel", 0)]
     assert rank.driver.submitted == kernel_calls, "nothing but the kernel"
@@ -258,10 +259,10 @@ def test_a_call_that_repeats_is_launched_as_a_graph(rank: Rank) -> None:
 def test_a_refused_launch_raises_when_the_kernel_before_has_ended(rank: Rank) -> None:
     loaded = rank.load(define.all_gather([KB] * 3))
     rank.driver.kernel = lambda arguments: time.sleep(0.2)
-    loaded.start(1, rank.stream)
+    start(loaded, 1, rank.stream)
     rank.driver.fail_next = "CUDA_ERROR_OUT_OF_MEMORY"
     with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        loaded.start(2, rank.stream)
+        start(loaded, 2, rank.stream)
     assert rank.driver.is_idle(rank.stream.cuda_stream)
     assert rank.monitor.aborted is not None
 
@@ -297,7 +298,7 @@ def test_what_a_graph_holds_does_not_repeat(rank: Rank) -> None:
 def test_a_capture_holds_the_launch_itself(rank: Rank) -> None:
     loaded = rank.load(define.all_gather([KB] * 3), frozen=True)
     rank.driver.begin_capture()
-    pending = loaded.start(1, rank.stream)
+    pending = start(loaded, 1, rank.stream)
     graph = rank.driver.end_capture()
     assert pending.done() and rank.driver.launched == []
     rank.driver.replay(graph)
@@ -309,7 +310,7 @@ def test_a_capture_holds_the_launch_itself(rank: Rank) -> None:
 
 @needs_triton
 def test_nothing_to_move_launches_nothing(rank: Rank) -> None:
-    rank.load(define.all_gather([0] * 3)).start(1, rank.stream).wait()
+    start(rank.load(define.all_gather([0] * 3)), 1, rank.stream).wait()
     assert rank.driver.submitted == []
 
 
@@ -335,7 +336,7 @@ KERNELS = [
 @pytest.mark.parametrize(("collective", "variant"), KERNELS, ids=lambda value: str(value))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, variant: str, symmetric: bool) -> None:
-    rank.load(collective, variant, symmetric=symmetric).start(1, rank.stream).wait()
+    start(rank.load(collective, variant, symmetric=symmetric), 1, rank.stream).wait()
     assert len(rank.driver.launched) == 1
 
 
@@ -358,7 +359,7 @@ def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
         assert (moved._entry is known._entry) == (step == 16), (
             "kernels are compiled for aligned addresses or for others"
         )
-        moved.start(1, rank.stream).wait()
+        start(moved, 1, rank.stream).wait()
     assert rank.executor.load_kernel(program, first, frozen=True)._frozen
 
 
@@ -375,7 +376,7 @@ def test_a_missing_address_is_found_when_loading(rank: Rank) -> None:
 def test_synchronize_waits_for_the_kernel(rank: Rank) -> None:
     held = threading.Event()
     rank.driver.kernel = lambda arguments: held.wait(10)  # type: ignore[assignment,return-value]
-    pending = rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    pending = start(rank.load(define.all_gather([KB] * 3)), 1, rank.stream)
     waiter = threading.Thread(target=rank.executor.synchronize)
     waiter.start()
     time.sleep(0.05)
@@ -406,7 +407,7 @@ def spin(rank: Rank, late: int, generation: Callable[[], int]) -> Callable[[tupl
 def test_a_spin_that_does_not_end_names_the_rank_and_is_ended(rank: Rank) -> None:
     rank.driver.kernel = spin(rank, 2, lambda: 7)
     loaded = rank.load(define.all_gather([KB] * 3))
-    pending = loaded.start(5, rank.stream)
+    pending = start(loaded, 5, rank.stream)
     with pytest.raises(
         PeerTimeoutError, match=r"generation 7; last started: all_gather.*one_shot, call 5.*rank 2"
     ) as caught:
@@ -415,7 +416,7 @@ def test_a_spin_that_does_not_end_names_the_rank_and_is_ended(rank: Rank) -> Non
     rank.driver.synchronize()
     assert rank.monitor.aborted is not None and rank.monitor.aborted[1:] == ((2,), True), "the peers are told"
     with pytest.raises(PeerTimeoutError):
-        loaded.start(6, rank.stream)
+        start(loaded, 6, rank.stream)
     assert len(rank.driver.launched) == 1
 
 
@@ -425,7 +426,7 @@ def test_a_spin_that_gets_on_is_none(rank: Rank) -> None:
     """A graph that is replayed again and again may spin at every look, each time in another generation."""
     begin = time.monotonic()
     rank.driver.kernel = spin(rank, 1, lambda: 1 + int(20 * (time.monotonic() - begin)))
-    rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    start(rank.load(define.all_gather([KB] * 3)), 1, rank.stream)
     time.sleep(1.2)
     rank.executor.check()
     rank.board()[layout.ABORT] = 1
@@ -438,7 +439,7 @@ def test_a_call_that_a_peer_refuses_does_not_end_the_one_before(rank: Rank) -> N
     """Every rank hears of the refusal, and other calls follow; meanwhile a late peer may keep a kernel waiting."""
     rank.driver.kernel = spin(rank, 1, lambda: 7)
     loaded = rank.load(define.all_gather([KB] * 3))
-    loaded.start(5, rank.stream)
+    start(loaded, 5, rank.stream)
     rank.monitor.refused[6] = 1
     time.sleep(0.8)
     rank.executor.check()
@@ -451,7 +452,7 @@ def test_a_call_that_a_peer_refuses_does_not_end_the_one_before(rank: Rank) -> N
 @needs_triton
 def test_a_dead_peer_ends_a_spin_long_before_the_time_out(rank: Rank) -> None:
     rank.driver.kernel = spin(rank, 1, lambda: 3)
-    pending = rank.load(define.all_gather([KB] * 3)).start(1, rank.stream)
+    pending = start(rank.load(define.all_gather([KB] * 3)), 1, rank.stream)
     rank.monitor.dead.add(1)
     with pytest.raises(PeerError, match=r"rank 1 died .*seen by rank 0 in a kernel .*data of ranks \[1\]") as caught:
         pending.wait()

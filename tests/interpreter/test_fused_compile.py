@@ -29,7 +29,6 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
-    expert_products,
     expert_routes,
     experts,
     float8_rows,
@@ -44,7 +43,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "moved", "quantized", "own_scales", "terms", "factors"}
+OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -320,8 +319,8 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     wide, tiles = dtype == "fp32", gemm.TileSizes.of({"fp32": torch.float32}.get(dtype, torch.bfloat16))
     element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}.get(dtype, triton.language.float32)
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": wide, "GROUP": tiles.group}
-    constants |= {"DTYPE": element, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "EP": experts}
-    constants |= {"TAKEN": False, "TERMS": 0, **({"experts": 1} if experts == 1 else {})}
+    constants |= {"DTYPE": element, "WHOLE": True, "ALIGNED": True, "EP": experts}
+    constants |= {"TERMS": 0, **({"experts": 1} if experts == 1 else {})}
     kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32 i32{'' if experts == 1 else ' i32'}"
     known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride", "expert_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
@@ -330,15 +329,12 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-@pytest.mark.parametrize("experts", [1, long(8), 64])
-@pytest.mark.parametrize("taken", [True, False])
-def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
+def test_rows_without_a_product_compile() -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
-    constants |= {"DTYPE": triton.language.bfloat16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
-    constants |= {"TAKEN": taken, "TERMS": 0, "EP": experts, **({"experts": 1} if experts == 1 else {"moved": ...})}
-    kinds = f"*i64 *i64 *i32 *bf16 *i64{'' if experts == 1 else ' *i32'} i32 i32 i32 i32 i32 i32 i32"
-    kinds += "" if experts == 1 else " i32"
+    constants |= {"DTYPE": triton.language.bfloat16, "WHOLE": True, "ALIGNED": True}
+    constants |= {"TERMS": 0, "EP": 1, "experts": 1}
+    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
     known = ("x", "depth", "columns", "x_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
@@ -377,7 +373,7 @@ def test_rows_of_float8_compile(dtype: str) -> None:
 def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     tiles = gemm.SUM_TILES if terms > 1 else gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
-    constants |= {"DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "TAKEN": False, "EP": 1}
+    constants |= {"DTYPE": BF16, "WHOLE": True, "ALIGNED": True, "EP": 1}
     constants |= {
         "TERMS": terms,
         "experts": 1,
@@ -397,21 +393,6 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
-
-
-@pytest.mark.parametrize("sent", [True, False])
-@pytest.mark.parametrize("experts", [1, long(8), 64])
-def test_groups_of_experts_compile(experts: int, sent: bool) -> None:
-    constants: dict[str, object] = {"EP": max(2, experts), "SENT": sent}
-    _, registers, stack = compiled(expert_products.GROUPS, "*i64 *i32 *i32 *i32 i32 i32 i32 i32", constants, 4)
-    assert stack <= 8 and registers <= 255, (registers, stack)
-    constants = {"GP": 8 * experts, "ROWS": expert_products.ROWS, "COLS": expert_products.COLS, "SENT": sent}
-    known = ("x", "output", "columns", "x_stride")
-    text, registers, stack = compiled(
-        expert_products.IN_ORDER, "*bf16 *bf16 *i32 i32 i32 i32 i32", constants, 4, multiples=known
-    )
-    assert stack <= 8 and registers <= 255, (registers, stack)
-    assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
 DISPATCH_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *i64 *{0} i32 i32 i32 i32 i32 i32 i32 i32"
@@ -492,8 +473,8 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         (
             gemm.KERNEL,
             "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32 i32",
-            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False, "TERMS": 0},
+            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TERMS": 0},
         ),
         (
             dispatch_gemm.KERNEL,
@@ -514,23 +495,6 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
 )
 def test_sizes_of_one_compile(kernel: Any, kinds: str, constants: dict[str, object]) -> None:
     compiled(kernel, *with_ones(kernel, kinds, constants), 4)
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_groups_of_one_expert_of_one_rank_compile(taken: bool) -> None:
-    tiles, sizes = gemm.ROW_TILES, ("rows", "depth", "columns", "x_stride", "weight_stride", "experts", "expert_stride")
-    constants: dict[str, object] = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
-    constants |= {"GROUP": tiles.group, "DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": False, "ALIGNED": True, "EP": 1}
-    constants |= {"TAKEN": taken, "TERMS": 0, "weight": None, "moved": ..., "most_rows": 1, **dict.fromkeys(sizes, 1)}
-    compiled(gemm.KERNEL, "*i64 *i64 *i32 *bf16 *i64 *i32", constants, tiles.warps)
-    compiled(
-        expert_products.GROUPS,
-        "*i64 *i32 *i32 *i32 i32 i32",
-        {"EP": 2, "SENT": taken, "ranks": 1, "experts": 1},
-        4,
-    )
-    sizes_of_copies = {"GP": 1, "ROWS": 16, "COLS": 1024, "SENT": taken, "columns": 1, "x_stride": 1}
-    compiled(expert_products.IN_ORDER, "*bf16 *bf16 *i32 i32 i32", sizes_of_copies, 4)
 
 
 def test_kernels_that_are_compared_compile() -> None:

@@ -115,18 +115,17 @@ def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int, calls: i
 
 
 def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
-    name, batch = "embedding_all_to_all", 3
-    known = f"measured at {batch}, 1, 40, eager, fused-cpu.json"
-    told = f"{name}: fused: 1 us expected; {known}; order remote_first: 1 us expected, next oblivious 2 us; {known}"
+    """Each rank by its own bags, of which rank 1 has few rows."""
     ranks = four.run(fused_embeddings.orders, 3, timeout_s=110)
-    assert [captured.partition(" ")[0] for *_, captured in ranks] == ["oblivious", "remote_first", "oblivious"]
-    for measured, whole, asked, _ in ranks:
-        assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
-        assert (
-            whole.startswith(f"oblivious | {name}: fused: rule of thumb")
-            and "; order oblivious: rule of thumb" in whole
-            and "takes no longer than" in whole
-        )
+    assert [[text.partition(" ")[0] for text in told] for told in ranks] == [
+        ["oblivious", "oblivious", "oblivious"],
+        ["remote_first", "oblivious", "remote_first"],
+        ["oblivious", "oblivious", "oblivious"],
+    ]
+    for told in ranks:
+        for text in told:
+            assert "embedding_all_to_all: fused: rule of thumb" in text
+            assert "; order oblivious: rule of thumb" in text and "takes no longer than" in text
 
 
 @pytest.mark.parametrize("world_size", [long(2), 3])

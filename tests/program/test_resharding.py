@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sidelane.collectives.pieces import pieces_of
+from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cpu import commands

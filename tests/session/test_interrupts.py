@@ -67,12 +67,12 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
 
     if comm.rank == 0:
         preparer = comm.lane.preparer
-        owner: Any = {"get": preparer.cache, "program": preparer._planner, "post_call": comm._control}[where]
+        owner: Any = {"get": preparer.cache, "plan": preparer.planner, "post_call": comm._control}[where]
         setattr(owner, where, hit)
     splits = [1] * n
     calls = (
         (lambda: comm.all_gather(out, shard))
-        if where != "program"
+        if where != "plan"
         else lambda: comm.all_to_all(out[:n], shard[:n], output_split_sizes=splits, input_split_sizes=splits)
     )
     try:
@@ -84,7 +84,7 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
     raise AssertionError("no error was raised")
 
 
-@pytest.mark.parametrize("where", ["get", "program", "post_call"])
+@pytest.mark.parametrize("where", ["get", "plan", "post_call"])
 def test_ctrl_c_before_the_call_has_begun(where: str) -> None:
     with crew(2) as ranks:
         results = ranks.run(interrupted_at, 2, where)

@@ -1,8 +1,15 @@
-"""Choice of a method for a fused operator: fused, split into parts for copy engines, or unfused; and of the order in
-which a fused one computes.
+"""Choice of a method for a fused operator: fused, split into parts for copy engines, or unfused.
 
-The choice goes by measurements on this machine, else on one like it, else by a heuristic. ``choice.store.fused_times``
-reads them.
+The choice goes by measurements on this machine, else on one like it (``choice.store.fused_times`` reads them), else by
+a heuristic: times of a GEMM and a collective by method, and ``fused`` for other operators.
+
+The heuristic's figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: the
+time of a product next to that of a byte between GPUs, and how much slower tiles of Triton are than the library's::
+
+    unfused    product, then the collective
+    fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate, or 0.6
+    split      the longer one of both, and the travel of the last part; each part reads the weight and is a call
+    split, with an all-reduce, whose kernels take units from the product: some of the all-reduce is hidden
 """
 
 from __future__ import annotations
@@ -12,14 +19,42 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sidelane.choice.fused_heuristic import ORDERS, expected_order, expected_us
 from sidelane.choice.key import CPU
 from sidelane.choice.selection import Selection, select
 from sidelane.user_files import MOST_RANKS, flag_in, text_in, whole_in
 
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
-ORDERED = ("embedding_all_to_all",)
-"""Names of operators whose order is chosen."""
+REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
+ORDERS = (REMOTE_FIRST, OBLIVIOUS)
+"""Orders of work: first for the peers, which wait (the fused operators paper, section III.A), or by number."""
+
+ROUTED = "gemm_all_to_all", "all_to_all_gemm"
+"""Operators whose weight may be of several experts a rank."""
+
+WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
+"""Operators that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
+
+FLOPS_PER_US = {2: 700e6, 4: 50e6}
+"""Rate of a product in operations a microsecond, by bytes of an element."""
+
+UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
+DISPATCH_SPEED = 0.6
+"""Relative rate of ``all_to_all_gemm``, whose tiles wait for their rows (0.5 to 0.68: results/h100x2/fused.json)."""
+
+MEMORY_BYTES_PER_US = 4e6
+LINK_BYTES_PER_US = 350e3
+SPLIT_SPEED, PIECES = 0.95, 4
+"""Relative rate of a product in parts, and the default number of pieces for each peer."""
+
+ROW_PARTS, HIDDEN, ROW_PART_US = 2, 0.2, 30.0
+"""Default number of parts of rows before all-reduces, share of all of these that products hide, and microseconds that a
+further part costs (results/h200x2/gemm-all-reduce.txt)."""
+
+CALL_US, PART_US = 5.0, 2.7
+"""Microseconds of a separate collective, and of a part in a graph (results/h200x2/probes.txt)."""
+
+EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
+"""Smallest time of an eager call in microseconds, which the host takes."""
 
 FARTHEST = 4.0
 """Largest factor between a size of a call and a measured one that counts as near."""
@@ -65,8 +100,6 @@ class FusedTime:
         element_bytes: size of an element of the weight, the tables or the rows in bytes.
         times: microseconds by method, as in a call of the operator: of ``fused``, of ``unfused``, and of ``split/2``
             with two pieces.
-        orders: microseconds of ``fused`` in each order, for an operator in ``ORDERED``.
-        experts: number of experts of a rank, by which rows are separated. A file has it if there are several.
     """
 
     op: str
@@ -75,24 +108,16 @@ class FusedTime:
     sizes: tuple[int, ...]
     element_bytes: int
     times: Mapping[str, float]
-    orders: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    experts: int = 1
 
     def __post_init__(self) -> None:
-        every = (*self.times.values(), *self.orders.values())
-        if not all(math.isfinite(us) and us > 0 for us in every) or min(*self.sizes, self.experts) < 1:
+        if not all(math.isfinite(us) and us > 0 for us in self.times.values()) or min(self.sizes) < 1:
             raise ValueError(f"FusedTime: times and sizes must be positive (value={self})")
         for text in self.times:
             Method.parse(text)
-        if not set(self.orders) <= set(ORDERS):
-            raise ValueError(
-                f"orders of a fused operator (value={', '.join(self.orders)}, allowed={', '.join(ORDERS)})"
-            )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON object of the file, without fields at their defaults."""
-        left_out = {"orders": {}, "experts": 1}
-        return {name: value for name, value in dataclasses.asdict(self).items() if value != left_out.get(name)}
+        """Return the JSON object of the file."""
+        return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(row: Mapping[str, Any]) -> FusedTime:
@@ -101,14 +126,9 @@ class FusedTime:
         Raises:
             ValueError, KeyError, TypeError, AttributeError, OverflowError: a field is missing, or is not of its kind.
         """
-        text_in(row, "op"), flag_in(row, "captured")
-        (
-            whole_in(row, "world_size", MOST_RANKS),
-            whole_in(row, "element_bytes"),
-            whole_in({"experts": 1, **row}, "experts"),
-        )
         sizes = tuple(whole_in({"sizes": size}, "sizes") for size in row["sizes"])
-        return FusedTime(**{**row, "sizes": sizes})
+        ranks, element_bytes = whole_in(row, "world_size", MOST_RANKS), whole_in(row, "element_bytes")
+        return FusedTime(text_in(row, "op"), ranks, flag_in(row, "captured"), sizes, element_bytes, row["times"])
 
 
 FusedTimes = Mapping[str, Sequence[FusedTime]]
@@ -125,7 +145,6 @@ def choose_method(
     element_bytes: int | None = None,
     captured: bool = False,
     device_type: str = "cuda",
-    experts: int = 1,
     guesses: bool = True,
 ) -> Selection[Method]:
     """Choose the method by the nearest measured shape. Deterministic: equal arguments give the same on all ranks.
@@ -140,7 +159,6 @@ def choose_method(
         captured: the call is in a graph.
         device_type: type of the device; on CPU ranks a call without measurements takes the first of ``ways``, for
             tests.
-        experts: number of experts of a rank; times with several do not apply to one, nor the other way round.
         guesses: without a measured time the heuristic decides; else the call is unfused, whether it may be or not.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
@@ -153,65 +171,27 @@ def choose_method(
     'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
     for where, measured in tables.items():
-        time = _nearest(measured, op, world_size, sizes, element_bytes, captured, experts)
+        time = _nearest(measured, op, world_size, sizes, element_bytes, captured)
         known = () if time is None else ((Method.parse(text), us) for text, us in time.times.items())
         legal = sorted((ways.index(method.name), method.pieces, us) for method, us in known if method.name in ways)
         if time is not None and legal:
             expected = ((Method(ways[number], pieces), us) for number, pieces, us in legal)
-            return select(expected, basis=_basis(time, where))
-    unknown = f"no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+            launch = "in a graph" if time.captured else "eager"
+            return select(expected, basis=f"measured at {_shape(time.sizes)}, {launch}, {where}")
+    unknown = f"no time of a shape like {_shape(sizes)} (sidelane fused --keep measures)"
     if not guesses:
         return Selection(Method(UNFUSED), f"kernels of fused operators have never run on such GPUs; {unknown}")
     basis = f"rule of thumb: {unknown}"
     guess = None
     if device_type != CPU:
-        guess = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
+        guess = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured)
     if guess is None:
         return Selection(Method(ways[0]), basis)
     return select(((Method(way), us) for way, us in guess.items() if way in ways), basis=basis)
 
 
-def choose_order(
-    tables: FusedTimes,
-    op: str,
-    world_size: int,
-    sizes: tuple[int, ...],
-    *,
-    element_bytes: int | None = None,
-) -> Selection[str]:
-    """Choose the order by the nearest measured shape, for all launches by times in graphs, which exclude the host's.
-
-    Arguments are those of :func:`choose_method`; ``op`` is one of ``ORDERED``.
-
-    >>> times = {"remote_first": 20.0, "oblivious": 15.0}
-    >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
-    >>> str(choose_order({"own": [time]}, "embedding_all_to_all", 2, (64, 64, 64)))
-    'oblivious: 15 us expected, next remote_first 20 us; measured at 64, 64, 64, in a graph, own'
-    >>> choose_order({}, "embedding_all_to_all", 2, (64, 64, 2)).candidate
-    'remote_first'
-    """
-    for where, measured in tables.items():
-        known = [time for time in measured if time.orders]
-        time = _nearest(known, op, world_size, sizes, element_bytes, captured=True)
-        if time is not None:
-            expected = ((order, time.orders[order]) for order in ORDERS if order in time.orders)
-            return select(expected, basis=_basis(time, where))
-    order, why = expected_order(world_size, sizes[-1])
-    return Selection(order, f"rule of thumb: {why}")
-
-
-def _basis(time: FusedTime, where: str) -> str:
-    shape = _shape(time.sizes, time.experts)
-    return f"measured at {shape}, {'in a graph' if time.captured else 'eager'}, {where}"
-
-
-def _shape(sizes: tuple[int, ...], experts: int) -> str:
-    """Return a shape in words.
-
-    >>> _shape((64, 32), 1), _shape((64, 32), 8)
-    ('64, 32', '64, 32, 8 experts')
-    """
-    return ", ".join((*map(str, sizes), *([f"{experts} experts"] if experts > 1 else [])))
+def _shape(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _nearest(
@@ -221,17 +201,61 @@ def _nearest(
     sizes: tuple[int, ...],
     element_bytes: int | None,
     captured: bool,
-    experts: int = 1,
 ) -> FusedTime | None:
     alike = [time for time in times if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))]
-    alike = [time for time in alike if (time.experts > 1) == (experts > 1)]
     alike = [time for time in alike if element_bytes in (None, time.element_bytes)]
     alike = [time for time in alike if time.captured == captured] or alike
-    wanted = *sizes, experts
-    far = [(_distances((*time.sizes, time.experts), wanted), time) for time in alike]
+    far = [(_distances(time.sizes, sizes), time) for time in alike]
     near = [(distances, time) for distances, time in far if max(distances) <= math.log(FARTHEST)]
-    return min(near, key=lambda found: (sum(found[0]), found[1].sizes, found[1].experts))[1] if near else None
+    return min(near, key=lambda found: (sum(found[0]), found[1].sizes))[1] if near else None
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
     return [abs(math.log(first / max(1, second))) for first, second in zip(one, other, strict=True)]
+
+
+def expected_us(
+    op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool
+) -> dict[str, float] | None:
+    """Return microseconds by method of the operator, fused first; None for an operator that the heuristic does not
+    cover.
+
+    >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
+    {'split': 453.1, 'unfused': 493.6}
+    >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
+    25.2
+    """
+    if op not in ROUTED and op not in WITHOUT_KERNEL:
+        return None
+    rows, depth, columns = sizes
+    n = world_size
+    moved = rows * columns * (n - 1) / n
+    if op == "gemm_all_reduce":
+        moved *= 2
+    elif op == "all_to_all_gemm":
+        moved = rows * depth * (n - 1) / n
+    elif op == "all_gather_gemm":
+        moved = (n - 1) * rows * depth
+        rows *= n
+    rate = FLOPS_PER_US[4 if element_bytes >= 4 else 2]
+    memory = element_bytes * (rows * depth + depth * columns + rows * columns) / MEMORY_BYTES_PER_US
+    product = max(2 * rows * depth * columns / rate, memory)
+    rounds = max(1.0, -(-rows // TILE[0]) * -(-columns // TILE[1]) / UNITS)
+    if op != "all_to_all_gemm":  # its tiles are handed out as programs become free
+        rounds = math.ceil(rounds)
+    speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
+    in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)
+    beside = moved * element_bytes / LINK_BYTES_PER_US
+    parts = PIECES * (n - 1)
+    in_parts = max(product / SPLIT_SPEED, (parts + 1) * depth * columns * element_bytes / MEMORY_BYTES_PER_US)
+    last = beside / max(1, parts) + CALL_US + PART_US * parts
+    found = {
+        "fused": max(in_tiles, beside),
+        "split": max(in_parts, beside) + last,
+        "unfused": product + beside + CALL_US,
+    }
+    if op == "gemm_all_reduce":
+        found["split"] = product + (1 - HIDDEN) * beside + ROW_PART_US * (ROW_PARTS - 1)
+    if op in WITHOUT_KERNEL:
+        del found["fused"]
+    return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}

@@ -149,7 +149,9 @@ def parse(text: str) -> Profile:
         # Cached graphs were a variant once.
         rows = [row for row in content["curves"] if not (isinstance(row, dict) and row.get("launch") == "graph")]
         curves = _read_rows("curves", rows, _curve_of)
-        operators = _read_rows("operators", content.get("operators", ()), FusedTime.from_dict)
+        # Calls of several experts a rank had times of their own once.
+        rows = [row for row in content.get("operators", ()) if not (isinstance(row, dict) and "experts" in row)]
+        operators = _read_rows("operators", rows, FusedTime.from_dict)
         key = Key.from_dict(content["key"])
         names = (text_in(content, name) for name in ("machine", "date", "command"))
         machine, date, command = names

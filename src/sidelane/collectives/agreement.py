@@ -133,7 +133,7 @@ class Agreement:
         """True if tensors have a layout: their parts lie in rows."""
         return any(part.resharding is not None for part in self.parts)
 
-    @property
+    @cached_property
     def call(self) -> CallShape:
         """The input of the choice: the bytes of all tensors together, under the kind that has most of them."""
         calls = [

@@ -11,7 +11,7 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
-from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Repetition, Runnable
+from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelProgram
@@ -178,7 +178,7 @@ class Backend(Protocol):
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
 
         Raises:

@@ -16,7 +16,7 @@ from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError, anew
-from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
+from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
 from sidelane.memory import ending
@@ -53,7 +53,7 @@ class CpuBackend:
     def spread(self, block: SymmetricBlock) -> None:
         return None
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     @functools.cached_property
@@ -217,10 +217,10 @@ class CpuHeld:
         self._loaded.arm(epoch, self._fired)
 
     def fire(self) -> None:
-        self._loaded.start(self._epoch, None).wait()
+        self._loaded.start(self._epoch).wait()
 
     def fire_from_host(self) -> None:
-        self._work = self._backend.submit(self._loaded.start(self._epoch, None).wait)
+        self._work = self._backend.submit(self._loaded.start(self._epoch).wait)
 
     def wait(self, *, begun: bool) -> None:
         if not begun:

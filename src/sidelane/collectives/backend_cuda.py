@@ -20,7 +20,7 @@ from sidelane.collectives.backend import HostPath
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
-from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
+from sidelane.execute.base import Addresses, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
@@ -97,7 +97,7 @@ class CudaBackend:
         except SidelaneError:  # single copies do what a pitched one would have done
             return None
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property

@@ -22,7 +22,7 @@ import torch
 from sidelane.choice import Choice
 from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.plan import Plan
+from sidelane.collectives.plan import CallProgram
 from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
@@ -256,7 +256,7 @@ class ShapeProgram:
         repeated: places and turns with which compiled code was given the shape.
     """
 
-    program: Plan
+    program: CallProgram
     addresses: Addresses
     places: tuple[tuple[tuple[int, str], int], ...]
     agreement: Agreement

@@ -187,7 +187,7 @@ class CallPath:
         if planned is not None and (call.asked.exchanges or call.places is not None):
             self._exchange(call, planned)
         else:
-            is_new = planned is not None and not self.preparer.known(planned.agreement)
+            is_new = planned is not None and not self.preparer.planner.known(planned.agreement)
             self.calls.announce(call.number, call.signature, compares=is_new)
 
     def _exchange(self, call: _Call, planned: PlannedCall) -> None:

@@ -1,10 +1,11 @@
-"""Planner: it turns an agreement of all ranks into a verified program."""
+"""Planner: it turns an agreement of all ranks into a plan with a verified program."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from typing import TypeVar
 
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
@@ -25,7 +26,9 @@ from sidelane.sizes import format_bytes
 
 AUTO = "auto"
 
-Plan = Program | KernelProgram | Alternation
+P = TypeVar("P", bound="CallProgram")
+
+CallProgram = Program | KernelProgram | Alternation
 """Executable form of a call: a program, a kernel, or two programs that alternate."""
 
 MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
@@ -35,8 +38,24 @@ The oldest goes first, on all ranks alike; uneven calls can need any number.
 """
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The way in which all ranks run a call that they have agreed on.
+
+    Attributes:
+        program: verified program.
+        choice: candidate that it was made from, and the reason.
+        staging: bytes of staging that the call needs on every rank, by type of program: also those that the same call
+            needs in a capture, which cannot allocate and for which ``auto`` may choose another candidate.
+    """
+
+    program: CallProgram
+    choice: Choice
+    staging: Mapping[type[CallProgram], int]
+
+
 class Planner:
-    """Chooses, makes, verifies and keeps the programs of one communicator.
+    """Makes, verifies and caches the plans of one communicator.
 
     Args:
         capabilities: commands that the executor supports.
@@ -60,113 +79,110 @@ class Planner:
         self._profile = profile
         self._abilities = abilities
         self._chosen_by = chosen_by
-        # In the order of their first call, which all ranks share.
-        self._programs: dict[Agreement, Plan] = {}
+        self._plans: dict[Agreement, Plan] = {}  # in the order of their first call, which all ranks share
         self._nbytes = 0
-        self._choices: dict[Agreement, Choice] = {}
-        self._held: Once[Program, Program] = Once(self._hold)
+        self._held: Once[Program, Program] = Once(lambda program: self._proved(hold(program)))
 
     def known(self, agreement: Agreement) -> bool:
-        """Return True if all ranks have made this call before."""
-        return agreement in self._programs
+        """Return True if all ranks have made this call before: no rank needs another agreement or allocation for it."""
+        return agreement in self._plans
 
     def forget(self, agreement: Agreement) -> None:
-        """Forget a program whose first call failed here: the peers may not have made that call."""
-        program = self._programs.pop(agreement, None)
-        if program is not None:
-            self._nbytes -= program_bytes(program)
-            self._choices.pop(agreement, None)
+        """Forget a plan whose first call failed here: the peers may not have made that call."""
+        plan = self._plans.pop(agreement, None)
+        if plan is not None:
+            self._nbytes -= program_bytes(plan.program)
 
-    def program(self, agreement: Agreement) -> Plan:
-        """Return the program of a call, or the programs that alternate.
+    def plan(self, agreement: Agreement) -> Plan:
+        """Return the plan of a call.
 
         Raises:
-            ValueError: the variant does not exist for this collective, or not with these buffers.
+            ValueError: the variant cannot run with these buffers.
             ProgramError: the program is wrong (a defect of Sidelane).
         """
-        program = self._programs.get(agreement)
-        if program is None:
-            program = self._proved(agreement, self.choice(agreement).candidate)
+        plan = self._plans.get(agreement)
+        if plan is None:
+            choice = self.choice(agreement)
+            program = self._proved(self._make(agreement, choice.candidate))
+            plan = Plan(program, choice, self._staging(agreement, program, choice.candidate))
             self._nbytes += program_bytes(program)
-            while self._programs and (len(self._programs) >= MOST_PROGRAMS or self._nbytes > MOST_PROGRAM_BYTES):
-                self.forget(next(iter(self._programs)))
-            self._programs[agreement] = program
-        return program
+            while self._plans and (len(self._plans) >= MOST_PROGRAMS or self._nbytes > MOST_PROGRAM_BYTES):
+                self.forget(next(iter(self._plans)))
+            self._plans[agreement] = plan
+        return plan
 
-    def program_that_fits(self, agreement: Agreement, fits: Callable[[Plan], bool]) -> tuple[Plan, Choice]:
-        """Return the program of a call and its choice. If the choice of ``auto`` does not fit, take the best that does.
+    def plan_that_fits(self, agreement: Agreement, fits: Callable[[CallProgram], bool]) -> Plan:
+        """Return the plan of a call. If the choice of ``auto`` does not fit, take the best candidate that does.
 
         Args:
             agreement: the call.
             fits: returns True if a program fits, with the same result on all ranks.
         """
-        program, choice = self.program(agreement), self.choice(agreement)
-        if agreement.variant != AUTO or fits(program):
-            return program, choice
-        for candidate, _ in choice.table:
-            if fits(make_program(agreement, candidate, self._capabilities.moves)):
-                reason = f"{choice.candidate} needs staging that is not there, and a capture can allocate none"
-                taken = dataclasses.replace(
-                    choice, candidate=candidate, reason=reason, subject=_subject(agreement.call, candidate), by=""
-                )
-                return self._proved(agreement, candidate), taken
-        return program, choice
+        plan = self.plan(agreement)
+        if agreement.variant != AUTO or fits(plan.program):
+            return plan
+        for candidate, _ in plan.choice.table:
+            program = self._make(agreement, candidate)
+            if fits(program):
+                reason = f"{plan.choice.candidate} needs staging that is not there, and a capture can allocate none"
+                subject = _subject(agreement.call, candidate)
+                taken = dataclasses.replace(plan.choice, candidate=candidate, reason=reason, subject=subject, by="")
+                return Plan(self._proved(program), taken, {type(program): staging_bytes(program, captured=True)})
+        return plan
 
-    def _proved(self, agreement: Agreement, candidate: Candidate) -> Plan:
-        program = make_program(agreement, candidate, self._capabilities.moves)
+    def held(self, agreement: Agreement) -> tuple[Program, Choice]:
+        """Return the program of a call behind one trigger on each rank (``transform.hold``), and its choice.
+
+        Raises:
+            ValueError, ProgramError: as :meth:`plan`.
+        """
+        plan = self.plan(agreement)
+        assert isinstance(plan.program, Program), "the caller asked for a variant of the copy engines"
+        return self._held(plan.program), plan.choice
+
+    def choice(self, agreement: Agreement) -> Choice:
+        """Choose the candidate of a call whose variant was checked, with the reason; the same on every rank."""
+        if agreement.variant == AUTO:
+            choice = choose(self._profile, agreement.call, self._abilities)
+            return dataclasses.replace(choice, subject=_subject(agreement.call, choice.candidate), by=self._chosen_by)
+        candidate = find(agreement.kinds[0], Variant.of(agreement.variant).called)
+        assert candidate is not None, "check_variant lets nothing else through"
+        reason, table = "the caller asked for it", ((candidate, None),)
+        return Choice(candidate, reason, table, _subject(agreement.call, candidate))
+
+    def _make(self, agreement: Agreement, candidate: Candidate) -> CallProgram:
+        return make_program(agreement, candidate, self._capabilities.moves)
+
+    def _proved(self, program: P) -> P:
         if self._verify and isinstance(program, Program):
             verify(program)
         elif self._verify and isinstance(program, Alternation):
             program.verify()
         return program
 
-    def held(self, agreement: Agreement) -> Program:
-        """Return the program of a call behind one trigger on each rank (``transform.hold``).
+    def _staging(
+        self, agreement: Agreement, program: CallProgram, candidate: Candidate
+    ) -> dict[type[CallProgram], int]:
+        """Return ``Plan.staging``."""
+        found: dict[type[CallProgram], int] = {type(program): staging_bytes(program, captured=agreement.frozen)}
+        repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
+        if repeats and self._abilities.captures and not agreement.frozen:
+            captured = dataclasses.replace(agreement, frozen=True)
+            other = self.choice(captured).candidate
+            if other != candidate:
+                program = self._make(captured, other)
+            found[type(program)] = max(found.get(type(program), 0), staging_bytes(program, captured=True))
+        return found
 
-        Raises:
-            ValueError, ProgramError: as :meth:`program`.
-        """
-        program = self.program(agreement)
-        assert isinstance(program, Program), "the caller asked for a variant of the copy engines"
-        return self._held(program)
 
-    def _hold(self, program: Program) -> Program:
-        held = hold(program)
-        if self._verify:
-            verify(held)
-        return held
+def staging_bytes(program: CallProgram, *, captured: bool) -> int:
+    """Return the bytes of staging that a program needs on every rank.
 
-    def unproved(self, agreement: Agreement) -> Plan:
-        """Return the program of a call only to inspect what it needs: it is neither verified nor cached."""
-        known = self._programs.get(agreement)
-        if known is not None:
-            return known
-        return make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
-
-    def choice(self, agreement: Agreement) -> Choice:
-        """Choose the candidate of a call, with the reason; the same on every rank.
-
-        Raises:
-            ValueError: the variant does not exist for this collective.
-        """
-        choice = self._choices.get(agreement)
-        if choice is None:
-            if len(self._choices) >= MOST_PROGRAMS:
-                del self._choices[next(iter(self._choices))]
-            choice = self._choices[agreement] = self._choose(agreement)
-        return choice
-
-    def _choose(self, agreement: Agreement) -> Choice:
-        if agreement.variant == AUTO:
-            choice = choose(self._profile, agreement.call, self._abilities)
-            return dataclasses.replace(choice, subject=_subject(agreement.call, choice.candidate), by=self._chosen_by)
-        for kind in agreement.kinds:
-            check_variant(kind, agreement.variant, self._abilities, listed=agreement.is_listed)
-        kind = agreement.kinds[0]
-        candidate = find(kind, Variant.of(agreement.variant).called)
-        assert candidate is not None, "check_variant lets nothing else through"
-        reason, table = "the caller asked for it", ((candidate, None),)
-        return Choice(candidate, reason, table, _subject(agreement.call, candidate))
+    Those that alternate need twice as many for captures: replays of a graph do not follow the turns of eager calls.
+    """
+    if isinstance(program, Alternation):
+        return (1 + captured) * max(program.turns[0].staging_bytes)
+    return program.staging_bytes if isinstance(program, KernelProgram) else max(program.staging_bytes)
 
 
 def _subject(call: CallShape, candidate: Candidate) -> str:
@@ -176,7 +192,7 @@ def _subject(call: CallShape, candidate: Candidate) -> str:
     return f"{name} of {format_bytes(call.nbytes)}{tensors} by {candidate.mover}"
 
 
-def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
+def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> CallProgram:
     """Make the program of a call; it is not verified yet.
 
     Args:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from sidelane import log
-from sidelane.choice import Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
-from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_cache import (
     CallCache,
@@ -26,10 +25,9 @@ from sidelane.collectives.call_cache import (
     places_of,
 )
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.pieces import NO_PIECES, pieces_of
-from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Plan, Planner
-from sidelane.collectives.staging import Staging
+from sidelane.collectives.plan import CallProgram, Planner, staging_bytes
 from sidelane.device.layout import arena_bytes
+from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
@@ -38,13 +36,20 @@ from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.once import Once
+from sidelane.program.resharding import Resharding
 from sidelane.program.wraparound import as_int32
 
 FLAGS = 4096
 """Number of flags in each of two regions: one for programs with epochs, one for captured programs, which reset their
 flags. Two further regions of ``TURN_FLAGS`` each follow, for alternating programs."""
 
-REGIONS = 2
+_STEP_BYTES = 1 << 20
+"""Bytes of which the size of staging is a multiple. Small staging doubles, so that it seldom has to grow."""
+
+_MOST_SPARE_BYTES = 64 << 20
+"""Largest number of bytes that are allocated beyond the need of a call."""
+
+_NO_PIECES: Mapping[tuple[int, str], Pieces] = MappingProxyType({})
 
 
 class OwnProgram(Protocol):
@@ -59,10 +64,96 @@ class OwnProgram(Protocol):
         ...
 
 
+class Staging:
+    """Symmetric scratch memory: one block, which is replaced by a larger one when a call needs more.
+
+    Args:
+        backend: allocates the memory.
+        spread: map the ranks' blocks at equal distances, if the device can.
+
+    Attributes:
+        addresses: addresses of the ranks' blocks in this process; empty before the first call that needs staging.
+        is_spread: the blocks are mapped at equal distances.
+    """
+
+    def __init__(self, backend: Backend, *, spread: bool = False) -> None:
+        self._backend, self._wants_spread = backend, spread
+        self._is_captured = False
+        self._kept: list[SymmetricBlock] = []
+        self._take(None)
+
+    def _take(self, block: SymmetricBlock | None) -> None:
+        self._block = block
+        self._mapping = self._backend.spread(block) if block is not None and self._wants_spread else None
+        self.is_spread = self._mapping is not None
+        self.addresses: tuple[int, ...] = (self._mapping or block).addresses if block is not None else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size on every rank in bytes."""
+        return 0 if self._block is None else self._block.tensor.nbytes
+
+    def close(self) -> None:
+        """Release the memory, including blocks that captured graphs refer to."""
+        self._take(None)
+        self._kept.clear()
+
+    def reserve(self, nbytes: int, frozen: bool) -> bool:
+        """Make sure that a call has enough staging. Collective if it grows.
+
+        Args:
+            nbytes: bytes that the call needs on every rank.
+            frozen: the call is being captured, and its graph will refer to the block for as long as it lives.
+
+        Returns:
+            True if the block was replaced, so that programs that refer to the old one must be loaded again.
+
+        Raises:
+            UnavailableError: staging would have to grow during a capture, or there is not enough memory.
+        """
+        have = self.nbytes
+        grows = nbytes > have
+        if grows and frozen:
+            raise UnavailableError(
+                f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
+                f"(have={have}): make the call once before the capture (most need less with tensors from "
+                f"Communicator.empty)"
+            )
+        if grows:
+            if self._block is not None and self._is_captured:
+                self._kept.append(self._block)
+            elif self._block is not None:
+                # The allocation is collective: when it ends, the calls on the old block have ended on every rank.
+                self._backend.synchronize()
+            steps = -(-max(nbytes, have + min(have, _MOST_SPARE_BYTES)) // _STEP_BYTES)
+            self._take(self._backend.memory.allocate(steps * _STEP_BYTES))
+            self._is_captured = False
+        self._is_captured |= frozen and nbytes > 0
+        return grows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SharedMemory:
+    """The memory that the programs of one type share.
+
+    Attributes:
+        staging: their staging.
+        flags: flags of every rank, for eager programs and for captured ones.
+        captured_offset: offset of captured programs' part of the staging.
+        arenas: arena of every rank.
+    """
+
+    staging: Staging
+    flags: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    captured_offset: int = 0
+    arenas: tuple[int, ...] = ()
+
+
 class Preparer:
     """Loads programs for calls, and owns the memory that they share: flags, staging, and the arena of kernels.
 
     Attributes:
+        planner: makes the programs.
         cache: the calls that were prepared; it is cleared when staging moves.
         own_programs: programs that callers have loaded; their flags are renewed with the others.
     """
@@ -71,35 +162,34 @@ class Preparer:
         self._rank = rank
         self._heap = heap
         self._backend = backend
-        self._planner = planner
-        self._flags = backend.memory.allocate(REGIONS * (FLAGS + TURN_FLAGS) * 4)
-        self._staging = Staging(backend)
-        # Kernels have their own staging: a kernel writes to it as soon as it runs, and ends when all peers have read
-        # it. Programs protect their staging by other handshakes.
-        self._kernel_staging = Staging(backend)
+        self.planner = planner
+        self._flags = backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
+        flags = self._flags.addresses
         self._arena: SymmetricBlock | None = None
         if SM in backend.abilities.implementations:
-            self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
-        # Alternating programs have their own, twice: replays of a graph do not follow the turns of eager calls.
-        self._slots = Staging(backend, spread=True)
+            self._arena = backend.memory.allocate(arena_bytes(len(flags)))
+        at = [tuple(base + 4 * first for base in flags) for first in (0, FLAGS, 2 * FLAGS, 2 * FLAGS + TURN_FLAGS)]
+        # Kernels have their own staging: a kernel writes to it as soon as it runs, and ends when all peers have read
+        # it. Programs protect their staging by other handshakes. Alternating programs have their own slots.
+        self._stagings = engines, kernels, slots = Staging(backend), Staging(backend), Staging(backend, spread=True)
+        self._memory: dict[type[CallProgram], _SharedMemory] = {
+            Program: _SharedMemory(engines, (at[0], at[1])),
+            KernelProgram: _SharedMemory(kernels, arenas=self._arena.addresses if self._arena else ()),
+            Alternation: _SharedMemory(slots, (at[2], at[3]), SLOTS_BYTES),
+        }
         self._turns = CallTurns(backend.capture_of)
-        if backend.abilities.captures and len(self._flags.addresses) > 1:
-            self._slots.reserve(2 * SLOTS_BYTES, False)  # now, since a capture cannot allocate
+        if backend.abilities.captures and len(flags) > 1:
+            slots.reserve(2 * SLOTS_BYTES, False)  # now, since a capture cannot allocate
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
-        self._captures_have_room: set[Agreement] = set()
         self._kept: list[object] = []
         self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
-
-    def known(self, agreement: Agreement) -> bool:
-        """Return True if no rank needs another agreement or allocation for this call."""
-        return self._planner.known(agreement)
 
     def program_of(self, shape: Shape) -> ShapeProgram | None:
         """Return the program of a shape, if a call of it was prepared and is still agreed on; else None."""
         entry = self.cache.get(shape.key)
         found = None if entry is None else entry.shape
-        return found if found is not None and self._planner.known(found.agreement) else None
+        return found if found is not None and self.planner.known(found.agreement) else None
 
     @property
     def turn(self) -> int:
@@ -120,7 +210,7 @@ class Preparer:
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
-        loaded = self._load_at(known.program, known.at(shape.addresses), False, again=True)
+        loaded = self._load(known.program, known.at(shape.addresses), False, late=True)
         prepared = PreparedCall(loaded, known.signature, False, known.choice)
         again = comes_again or self.cache.comes_again(key)
         if again:
@@ -142,63 +232,36 @@ class Preparer:
             key: cache key of the call, with its addresses; None: do not cache it.
             shape: shape of the call, if other calls of the shape may run the same program.
         """
-        was_known = self._planner.known(agreement)
+        planner, frozen = self.planner, agreement.frozen
+        was_known = planner.known(agreement)
         try:
-            program, choice = self._plan(agreement)
-            self._reserve(program, agreement.frozen)
-            addresses = self._addresses(program, requests, agreement.frozen)
-            loaded = self._load_at(program, addresses, agreement.frozen)
+            plan = planner.plan_that_fits(agreement, self._has_staging) if frozen else planner.plan(agreement)
+            for kind, nbytes in plan.staging.items():
+                self._grow(self._memory[kind].staging, nbytes, frozen)
+            addresses = self._addresses(plan.program, requests, frozen)
+            loaded = self._load(plan.program, addresses, frozen)
         except BaseException:
             if not was_known:
-                self._planner.forget(agreement)
+                planner.forget(agreement)
             raise
-        if agreement.frozen:
+        if frozen:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
             self._kept.append(loaded)
-        prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
+        prepared = PreparedCall(loaded, agreement.text(), frozen, plan.choice)
         if not was_known:
+            choice = plan.choice
             log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)
         if key is not None:
             self.cache.entry(key).prepared = prepared
         if shape is not None and not agreement.is_listed:
             places = places_of(requests[0], self._rank, shape.addresses)
             if places is not None:
-                made = ShapeProgram(program, addresses, places, agreement, prepared.signature, choice)
+                made = ShapeProgram(plan.program, addresses, places, agreement, prepared.signature, plan.choice)
                 self.cache.entry(shape.key).shape = made
         return prepared
 
-    def make_room(self, program: Program) -> None:
-        """Allocate the staging of a program. Collective if there is too little."""
-        self._reserve(program, False)
-
-    def bind(
-        self,
-        program: Program,
-        buffers: Mapping[tuple[int, str], int],
-        signature: str,
-        choice: Choice,
-        key: Key,
-        *,
-        pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
-    ) -> PreparedCall:
-        """Load a program with epochs at given addresses, after :meth:`make_room`. Not collective."""
-        addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
-        prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
-        self.cache.entry(key).prepared = prepared
-        return prepared
-
-    def _plan(self, agreement: Agreement) -> tuple[Plan, Choice]:
-        """Return the program of a call, and its choice."""
-        if agreement.frozen:
-            return self._planner.program_that_fits(agreement, self._has_staging)
-        program, choice = self._planner.program(agreement), self._planner.choice(agreement)
-        repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
-        if repeats and self._backend.abilities.captures:
-            self._reserve_for_captures(agreement)
-        return program, choice
-
-    def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
-        """Load a program at addresses. ``again``: calls may use these addresses only once."""
+    def _load(self, program: CallProgram, addresses: Addresses, frozen: bool, *, late: bool = False) -> Runnable:
+        """Load a program at addresses. ``late``: calls may use these addresses only once."""
         executor = self._backend.executor
         if isinstance(program, KernelProgram):
             return self._backend.load_kernel(program, addresses, frozen)
@@ -207,26 +270,12 @@ class Preparer:
             def load(turn: Program) -> Runnable:
                 return executor.load(turn, addresses, captured=frozen)
 
-            return AlternatingProgram(program, load, self._turns, captured=frozen, late=again)
+            return AlternatingProgram(program, load, self._turns, captured=frozen, late=late)
         return executor.load(program, addresses, captured=frozen)
 
-    def _needs(self, program: Plan, frozen: bool) -> tuple[Staging, int]:
-        """Return the staging that a program uses, and how many bytes of it."""
-        if isinstance(program, KernelProgram):
-            return self._kernel_staging, program.staging_bytes
-        if isinstance(program, Alternation):
-            has_peers = program.turns[0].world_size > 1
-            return self._slots, has_peers * SLOTS_BYTES * (2 if frozen else 1)
-        return self._staging, max(program.staging_bytes)
-
-    def _has_staging(self, program: Plan) -> bool:
+    def _has_staging(self, program: CallProgram) -> bool:
         """Return True if a program can be captured without an allocation."""
-        staging, nbytes = self._needs(program, True)
-        return nbytes <= staging.nbytes
-
-    def _reserve(self, program: Plan, frozen: bool) -> None:
-        """Allocate the staging of a program. Collective if there is too little."""
-        self._grow(*self._needs(program, frozen), frozen)
+        return staging_bytes(program, captured=True) <= self._memory[type(program)].staging.nbytes
 
     def _grow(self, staging: Staging, nbytes: int, frozen: bool) -> None:
         if staging.reserve(nbytes, frozen):
@@ -234,38 +283,20 @@ class Preparer:
             # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
             self.cache.clear()
 
-    def _reserve_for_captures(self, agreement: Agreement) -> None:
-        """Allocate the staging that the same call needs in a capture, where ``auto`` may choose another candidate.
+    def addresses(self, program: Program, requests: Requests) -> Addresses:
+        """Return the current addresses of a program that the caller loads: its staging may move between calls.
 
-        A capture cannot allocate. Once per agreement is enough, on all ranks alike: staging never shrinks.
+        Collective at first.
         """
-        if agreement in self._captures_have_room:
-            return
-        program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
-        self._grow(*self._needs(program, True), False)
-        if len(self._captures_have_room) >= MOST_PROGRAMS:
-            self._captures_have_room.clear()
-        self._captures_have_room.add(agreement)
-
-    def held(self, agreement: Agreement) -> tuple[Program, Choice]:
-        """Return the program of a call behind one trigger on each rank, which the caller loads, and its choice.
-
-        Raises:
-            ValueError: the variant cannot run with these buffers.
-        """
-        return self._planner.held(agreement), self._planner.choice(agreement)
-
-    def addresses(self, program: Program, request: Request) -> Addresses:
-        """Return the current addresses of such a program: its staging may move between calls. Collective at first."""
-        self._reserve(program, False)
-        return self._addresses(program, (request,), False)
+        self._grow(self._memory[Program].staging, staging_bytes(program, captured=False), False)
+        return self._addresses(program, requests, False)
 
     def renew(self, call: int) -> None:
         """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""
         words = self._flags.tensor.view(torch.int32)
         value = as_int32(call)
         words[:FLAGS] = value
-        words[REGIONS * FLAGS : REGIONS * FLAGS + TURN_FLAGS] = value
+        words[2 * FLAGS : 2 * FLAGS + TURN_FLAGS] = value
         for program in self.own_programs:
             program.renew(call)
         self._backend.renew(call)
@@ -274,7 +305,7 @@ class Preparer:
     def own_bytes(self) -> int:
         """Symmetric memory that flags, arena and staging take, in bytes."""
         blocks = sum(block.tensor.nbytes for block in (self._flags, self._arena) if block is not None)
-        return blocks + sum(staging.nbytes for staging in (self._staging, self._kernel_staging, self._slots))
+        return blocks + sum(staging.nbytes for staging in self._stagings)
 
     def close(self) -> None:
         """Forget every loaded program, and release the memory."""
@@ -283,28 +314,23 @@ class Preparer:
         self._kept.clear()
         for program in list(self.own_programs):
             program.close()
-        for staging in (self._staging, self._kernel_staging, self._slots):
+        for staging in self._stagings:
             staging.close()
         self._arena = None
         self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
-    def _addresses(self, plan: Plan, requests: Requests, frozen: bool) -> Addresses:
+    def _addresses(self, plan: CallProgram, requests: Requests, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
-        staging, _ = self._needs(plan, frozen)
-        program: Program | KernelProgram
-        flags, shift = self._flags.addresses, 0
-        arenas: tuple[int, ...] = ()
-        if isinstance(plan, KernelProgram):
-            assert self._arena is not None, "backends that have kernels have an arena for them"
-            program, flags, arenas = plan, (), self._arena.addresses
-        elif isinstance(plan, Alternation):
-            program, shift = plan.turns[0], SLOTS_BYTES * frozen
-            flags = tuple(base + 4 * (REGIONS * FLAGS + frozen * TURN_FLAGS) for base in flags)
-        else:
-            assert plan.flag_count <= FLAGS
-            program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
-        buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
+        memory = self._memory[type(plan)]
+        program = plan.turns[0] if isinstance(plan, Alternation) else plan
+        offset = memory.captured_offset if frozen else 0
+        buffers: dict[tuple[int, str], int] = {
+            (rank, Buffer.STAGING): base + offset for rank, base in enumerate(memory.staging.addresses)
+        }
+        pieces = _NO_PIECES
+        if isinstance(program, Program):
+            assert program.flag_count <= FLAGS
         if isinstance(program.collective, Batch):
             pieces = self._pieces(program.collective, requests)
         else:
@@ -313,7 +339,8 @@ class Preparer:
             for buffer in (Buffer.INPUT, Buffer.OUTPUT):
                 reached = self.reach(request.region(buffer), buffer in remote)
                 buffers.update({(rank, buffer): address for rank, address in reached.items()})
-        return Addresses(buffers, flags, arenas, pieces=pieces, spread=staging.is_spread)
+        flags = memory.flags[frozen]
+        return Addresses(buffers, flags, memory.arenas, pieces=pieces, spread=memory.staging.is_spread)
 
     def _pieces(self, batch: Batch, requests: Requests) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []
@@ -331,5 +358,42 @@ class Preparer:
         return dict(enumerate(self._heap.addresses(region))) if remote else {self._rank: region.address}
 
 
-def _on_all_ranks(staging: Staging, offset: int = 0) -> dict[tuple[int, str], int]:
-    return {(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)}
+def pieces_of(
+    batch: Batch,
+    addresses: Sequence[Mapping[tuple[int, str], int]],
+    reshardings: Sequence[Resharding | None],
+) -> dict[tuple[int, str], Pieces]:
+    """Return the virtual buffers of a batch, by rank and buffer.
+
+    Args:
+        batch: the batch.
+        addresses: for each part, the addresses by rank and buffer, as far as this process reaches them.
+        reshardings: for each part, its layout; None: its tensors are contiguous.
+    """
+    found: dict[tuple[int, str], Pieces] = {}
+    has_rows = any(reshardings)
+    for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+        for rank in range(batch.world_size):
+            made: list[tuple[int, int, int, tuple[int, int]]] = []
+            starts = batch.starts(rank, buffer)
+            for number, (row, resharding) in enumerate(zip(addresses, reshardings, strict=True)):
+                address = row.get((rank, buffer))
+                if address is not None:
+                    nbytes = batch.parts[number].buffer_bytes(rank, buffer)
+                    made += _in_rows(starts[number], address, nbytes, resharding, rank, buffer)
+            starts, sizes, places, rows = zip(*made, strict=True) if made else ((), (), (), ())
+            found[rank, buffer] = Pieces(starts, sizes, places, rows if has_rows else ())
+    return found
+
+
+def _in_rows(
+    start: int, address: int, nbytes: int, resharding: Resharding | None, rank: int, buffer: Buffer
+) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """Yield start, size, address and rows of each piece of one tensor."""
+    if resharding is None:
+        if nbytes:
+            yield start, nbytes, address, (nbytes, nbytes)
+        return
+    for part in resharding.places(rank, buffer):
+        rows = (part.nbytes, part.nbytes) if part.width in (part.pitch, part.nbytes) else (part.width, part.pitch)
+        yield start + part.start, part.nbytes, address + part.origin, rows

@@ -10,8 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-import torch
-
 from sidelane.execute.submitted import SubmissionLedger
 from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
@@ -147,23 +145,6 @@ class Addresses:
         return None if base is None else base + offset
 
 
-class Pending(Protocol):
-    """One running invocation."""
-
-    def done(self) -> bool:
-        """Return True once every command of this rank has finished. Never blocks, never raises."""
-        ...
-
-    def wait(self) -> None:
-        """Block until ``done``.
-
-        Raises:
-            PeerError: a peer died or refused the call.
-            PeerTimeoutError: a peer did not come or stopped, within the communicator's time-out.
-        """
-        ...
-
-
 Place = tuple[int, bool]
 """Place of a call in the work of its caller: the handle of a stream, and whether it is being captured."""
 
@@ -245,7 +226,11 @@ class Runnable(Protocol):
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once, after the earlier work of ``place`` and before its later work.
 
-        Devices with streams return at once, others when it has ended. ``epoch`` as in :meth:`LoadedProgram.start`.
+        Devices with streams return at once, others when it has ended.
+
+        Args:
+            epoch: number of the invocation, from 1, the same on every rank, growing by any step.
+            place: the caller's stream, and whether it is captured; ``NO_STREAM`` on a device without streams.
         """
         ...
 
@@ -255,19 +240,6 @@ class Runnable(Protocol):
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """Return a repetition with the values that follow the addresses of buffers; None if more than these changes."""
-        ...
-
-
-class LoadedProgram(Runnable, Protocol):
-    """A program bound to addresses, with all work done that does not depend on a call."""
-
-    def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
-        """Run this rank's queues once.
-
-        Args:
-            epoch: number of the invocation, from 1, the same on every rank, growing by any step.
-            stream: stream that orders the invocation; None on a device without streams.
-        """
         ...
 
 
@@ -282,7 +254,7 @@ class Executor(Protocol):
         """The record of submitted commands."""
         ...
 
-    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> Runnable:
         """Bind this rank's part of ``program``.
 
         Args:

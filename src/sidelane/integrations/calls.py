@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations.order import Key
-from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, ROOTED, Kind, ReduceOp
 from sidelane.session import Communicator
 
 
@@ -48,8 +46,8 @@ def receiving(tensors: Sequence[torch.Tensor], *, filled: bool = False) -> Itera
 
 
 @contextlib.contextmanager
-def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Yield one tensor for a call to write, whose parts are ``tensors``, in their order.
+def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
+    """Yield one tensor for a call to write, in a list, whose parts are ``tensors``, in their order.
 
     Args:
         tensors: tensors of the caller; their own memory is used if they lie in a row.
@@ -57,23 +55,20 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
     """
     whole = _in_a_row(tensors, apart_from)
     if whole is not None:
-        yield whole
+        yield [whole]
         return
     whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    yield whole
+    yield [whole]
     for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.data.copy_(part.view(tensor.shape))
 
 
-def call_contiguous(other: functools.partial[Any], outputs: Sequence[torch.Tensor]) -> tuple[Any, Copies]:
-    """Make a call of another group, which takes the memory of each tensor for contiguous and looks at no strides.
-
-    Args:
-        other: the call, with tensors and lists of them among its arguments. Copies replace those not contiguous.
-        outputs: tensors that it writes.
+def contiguous_arguments(call: GroupCall) -> tuple[list[Any], Copies]:
+    """Return arguments for another group, which takes the memory of each tensor for contiguous: it reads no strides.
 
     Returns:
-        Result of the call, and the outputs that were replaced with their copies, to copy back when it has ended.
+        The arguments of the call, with copies in place of tensors that are not contiguous, and the outputs that were
+        replaced with their copies, to copy back when the call has ended.
     """
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -84,13 +79,18 @@ def call_contiguous(other: functools.partial[Any], outputs: Sequence[torch.Tenso
             return argument
         return copies.setdefault(id(argument), (argument, plain(argument)))[1]
 
-    work = other.func(*map(contiguous, other.args), **other.keywords)
-    return work, [copies[id(output)] for output in outputs if id(output) in copies]
+    args = [contiguous(argument) for argument in call.args]
+    return args, [copies[id(output)] for output in call.outputs if id(output) in copies]
 
 
-def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor) -> torch.Tensor:
-    """Return one tensor for a call to read, whose parts are ``tensors``; see :func:`parted`."""
-    whole = _in_a_row(tensors, apart_from)
+def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> torch.Tensor:
+    """Return one tensor for a call to read, whose parts are ``tensors``: their own memory if they lie in a row.
+
+    Args:
+        tensors: tensors of the caller.
+        apart_from: tensor that the call writes, which must not lie among them; None for several, so for a copy.
+    """
+    whole = None if apart_from is None else _in_a_row(tensors, apart_from)
     return torch.cat([plain(tensor).flatten() for tensor in tensors]) if whole is None else whole
 
 
@@ -125,9 +125,71 @@ DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 """Dtypes that Sidelane can reduce."""
 
 _ANY_ORDER = ("min", "max", "band", "bor", "bxor")
+_SPLITS = "parts of several sizes: a rank knows its own only, and to ask costs what steps save"
+_BARRIER = "barrier"
 
 Tensor = torch.Tensor
-Other = functools.partial[dist.Work]
+Key = tuple[str, Hashable, torch.dtype, torch.device]
+"""Key of repeated calls: torch's name of the operation, its reduction or root, dtype and device of all tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GroupOperation:
+    """An operation of process groups: its name in torch, and the methods that make it.
+
+    Attributes:
+        name: name of the operation in ``torch.distributed``.
+        method: name of the other group's method.
+        kind: name of the communicator's method; "" if Sidelane has no such operation.
+        has_output_parts: the outputs are parts of one tensor for the communicator.
+        has_input_parts: the inputs are.
+        repeats: calls of it are remembered (``order``).
+        flat: reason why it takes no steps among several nodes; "" if it does.
+    """
+
+    name: str
+    method: str
+    kind: str = ""
+    has_output_parts: bool = False
+    has_input_parts: bool = False
+    repeats: bool = False
+    flat: str = ""
+
+    @property
+    def lacking(self) -> GroupOperation:
+        """This operation in a form that Sidelane does not have."""
+        return GroupOperation(self.name, self.method)
+
+
+ALL_GATHER = GroupOperation("all_gather_into_tensor", "_allgather_base", Kind.ALL_GATHER, repeats=True)
+ALL_GATHER_COALESCED = GroupOperation(
+    "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", Kind.ALL_GATHER
+)
+ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True)
+ALL_TO_ALL = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, repeats=True)
+ALL_TO_ALL_UNEVEN = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, flat=_SPLITS)
+ALL_TO_ALL_LIST = GroupOperation("all_to_all", "alltoall", Kind.ALL_TO_ALL, True, True, flat=_SPLITS)
+REDUCE_SCATTER = GroupOperation("reduce_scatter_tensor", "_reduce_scatter_base", Kind.REDUCE_SCATTER, repeats=True)
+REDUCE_SCATTER_COALESCED = GroupOperation(
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced", Kind.REDUCE_SCATTER
+)
+REDUCE_SCATTER_LIST = GroupOperation("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER, has_input_parts=True)
+ALL_REDUCE = GroupOperation("all_reduce", "allreduce", Kind.ALL_REDUCE, repeats=True)
+ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE)
+ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE)
+ALL_REDUCE_COALESCED = GroupOperation("all_reduce_coalesced", "allreduce_coalesced", Kind.ALL_REDUCE)
+BROADCAST = GroupOperation("broadcast", "broadcast", Kind.BROADCAST, repeats=True)
+SCATTER = GroupOperation(
+    "scatter", "scatter", Kind.SCATTER, has_input_parts=True, flat="scatter: all of it leaves by the root's network"
+)
+GATHER = GroupOperation(
+    "gather", "gather", Kind.GATHER, has_output_parts=True, flat="gather: all of it comes by the root's network"
+)
+BARRIER = GroupOperation("barrier", "barrier", _BARRIER, flat="barrier")
+REDUCE = GroupOperation("reduce", "reduce")
+ALL_GATHER_OF_LISTS = GroupOperation("all_gather_coalesced", "allgather_coalesced")
+SEND, RECV = GroupOperation("send", "send"), GroupOperation("recv", "recv")
+RECV_ANYSOURCE = GroupOperation("recv", "recv_anysource")
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,260 +197,116 @@ class GroupCall:
     """One call of the group.
 
     Attributes:
-        name: name of the operation.
-        tensors: all tensors of the caller.
+        operation: operation of the call.
         outputs: tensors that are written.
-        other: function that makes the call on the other group.
-        job: function that makes the call on a communicator; None if Sidelane has no such operation.
+        inputs: tensors that are only read.
+        opts: options of torch; None for its defaults.
+        args: arguments of the other group's method.
+        key: key of calls like this one; None for calls that are not remembered.
+        options: options of the communicator's method.
+        reduction: operation of a reduction; None for other calls.
         refusal: reason why Sidelane does not make it; "" if it does. Alike on all ranks.
-        is_async: the caller goes on before the call has ended.
-        timeout: time-out of this call; 0 for the group's.
-        across: kind of collective whose steps it can take among several nodes; None for none.
-        flat: name in the text that no such steps exist for it; "" for the name of the operation.
-        reason: reason why it takes the steps; "" if it does not.
-        options: options of the communicator's method, if ``job`` is that method on the tensors themselves.
-        key: key of calls like this one (``order``); None for calls that are not remembered.
-        repeats: calls like this one may be remembered.
-        reduction: torch's operation of a reduction; None for other calls.
+        reason: reason why it takes steps among several nodes; "" if it does not.
     """
 
-    name: str
-    tensors: Sequence[Tensor]
+    operation: GroupOperation
     outputs: Sequence[Tensor]
-    other: Other
-    job: Callable[[Communicator], None] | None = None
-    refusal: str = ""
-    is_async: bool = True
-    timeout: timedelta = NO_TIMEOUT
-    across: Kind | None = None
-    flat: str = ""
-    reason: str = ""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inputs: Sequence[Tensor]
+    opts: Any
+    args: Sequence[Any]
     key: Key | None = None
-    repeats: bool = True
-    reduction: Any = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reduction: GroupReduction | None = None
+    refusal: str = ""
+    reason: str = ""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All tensors of the caller."""
+        return (*self.outputs, *self.inputs)
+
+    @property
+    def is_async(self) -> bool:
+        """True if the caller goes on before the call has ended."""
+        return bool(getattr(self.opts, "asyncOp", True))
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time-out of this call; 0 for the group's."""
+        return max(getattr(self.opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
 
     @property
     def adds_floats(self) -> bool:
         """True for a reduction whose bits depend on the order of its terms."""
-        if self.reduction is None or op_name(self.reduction) in _ANY_ORDER:
+        op = getattr(self.opts, "reduceOp", None)
+        if op is None or op_name(op) in _ANY_ORDER:
             return False
         return any(tensor.is_floating_point() or tensor.is_complex() for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
-        written = sum(map(_nbytes, self.outputs))
-        return max(written, sum(map(_nbytes, self.tensors)) - written)
+        return max(sum(map(_nbytes, self.outputs)), sum(map(_nbytes, self.inputs)))
 
-
-def make(
-    name: str,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    other: Other,
-    job: Callable[[Communicator], None] | None,
-    opts: Any,
-    *,
-    op: Any = None,
-    shapes: str = "",
-    across: Kind | None = None,
-) -> GroupCall:
-    """Put a call together, and make the decisions that need no group.
-
-    Args:
-        name: name of the operation.
-        inputs: tensors that are only read.
-        outputs: tensors that are written.
-        other: function that makes the call on the other group.
-        job: function that makes the call on a communicator.
-        opts: options of torch; None for its defaults.
-        op: operation of a reduction.
-        shapes: reason why Sidelane does not take these shapes; "" for none.
-        across: see :class:`GroupCall`.
-    """
-    tensors = (*outputs, *inputs)
-    refusal = "Sidelane has no such operation" if job is None else shapes or _refusal(tensors, op)
-    is_async = True if opts is None else bool(getattr(opts, "asyncOp", True))
-    timeout = getattr(opts, "timeout", NO_TIMEOUT)
-    call = GroupCall(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
-    call.reduction = getattr(opts, "reduceOp", None)
-    return call
-
-
-def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """Describe an ``all_gather_into_tensor``."""
-
-    def job(communicator: Communicator) -> None:
-        with receiving([output]) as (whole,):
-            communicator.all_gather(whole, plain(input))
-
-    return make("all_gather_into_tensor", (input,), (output,), other, job, opts, across=Kind.ALL_GATHER)
-
-
-def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe several ``all_gather_into_tensor`` at once."""
-
-    def job(communicator: Communicator) -> None:
-        with receiving(outputs) as wholes:
-            communicator.all_gather(wholes, [plain(tensor) for tensor in inputs])
-
-    return make("all_gather_into_tensor_coalesced", inputs, outputs, other, job, opts, across=Kind.ALL_GATHER)
-
-
-def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """Describe an ``all_gather``: a tensor for each rank."""
-
-    def job(communicator: Communicator) -> None:
-        with parted(outputs, apart_from=input) as whole:
-            communicator.all_gather(whole, plain(input))
-
-    return make("all_gather", (input,), outputs, other, job, opts, shapes=_unequal(outputs), across=Kind.ALL_GATHER)
-
-
-def all_to_all(
-    output: Tensor, input: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any, other: Other
-) -> GroupCall:
-    """Describe an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
-
-    def job(communicator: Communicator) -> None:
-        splits = {"output_split_sizes": outputs, "input_split_sizes": inputs} if outputs or inputs else {}
-        with receiving([output]) as (whole,):
-            communicator.all_to_all(whole, plain(input), **splits)  # type: ignore[arg-type]
-
-    across = None if outputs or inputs else Kind.ALL_TO_ALL
-    call = make("all_to_all_single", (input,), (output,), other, job, opts, across=across)
-    call.flat = _SPLITS
-    return call
-
-
-def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe an ``all_to_all``: a tensor to and from each rank; equal ones here say nothing of other ranks."""
-
-    def job(communicator: Communicator) -> None:
-        with parted(outputs, apart_from=None) as whole:
-            communicator.all_to_all(
-                whole,
-                torch.cat([plain(tensor).flatten() for tensor in inputs]),
-                output_split_sizes=[tensor.numel() for tensor in outputs],
-                input_split_sizes=[tensor.numel() for tensor in inputs],
-            )
-
-    call = make("all_to_all", inputs, outputs, other, job, opts)
-    call.flat = _SPLITS
-    return call
-
-
-def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """Describe a ``reduce_scatter_tensor``."""
-    reduction = _reduction(opts, [input])
-
-    def job(communicator: Communicator) -> None:
-        with receiving([output]) as parts:
-            communicator.reduce_scatter(parts[0], plain(input), op=reduction.op)
-            reduction.finish(parts)
-
-    op, across = reduction.op, Kind.REDUCE_SCATTER
-    call = make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=across)
-    call.options, call.repeats = {"op": op}, reduction.repeats
-    return call
-
-
-def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe several ``reduce_scatter_tensor`` at once."""
-    reduction = _reduction(opts, inputs)
-
-    def job(communicator: Communicator) -> None:
-        with receiving(outputs) as parts:
-            communicator.reduce_scatter(parts, [plain(tensor) for tensor in inputs], op=reduction.op)
-            reduction.finish(parts)
-
-    op, across = reduction.op, Kind.REDUCE_SCATTER
-    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op, across=across)
-
-
-def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe a ``reduce_scatter``: a tensor for each rank."""
-    reduction = _reduction(opts, inputs)
-
-    def job(communicator: Communicator) -> None:
-        with receiving([output]) as parts:
-            communicator.reduce_scatter(parts[0], joined(inputs, apart_from=output), op=reduction.op)
-            reduction.finish(parts)
-
-    return make(
-        "reduce_scatter",
-        inputs,
-        (output,),
-        other,
-        job,
-        opts,
-        op=reduction.op,
-        shapes=_unequal(inputs),
-        across=Kind.REDUCE_SCATTER,
-    )
-
-
-def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe an ``all_reduce``, of several tensors at once if there are several."""
-    reduction = _reduction(opts, tensors)
-
-    def job(communicator: Communicator) -> None:
-        with receiving(tensors, filled=True) as wholes:
-            communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=reduction.op)
-            reduction.finish(wholes)
-
-    name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
-    call = make(name, (), tensors, other, job, opts, op=reduction.op, across=Kind.ALL_REDUCE)
-    call.options, call.repeats = {"op": reduction.op}, reduction.repeats
-    return call
-
-
-def broadcast(tensor: Tensor, opts: Any, other: Other) -> GroupCall:
-    """Describe a ``broadcast``."""
-    root = opts.rootRank
-
-    def job(communicator: Communicator) -> None:
-        with receiving([tensor], filled=communicator.rank == root) as (whole,):
-            communicator.broadcast(whole, root=root)
-
-    call = make("broadcast", (), (tensor,), other, job, opts, across=Kind.BROADCAST)
-    call.options = {"root": root}
-    return call
-
-
-def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Describe a ``scatter``; ``inputs`` is empty except on the root."""
-    root = opts.rootRank
-
-    def job(communicator: Communicator) -> None:
-        whole = torch.cat([plain(tensor).flatten() for tensor in inputs]) if inputs else None
-        with receiving([output]) as (part,):
-            communicator.scatter(part, whole, root=root)
-
-    call = make("scatter", (), (output,), other, job, opts)  # the others do not know the root's inputs
-    call.tensors, call.flat = (output, *inputs), "scatter: all of it leaves by the root's network"
-    return call
-
-
-def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """Describe a ``gather``; ``outputs`` is empty except on the root."""
-    root = opts.rootRank
-
-    def job(communicator: Communicator) -> None:
-        if not outputs:
-            communicator.gather(None, plain(input), root=root)
+    def make(self, communicator: Communicator) -> None:
+        """Make the call on a communicator; tensors that it does not take as they are get contiguous stand-ins."""
+        kind, outputs, inputs = self.operation.kind, self.outputs, self.inputs
+        method = getattr(communicator, kind)
+        if kind == _BARRIER:
+            method()
+            if inputs[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(inputs[0].device).synchronize()
             return
-        with parted(outputs, apart_from=input) as whole:
-            communicator.gather(whole, plain(input), root=root)
+        is_exchange = kind == Kind.ALL_TO_ALL
+        given: Sequence[Tensor | None] = [plain(tensor) for tensor in inputs]
+        if self.operation.has_input_parts:
+            given = [joined(inputs, apart_from=None if is_exchange else outputs[0])] if inputs else [None]
+        writing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([None])
+        if outputs and self.operation.has_output_parts:
+            writing = parted(outputs, apart_from=None if is_exchange else inputs[0])
+        elif outputs:
+            is_read = kind == Kind.ALL_REDUCE or (kind == Kind.BROADCAST and communicator.rank == self.options["root"])
+            writing = receiving(outputs, filled=is_read)
+        with writing as written:
+            sides = [side[0] if len(side) == 1 else side for side in (written, given) if side]
+            method(*sides, **self.options)
+            if self.reduction is not None:
+                self.reduction.finish(written)
 
-    call = make("gather", (input,), (), other, job, opts)
-    call.tensors, call.outputs = (*outputs, input), outputs
-    call.flat = "gather: all of it comes by the root's network"
+
+def describe(
+    operation: GroupOperation,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    opts: Any,
+    args: Sequence[Any],
+    key: Key | None = None,
+) -> GroupCall:
+    """Put a call together, and make the decisions that need no group. The arguments are those of :class:`GroupCall`."""
+    call, kind, op = GroupCall(operation, outputs, inputs, opts, args, key), operation.kind, None
+    if kind in REDUCING:
+        call.reduction = _reduction(opts, inputs or outputs)
+        call.options = {"op": (op := call.reduction.op)}
+        call.key = key if call.reduction.repeats else None
+    elif kind in ROOTED:
+        call.options = {"root": opts.rootRank}
+    elif operation is ALL_TO_ALL_UNEVEN:
+        call.options = dict(zip(_SPLIT_SIZES, args[2:4], strict=True))
+    elif operation is ALL_TO_ALL_LIST:
+        sizes = ([tensor.numel() for tensor in side] for side in (outputs, inputs))
+        call.options = dict(zip(_SPLIT_SIZES, sizes, strict=True))
+    # Ranks other than the root do not know the root's list; equal parts of an all_to_all here say nothing of others.
+    known = outputs if kind == Kind.SCATTER else inputs if kind == Kind.GATHER else call.tensors
+    if not kind:
+        call.refusal = "Sidelane has no such operation"
+    elif kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and (operation.has_output_parts or operation.has_input_parts):
+        parts = outputs if operation.has_output_parts else inputs
+        call.refusal = "" if len({tensor.numel() for tensor in parts}) <= 1 else "parts of several sizes"
+    call.refusal = call.refusal or _refusal(known, op)
     return call
 
 
-_SPLITS = "parts of several sizes: a rank knows its own only, and to ask costs what steps save"
+_SPLIT_SIZES = ("output_split_sizes", "input_split_sizes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -466,7 +384,3 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # a sparse one has no nbytes
-
-
-def _unequal(tensors: Sequence[Tensor]) -> str:
-    return "" if len({tensor.numel() for tensor in tensors}) <= 1 else "parts of several sizes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,11 +19,12 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
-from sidelane.integrations.calls import GroupCall
+from sidelane.integrations.calls import GroupCall, GroupOperation, Key
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
-from sidelane.integrations.order import Key, RepeatedCall, are_plain
-from sidelane.integrations.works import JoinedWork, OtherWork
+from sidelane.integrations.order import RepeatedCall, are_plain
+from sidelane.integrations.works import EndedWork, OtherWork
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.session.session import start_observers
 from sidelane.sizes import format_bytes
@@ -73,7 +74,7 @@ class GroupDispatcher:
         self._repeated.clear()
 
     def begin_coalescing(self) -> None:
-        """Keep the works that :meth:`run` and :meth:`pass_on` return from here on."""
+        """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
         self._coalescing = []
 
@@ -84,38 +85,45 @@ class GroupDispatcher:
 
     def launch(
         self,
-        name: str,
-        detail: Hashable,
-        tensors: Sequence[torch.Tensor],
+        operation: GroupOperation,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         opts: Any,
-        make: Callable[[], GroupCall],
+        args: Sequence[Any],
+        detail: Hashable = None,
         observed: ranges.ObservedCall | None = None,
     ) -> dist.Work:
-        """Make a call like an earlier one, or else as :meth:`run` does.
+        """Make a call of all ranks in its order, with the decisions of an earlier call like it if there was one.
+
+        Profilers of torch see it by its name, and those that record shapes also get the fields that
+        ``record_param_comms`` has for calls in C++: sizes, data type and group.
 
         Args:
-            name: name of the operation, one of ``order.OPERATIONS``.
-            detail: its reduction or root; None where it has neither.
-            tensors: tensors of the call, the output first; of one dtype and device if it is like another.
+            operation: operation of the call.
+            outputs: tensors that are written.
+            inputs: tensors that are only read.
             opts: options of torch.
-            make: function that puts the call together.
+            args: arguments of the other group's method.
+            detail: reduction or root of an operation that repeats and has one.
             observed: the call, for those that observe it; None if nobody does, or to begin it here.
         """
         if observed is None and ranges.is_active():
-            with ranges.ObservedCall(name, tensors[:1], tensors[1:], self.life.ranks, self.life.name) as observed:
-                observed.work = made = self.launch(name, detail, tensors, opts, make, observed)
+            with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
+                observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        device = tensors[0].device
-        key = (name, detail, tensors[0].dtype, device)
+        if not operation.repeats:
+            return self._run(calls.describe(operation, outputs, inputs, opts, args), observed)
+        tensors, device = (*outputs, *inputs), outputs[0].device
+        key = (operation.name, detail, outputs[0].dtype, device)
         repeated = self._repeated.get(key)
         if (
             repeated is None
             or opts.timeout > NO_TIMEOUT
             or self._coalescing is not None
-            or (name == "all_to_all_single" and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
+            or (operation is calls.ALL_TO_ALL and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
             or (device.type == "cpu" and self._captures())
         ):
-            return self._run(_keyed(make(), key), observed)
+            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
         is_async = opts.asyncOp
         try:
             work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
@@ -123,7 +131,7 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if work is None:
-            return self._run(_keyed(make(), key), observed)
+            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
         nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
         assert choice is not None
@@ -145,24 +153,13 @@ class GroupDispatcher:
         """Return True if the current stream is captured into a graph."""
         return self._can_capture and torch.cuda.is_current_stream_capturing()
 
-    def run(self, call: GroupCall) -> dist.Work:
-        """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
-        also get the fields that ``record_param_comms`` has for calls in C++: sizes, data type and group.
-        """
-        if not ranges.is_active():
-            return self._run(call)
-        read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
-        with ranges.ObservedCall(call.name, call.outputs, read, self.life.ranks, self.life.name) as observed:
-            observed.work = work = self._run(call, observed)
-            return work
-
-    def _run(self, call: GroupCall, observed: ranges.ObservedCall | None = None) -> dist.Work:
+    def _run(self, call: GroupCall, observed: ranges.ObservedCall | None) -> dist.Work:
         self.life.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.life.uses(device) or self._across(call) or self._slower_staged(call, device)
         if (call.refusal or self.life.nodes.spans) and settings.current().deterministic and call.adds_floats:
             why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
-            raise in_no_order(call.name, why if call.refusal else "it adds up sums of several nodes")
+            raise in_no_order(call.operation.name, why if call.refusal else "it adds up sums of several nodes")
         if self._captures():
             self._refuse_in_graph(call, device)
         order = self.life.orders.get(device)
@@ -186,7 +183,9 @@ class GroupDispatcher:
             return ""
         from sidelane.integrations.nodes.choose import FLAT, choose_steps
 
-        choice = choose_steps(call.across, call.nbytes, self.life.nodes, without=call.flat or call.name)
+        flat = call.operation.flat
+        kind = None if flat else Kind(call.operation.kind)
+        choice = choose_steps(kind, call.nbytes, self.life.nodes, without=flat)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason
@@ -197,11 +196,11 @@ class GroupDispatcher:
 
         Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
         """
-        if call.key is None or call.name != "all_to_all_single" or call.nbytes < STAGED_BYTES:
+        if call.key is None or call.operation is not calls.ALL_TO_ALL or call.nbytes < STAGED_BYTES:
             return ""
         if self.names.get(device) != "nccl" or self.life.nodes.spans:
             return ""
-        text = f"{call.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
+        text = f"{call.operation.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
         if self._captures() and text not in self._agreed:
             return ""  # nothing can be agreed on there; a call like it before the capture would have been
         made = self.life.communicator(call.tensors[0].device)
@@ -210,18 +209,29 @@ class GroupDispatcher:
         if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.lane.arguments, call.tensors):
             return ""
         if text not in self._agreed:
-            made.lane.agree(call.name, text)
+            made.lane.agree(call.operation.name, text)
             self._agreed.add(text)
         return f"ordinary tensors of {format_bytes(STAGED_BYTES)} and more; in a sidelane.pool Sidelane makes it"
 
-    def pass_on(self, call: GroupCall, peers: Sequence[int]) -> dist.Work:
+    def pass_on(
+        self,
+        operation: GroupOperation,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        args: Sequence[Any],
+        peers: Sequence[int],
+    ) -> dist.Work:
         """Make a call between two ranks, in no order with the calls of all.
 
         Args:
-            call: call of two ranks.
+            operation: see :meth:`launch`.
+            outputs: see :meth:`launch`.
+            inputs: see :meth:`launch`.
+            args: see :meth:`launch`.
             peers: the other rank, or all ranks that it may be.
         """
         self.life.require()
+        call = calls.describe(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
@@ -231,16 +241,16 @@ class GroupDispatcher:
 
     def _refuse_in_graph(self, call: GroupCall, device: str) -> None:
         """Raise for a call that the graph under capture would not hold; no step has run."""
-        maker = self.names.get(device, "none") if call.refusal or call.job is None else SIDELANE
+        maker = self.names.get(device, "none") if call.refusal else SIDELANE
         if device == "cpu":
             why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
         elif maker not in (SIDELANE, "nccl"):
-            why = f"{maker} makes it, on the host ({call.refusal or 'Sidelane has no such operation'})"
+            why = f"{maker} makes it, on the host ({call.refusal})"
         elif maker == SIDELANE and device not in self.life.communicators:
             why = "the group's first call that Sidelane makes (allowed=one before the capture)"
         else:
             return
-        raise UnavailableError(f"{call.name}: not while a graph is captured: {why}")
+        raise UnavailableError(f"{call.operation.name}: not while a graph is captured: {why}")
 
     def _make(self, call: GroupCall, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
@@ -249,9 +259,8 @@ class GroupDispatcher:
             call.refusal = self.life.refusals[device]
             self._make_other(call, device).wait()
             return
-        assert call.job is not None
         try:
-            call.job(cast(Communicator, communicator))  # a method that both kinds of communicator have
+            call.make(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
             self.life.explain(error)
             raise
@@ -264,7 +273,7 @@ class GroupDispatcher:
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
-            self._repeated[call.key] = RepeatedCall(communicator, call.key, call.options)
+            self._repeated[call.key] = RepeatedCall(communicator, call)
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
@@ -272,23 +281,17 @@ class GroupDispatcher:
         self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
-            if name == "nccl":  # it refuses tensors that are not contiguous, on this rank, in words
-                work, copies = call.other(), calls.Copies()
-            else:
-                work, copies = calls.call_contiguous(call.other, call.outputs)
+            args, copies = call.args, calls.Copies()
+            if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
+                args, copies = calls.contiguous_arguments(call)
+            work = getattr(self.life.other, call.operation.method)(*args)
         except RuntimeError as error:
             self.life.witness.explain(error, needed)
             raise
         if work is None:
-            return JoinedWork([])
+            return EndedWork()
         return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
-        self.ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
-
-
-def _keyed(call: GroupCall, key: Key) -> GroupCall:
-    """Return a call that is remembered by its key, if calls like it may be."""
-    call.key = key if call.repeats else None
-    return call
+        self.ledger.note((call.operation.name, dtype, device, where, why), reason, call.nbytes)

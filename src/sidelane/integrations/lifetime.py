@@ -45,7 +45,7 @@ class GroupLifetime:
         timeout: time-out of Sidelane's calls.
 
     Attributes:
-        ranks, nodes, witness, timeout: see above.
+        other, ranks, nodes, witness, timeout: see above.
         name: name that torch gives the group.
         names: names of the other group's backends, by device.
         asked: devices and backends that the caller asked torch for, short and in full, both as torch writes them; None
@@ -66,7 +66,7 @@ class GroupLifetime:
         nodes: Nodes,
         timeout: timedelta,
     ) -> None:
-        self._whose, self._rank = weakref.ref(group), group.rank()
+        self._whose, self._rank, self.other = weakref.ref(group), group.rank(), other
         self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
         self.name = ""
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
+from sidelane.integrations.calls import GroupCall, name_of
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.works import EndedWork, HostWork
 from sidelane.memory import ending
@@ -32,18 +33,6 @@ from sidelane.session import Communicator
 
 Job = Callable[[], None]
 T = TypeVar("T")
-
-Key = tuple[str, Hashable, torch.dtype, torch.device]
-"""Key of repeated calls: torch's name of the operation, its reduction or root, dtype and device of all tensors."""
-
-OPERATIONS: dict[str, tuple[Kind, tuple[str, ...]]] = {
-    "all_gather_into_tensor": (Kind.ALL_GATHER, ()),
-    "all_reduce": (Kind.ALL_REDUCE, ("op",)),
-    "all_to_all_single": (Kind.ALL_TO_ALL, ()),
-    "broadcast": (Kind.BROADCAST, ("root",)),
-    "reduce_scatter_tensor": (Kind.REDUCE_SCATTER, ("op",)),
-}
-"""Kinds of the remembered operations, by torch's names, with the option of the communicator's method."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that compiled code can look at."""
@@ -54,8 +43,7 @@ class RepeatedCall:
 
     Args:
         communicator: communicator that makes them.
-        key: key of the calls.
-        options: options of each call: its reduction or root.
+        call: first of these calls, which has a key.
 
     Attributes:
         communicator: communicator that makes them.
@@ -66,14 +54,14 @@ class RepeatedCall:
         row: row of the report for calls of that choice.
     """
 
-    def __init__(self, communicator: Communicator, key: Key, options: dict[str, Any]) -> None:
-        self.communicator, self._options = communicator, options
-        self._operation, _, dtype, device = key
-        self._columns = str(dtype).removeprefix("torch."), device.type
-        self._dtype, self._device = dtype, device
-        self.kind, names = OPERATIONS[self._operation]
+    def __init__(self, communicator: Communicator, call: GroupCall) -> None:
+        assert call.key is not None
+        self.communicator, self._options = communicator, call.options
+        name, _, self._dtype, self._device = call.key
+        self._columns = name, name_of(self._dtype), self._device.type, SIDELANE
+        self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
-        self.details = tuple(options[name] for name in names) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
+        self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
         self.calls = communicator.lane.calls
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
@@ -88,7 +76,7 @@ class RepeatedCall:
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
-        self.choice, self.row = choice, (self._operation, *self._columns, SIDELANE, choice.candidate.variant)
+        self.choice, self.row = choice, (*self._columns, choice.candidate.variant)
 
 
 def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:

@@ -10,7 +10,6 @@ given them new ones.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +22,6 @@ from torch.distributed.constants import default_pg_timeout
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, fsdp_memory, splits
-from sidelane.integrations.calls import GroupCall
 from sidelane.integrations.dispatch import GroupDispatcher
 from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
@@ -220,13 +218,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Make an ``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
-
-        def make() -> GroupCall:
-            return calls.all_gather(
-                output, input, opts, functools.partial(self._other._allgather_base, output, input, opts)
-            )
-
-        return self._dispatcher.launch("all_gather_into_tensor", None, (output, input), opts, make)
+        return self._dispatcher.launch(calls.ALL_GATHER, (output,), (input,), opts, (output, input, opts))
 
     _allgather_base = all_gather_single
 
@@ -234,24 +226,21 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Make several ``all_gather_into_tensor``; functional collectives make a single one so."""
-        opts = opts or c10d.AllgatherOptions()
-        other = functools.partial(self._other.allgather_into_tensor_coalesced, outputs, inputs, opts)
         if len(outputs) == len(inputs) == 1:
-            (output,), (input,) = outputs, inputs
-            make = functools.partial(calls.all_gather, output, input, opts, other)
-            return self._dispatcher.launch("all_gather_into_tensor", None, (output, input), opts, make)
-        return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
+            return self.all_gather_single(outputs[0], inputs[0], opts)
+        opts = opts or c10d.AllgatherOptions()
+        return self._dispatcher.launch(calls.ALL_GATHER_COALESCED, outputs, inputs, opts, (outputs, inputs, opts))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_gather``."""
-        opts = _options(c10d.AllgatherOptions, opts, timeout)
-        inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
-        other = functools.partial(self._other.allgather, outputs, inputs, opts)
+        opts, inputs = _options(c10d.AllgatherOptions, opts, timeout), _listed(inputs)
+        nested = outputs if isinstance(outputs[0], list | tuple) else [outputs]
+        operation, args = calls.ALL_GATHER_LIST, (nested, inputs, opts)
         if len(inputs) != 1:
-            return self._dispatcher.run(calls.make("all_gather", inputs, [], other, None, opts))
-        return self._dispatcher.run(calls.all_gather_list(outputs[0], inputs[0], opts, other))
+            return self._dispatcher.launch(operation.lacking, [], inputs, opts, args)
+        return self._dispatcher.launch(operation, nested[0], inputs, opts, args)
 
     def all_to_all_single(
         self,
@@ -262,17 +251,11 @@ class SidelaneGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Make an ``all_to_all_single``."""
+        """Make an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
         opts = _options(dist.AllToAllOptions, opts, timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
-
-        def make() -> GroupCall:
-            other = functools.partial(self._other.alltoall_base, output, input, *sizes, opts)
-            return calls.all_to_all(output, input, *sizes, opts, other)
-
-        if any(sizes):
-            return self._dispatcher.run(make())
-        return self._dispatcher.launch("all_to_all_single", None, (output, input), opts, make)
+        operation = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL
+        return self._dispatcher.launch(operation, (output,), (input,), opts, (output, input, *sizes, opts))
 
     alltoall_base = all_to_all_single
 
@@ -285,18 +268,13 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make an ``all_to_all``."""
         opts = _options(dist.AllToAllOptions, opts, timeout)
-        other = functools.partial(self._other.alltoall, outputs, inputs, opts)
-        return self._dispatcher.run(calls.all_to_all_list(outputs, inputs, opts, other))
+        return self._dispatcher.launch(calls.ALL_TO_ALL_LIST, outputs, inputs, opts, (outputs, inputs, opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Make a ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
-
-        def make() -> GroupCall:
-            other = functools.partial(self._other._reduce_scatter_base, output, input, opts)
-            return calls.reduce_scatter(output, input, opts, other)
-
-        return self._dispatcher.launch("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
+        detail = getattr(opts.reduceOp, "op", opts.reduceOp)  # torch's number of it
+        return self._dispatcher.launch(calls.REDUCE_SCATTER, (output,), (input,), opts, (output, input, opts), detail)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -304,13 +282,10 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Make several ``reduce_scatter_tensor``; functional collectives make a single one so."""
-        opts = opts or dist.ReduceScatterOptions()
-        other = functools.partial(self._other.reduce_scatter_tensor_coalesced, outputs, inputs, opts)
         if len(outputs) == len(inputs) == 1:
-            (output,), (input,) = outputs, inputs
-            make = functools.partial(calls.reduce_scatter, output, input, opts, other)
-            return self._dispatcher.launch("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
-        return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
+        opts = opts or dist.ReduceScatterOptions()
+        return self._dispatcher.launch(calls.REDUCE_SCATTER_COALESCED, outputs, inputs, opts, (outputs, inputs, opts))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -318,12 +293,12 @@ class SidelaneGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Make a ``reduce_scatter``."""
-        opts = _options(dist.ReduceScatterOptions, opts, timeout)
-        outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
-        other = functools.partial(self._other.reduce_scatter, outputs, inputs, opts)
+        opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
+        nested = inputs if isinstance(inputs[0], list | tuple) else [inputs]
+        operation, args = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts)
         if len(outputs) != 1:
-            return self._dispatcher.run(calls.make("reduce_scatter", [], outputs, other, None, opts))
-        return self._dispatcher.run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
+            return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
+        return self._dispatcher.launch(operation, outputs, nested[0], opts, args)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
@@ -331,52 +306,42 @@ class SidelaneGroup(dist.ProcessGroup):
             opts = _options(dist.AllreduceOptions, opts, timeout)
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-
-        def make() -> GroupCall:
-            listed = list(tensors)
-            return calls.all_reduce(listed, opts, functools.partial(self._other.allreduce, listed, opts))
-
-        if len(tensors) != 1:
-            return self._dispatcher.run(make())
-        detail = getattr(opts.reduceOp, "op", opts.reduceOp)  # torch's number of it
-        return self._dispatcher.launch("all_reduce", detail, tensors, opts, make)
+        operation = calls.ALL_REDUCE if len(tensors) == 1 else calls.ALL_REDUCE_LIST
+        detail = getattr(opts.reduceOp, "op", opts.reduceOp)
+        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), detail)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Make several ``all_reduce``."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        return self._dispatcher.run(
-            calls.all_reduce(tensors, opts, functools.partial(self._other.allreduce_coalesced, tensors, opts))
-        )
+        operation = calls.ALL_REDUCE_COALESCED if len(tensors) != 1 else calls.ALL_REDUCE_OF_ONE
+        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts))
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``broadcast``."""
         opts, tensors = _options(dist.BroadcastOptions, opts, timeout, root), _listed(tensors)
-        other = functools.partial(self._other.broadcast, tensors, opts)
-        if len(tensors) != 1 or opts.rootTensor:
-            return self._dispatcher.run(calls.make("broadcast", [], tensors, other, None, opts))
-        return self._dispatcher.launch(
-            "broadcast", opts.rootRank, tensors, opts, lambda: calls.broadcast(tensors[0], opts, other)
-        )
+        is_one = len(tensors) == 1 and not opts.rootTensor
+        operation = calls.BROADCAST if is_one else calls.BROADCAST.lacking
+        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.rootRank)
 
     def scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """Make a ``scatter``."""
+        """Make a ``scatter``; ``inputs`` is empty except on the root."""
         opts, outputs = _options(dist.ScatterOptions, opts, timeout, root), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
-        other = functools.partial(self._other.scatter, outputs, nested, opts)
-        return self._dispatcher.run(calls.scatter(outputs[0], nested[0] if nested else [], opts, other))
+        given = nested[0] if nested else []
+        return self._dispatcher.launch(calls.SCATTER, outputs, given, opts, (outputs, nested, opts))
 
     def gather(
         self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """Make a ``gather``."""
+        """Make a ``gather``; ``outputs`` is empty except on the root."""
         opts, inputs = _options(dist.GatherOptions, opts, timeout, root), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
-        other = functools.partial(self._other.gather, nested, inputs, opts)
-        return self._dispatcher.run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
+        written = nested[0] if nested else []
+        return self._dispatcher.launch(calls.GATHER, written, inputs, opts, (nested, inputs, opts))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make a ``barrier``; on GPUs the host waits for it, as it does with NCCL."""
@@ -389,15 +354,8 @@ class SidelaneGroup(dist.ProcessGroup):
             device = torch.device("cuda", opts.device_ids[0])
         elif self._lifetime.uses("cpu") and "cuda" in self._lifetime.names:
             device = torch.device("cuda", torch.cuda.current_device())
-
-        def job(communicator: Communicator) -> None:
-            communicator.barrier()
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.current_stream(device).synchronize()
-
         stands_for_it = torch.empty(0, dtype=torch.uint8, device=device)
-        call = calls.make("barrier", [stands_for_it], [], functools.partial(self._other.barrier, opts), job, opts)
-        return self._dispatcher.run(call)
+        return self._dispatcher.launch(calls.BARRIER, (), (stands_for_it,), opts, (opts,))
 
     # --- operations that Sidelane lacks -------------------------------------------------------------------------------
 
@@ -406,32 +364,24 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make a ``reduce``."""
         opts, tensors = _options(dist.ReduceOptions, opts, timeout, root), _listed(tensors)
-        return self._dispatcher.run(
-            calls.make("reduce", [], tensors, functools.partial(self._other.reduce, tensors, opts), None, opts)
-        )
+        return self._dispatcher.launch(calls.REDUCE, tensors, (), opts, (tensors, opts))
 
     def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Make an ``all_gather_coalesced``, which torch has deprecated."""
-        opts = opts or c10d.AllgatherOptions()
-        other = functools.partial(self._other.allgather_coalesced, outputs, inputs, opts)
-        return self._dispatcher.run(
-            calls.make("all_gather_coalesced", inputs, [each for row in outputs for each in row], other, None, opts)
-        )
+        opts, written = opts or c10d.AllgatherOptions(), [each for row in outputs for each in row]
+        return self._dispatcher.launch(calls.ALL_GATHER_OF_LISTS, written, inputs, opts, (outputs, inputs, opts))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Make a ``send`` to a rank of the group."""
-        call = calls.make("send", tensors, [], functools.partial(self._other.send, tensors, dst, tag), None, None)
-        return self._dispatcher.pass_on(call, [dst])
+        return self._dispatcher.pass_on(calls.SEND, (), tensors, (tensors, dst, tag), [dst])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Make a ``recv`` from a rank of the group."""
-        call = calls.make("recv", [], tensors, functools.partial(self._other.recv, tensors, src, tag), None, None)
-        return self._dispatcher.pass_on(call, [src])
+        return self._dispatcher.pass_on(calls.RECV, tensors, (), (tensors, src, tag), [src])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """Make a ``recv`` from any rank that sends."""
-        call = calls.make("recv", [], tensors, functools.partial(self._other.recv_anysource, tensors, tag), None, None)
-        return self._dispatcher.pass_on(call, range(self.size()))
+        return self._dispatcher.pass_on(calls.RECV_ANYSOURCE, tensors, (), (tensors, tag), range(self.size()))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Make Gloo's ``monitored_barrier``."""
@@ -473,11 +423,6 @@ fsdp_memory.take_over(SidelaneGroup)
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _reduction(opts: Any) -> Any:
-    """Return torch's number of a reduction, as a key."""
-    return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
 _GIVEN = {

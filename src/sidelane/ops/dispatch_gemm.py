@@ -37,8 +37,7 @@ import functools
 
 import torch
 
-from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_heuristic import PIECES, REMOTE_FIRST
+from sidelane.choice.fused import FUSED, PIECES, UNFUSED
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -56,9 +55,8 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.buffer_turn import in_turn
-from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.gemm import METHODS, PLACES, TileSizes, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, is_captured, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
+from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
 from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -199,7 +197,7 @@ def all_to_all_gemm(
     """
 
     def check() -> OperatorCall:
-        routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method, depth_is_alike=True)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, method)
         check_most_rows(NAME, most_rows, x.shape[1])
         check_tiles(NAME, "tiles", tiles, TileSizes)
         columns, depth = weight.shape[-2:]
@@ -216,21 +214,9 @@ def all_to_all_gemm(
             exchange = functools.partial(sender, again=routed.again(PLACES))
             turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
 
-            def load() -> bool:
-                groups = ExpertGroups(routed.on_device(counts), comm.rank, most_rows, are_sent=False)
-                groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
-                return True
-
-            if routed.grouped and method == AUTO and not is_captured(comm):
-                kept(comm, (ExpertGroups, key, routed.experts), load)  # a graph cannot load kernels
-
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
-                there = routed.on_device(counts)
                 with torch.no_grad(), turn:  # without gradients as the other methods; until rows have been multiplied
-                    if routed.grouped:
-                        groups = ExpertGroups(there, comm.rank, most_rows, are_sent=False)
-                        return groups.in_order(groups.product(exchange(x, None, there, groups=groups), weight))
-                    came = exchange(x, None, there)
+                    came = exchange(x, None, routed.on_device(counts))
                     if routed.experts is not None:
                         return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers(counts)])
                     if routed.table is None:
@@ -245,8 +231,7 @@ def all_to_all_gemm(
         make = {FUSED: fused, UNFUSED: unfused}
         make = routed_methods(comm, SPLIT_DISPATCH, routed, most_rows, depth, dtype, method, make)
         kinds = key, routed.without, routed.experts
-        sizes = most_rows, depth, columns
-        return OperatorCall(kinds, sizes, dtype.itemsize, make, routed.without, routed.experts or 1)
+        return OperatorCall(kinds, (most_rows, depth, columns), dtype.itemsize, make, routed.without)
 
     given, layout = counts_in_words(comm, counts)
     words = None if given is None else (given, most_rows, tiles)

@@ -35,8 +35,15 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_heuristic import OBLIVIOUS, REMOTE_FIRST
+from sidelane.choice.fused import (
+    FUSED,
+    LINK_BYTES_PER_US,
+    MEMORY_BYTES_PER_US,
+    OBLIVIOUS,
+    REMOTE_FIRST,
+    UNFUSED,
+)
+from sidelane.choice.selection import Selection
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -77,18 +84,36 @@ from sidelane.ops.handle import (
     KernelHandle,
     check_choice,
     check_tensor,
-    is_captured,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
-OPERATOR = FusedOperator(NAME, ("batch", "tables", "pooling"), captured=(FUSED,))
+
+def choose_order(world_size: int, sizes: ProblemSizes) -> Selection[str]:
+    """Return the order for bags of so many rows each, with the reason.
+
+    In the order of ranks all send to rank 0 at first, then all to rank 1, and so on: in one turn the bags of N - 1
+    senders share the link of their receiver, while each loads the rows of its bags. Where that hides them, the order of
+    ranks is faster, by 2 to 4% between two H200s; with slower links, the bags that peers wait for have to come first
+    (docs/lab/measured.md, *Fused operators between two GPUs*). A bag is as large as a row.
+
+    >>> [choose_order(2, (64, 64, pooling)).candidate for pooling in (1, 11, 12)]
+    ['remote_first', 'remote_first', 'oblivious']
+    """
+    pooling = sizes[-1]
+    rows = (world_size - 1) * MEMORY_BYTES_PER_US / LINK_BYTES_PER_US  # loaded in the time in which a turn is sent
+    longer = "longer" if pooling < rows else "no longer"
+    why = f"to send a turn takes {longer} than to load it, as much as {rows:.3g} rows a bag (here {pooling})"
+    return Selection(REMOTE_FIRST if pooling < rows else OBLIVIOUS, f"rule of thumb: {why}")
+
+
+OPERATOR = FusedOperator(NAME, ("batch", "tables", "pooling"), captured=(FUSED,), order=choose_order)
 """Means of the ranks. A graph has no method that needs the host, as bags of a table do."""
 
 OBLIVIOUS_ORDER = tl.constexpr(2)
@@ -218,7 +243,9 @@ class EmbeddingAllToAll(KernelHandle):
         if out is not None:
             with telling_refusals(comm, NAME):
                 output, place = out, self.place_of(out)
-        chosen = self._order or self._ordered(indices, offsets)
+        if self._order is None:
+            sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
+            self._order = choose_order(comm.world_size, sizes).candidate
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -231,7 +258,7 @@ class EmbeddingAllToAll(KernelHandle):
             sum(tables.counts[: comm.rank]),
             tables.width,
             self._slices,
-            _ORDERS[chosen if order == AUTO else order],
+            _ORDERS[self._order if order == AUTO else order],
             stamps,
             again=None if again is None or stamps is not None else (again, tensors),
             alike=f"batch {tables.batch}, output at {place}{stamped}",
@@ -264,15 +291,6 @@ class EmbeddingAllToAll(KernelHandle):
             counts = self.tables.counts
             result = reference.embedding_all_to_all(self.comm, tables, indices, offsets, counts, **options)
             return result if out is None else out.copy_(result)
-
-    def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
-        """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever they pass."""
-        comm, tables = self.comm, self.tables
-        sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
-        found = OPERATOR.order(comm, sizes, tables.dtype.itemsize)
-        if not is_captured(comm):
-            self._order = found
-        return found
 
     def place_of(self, output: torch.Tensor) -> tuple[int, int]:
         """Return the place of a result that peers write. Raises ValueError and TypeError for invalid ones."""
@@ -315,8 +333,8 @@ def embedding_all_to_all(
             on none.
         out: result [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next
             call overwrites.
-        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: the one
-            that was measured to be faster for the pooling of the first call, a mean of the ranks (``ops.explain``).
+        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: by the
+            pooling of this rank's first call (``ops.explain``). Ranks may have different orders.
         slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 

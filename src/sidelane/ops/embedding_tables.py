@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.choice.fused_heuristic import ORDERS
+from sidelane.choice.fused import ORDERS
 from sidelane.errors import Page, UnavailableError, in_no_order
 from sidelane.memory.persistent import lasting
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two

@@ -7,7 +7,7 @@ Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (the fused
 numbers of rows between ranks may be known on the device only, so that routing may change without the host, and inside
 of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
 
-Any block of two ranks, ``remote_first``::
+Any block of two ranks; tiles for the peers, which wait, come first::
 
     rank 0   first: ready | wait for 1 | tiles for 1 -> 1 | wait for 0 | tiles for 0 | last: done, wait for all
     rank 1   first: ready | wait for 0 | tiles for 0 -> 0 | wait for 1 | tiles for 1 | last: done, wait for all
@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import PIECES, REMOTE_FIRST
+from sidelane.choice.fused import FUSED, PIECES, SPLIT, UNFUSED
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -51,12 +51,10 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
-from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
     check_tiles,
-    is_captured,
     kept,
     power_of_two,
     programs_of,
@@ -75,9 +73,8 @@ NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-PLACES = range(2, 8)
-"""Places of x, weight, counts, places of experts' rows, terms and factors among the kernel's arguments after the
-context."""
+PLACES = range(2, 7)
+"""Places of x, weight, counts, terms and factors among the kernel's arguments after the context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -175,20 +172,18 @@ class GemmAllToAll(KernelHandle):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         counts: torch.Tensor,
-        order: str = REMOTE_FIRST,
-        groups: ExpertGroups | None = None,
         terms: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
         sends_zeros: bool = False,
         alike: str = "",
         again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments; rows without a weight come from or go to ``groups``, or
-        are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
-        must be the same on every rank. ``again``: launch of calls with these layouts and options.
+        """Run the operator with checked arguments; rows without a weight may be sums of ``terms``, among which
+        ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that must be the same on every rank.
+        ``again``: launch of calls with these layouts and options.
         """
-        comm, experts, moved = self.comm, experts_of(weight, counts), None if groups is None else groups.moved
-        tensors = x, weight, counts, moved, terms, factors
+        comm, experts = self.comm, experts_of(weight, counts)
+        tensors = x, weight, counts, terms, factors
         if (other := apart_from(self._output, x)) is not x:
             x, again = other, None  # of another layout, maybe
         if self._repeats(again, tensors):
@@ -204,7 +199,6 @@ class GemmAllToAll(KernelHandle):
                 x,
                 weight,
                 counts,
-                moved,
                 terms,
                 factors,
                 x.shape[0] if terms is None else terms.shape[0],
@@ -218,10 +212,8 @@ class GemmAllToAll(KernelHandle):
                 stamps,
                 x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
                 again=None if again is None or stamps is not None else (again, tensors),
-                alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
-                REMOTE_FIRST=order == REMOTE_FIRST,
+                alike=f"{experts or 1} experts, {summed} terms{alike}{stamped}",
                 EP=power_of_two(experts or 1),
-                TAKEN=groups is not None and groups.are_sent,
                 TERMS=-summed if sends_zeros else summed,
                 **tiles.constants(self.columns, self.dtype),
             )
@@ -238,7 +230,6 @@ def gemm_all_to_all(
     counts: RowCounts,
     *,
     most_rows: int,
-    order: str = REMOTE_FIRST,
     tiles: TileSizes | None = None,
     method: str = AUTO,
     pieces: int | None = None,
@@ -253,8 +244,8 @@ def gemm_all_to_all(
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; rows beyond the counts stay.
         weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16. Or matrices of up to 64 experts, [E, H, K],
-            as many on each rank: rows for a rank are those of the first expert, then those of the next. These are
-            not split.
+            as many on each rank: rows for a rank are those of the first expert, then those of the next. ``auto`` takes
+            ``fused`` for these, and they are not split.
         counts: number of rows from rank i to rank j in row i, column j, [N, N], or with several experts, [N, N, E];
             int32 or int64, the same on all ranks. On the device only the kernel reads them, and they are checked only
             with ``Config(debug=True)``. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
@@ -262,13 +253,11 @@ def gemm_all_to_all(
             call must have had them.
         most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
             beyond it are left out.
-        order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
         tiles: tile sizes of the product.
         method: ``fused``; ``split``, which sends each part of the product as it is computed, in graphs only with counts
-            of an earlier call; ``unfused``, a product and :func:`all_to_all_rows`, for several experts with counts on
-            the device in bfloat16 only, with multiples of 8 columns, on GPUs with the library's grouped product; or
-            ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph with other counts
-            ``fused`` in place of ``split``.
+            of an earlier call; ``unfused``, a product, of several experts one for each group of rows, with counts on
+            the host, and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` names it, with the
+            reason), in a graph with other counts ``fused`` in place of ``split``.
         pieces: number of pieces of the rows for each peer with ``split``, the same on all ranks: more of them begin to
             travel earlier, and are smaller to compute. None for the measured number, or a default.
 
@@ -283,7 +272,7 @@ def gemm_all_to_all(
     """
 
     def check() -> OperatorCall:
-        routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
+        routed = check_routed(NAME, comm, x, weight, counts, most_rows, method)
         check_tiles(NAME, "tiles", tiles, TileSizes)
         columns, dtype = weight.shape[-2], weight.dtype
         key = (NAME, most_rows, columns, dtype, tiles)
@@ -291,41 +280,27 @@ def gemm_all_to_all(
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
             again = routed.again(PLACES)
-            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), order, again=again)
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again=again)
 
         def unfused(pieces: int) -> CachedLaunch:
-            send = functools.partial(
-                rows_sender(comm, NAME, most_rows, columns, dtype), order=order, again=routed.again(PLACES)
-            )
-            if routed.experts is None:
-                return lambda x, weight, counts: send(product(x, weight), None, routed.on_device(counts))
-
-            def load() -> bool:
-                groups = ExpertGroups(routed.on_device(counts), comm.rank, x.shape[0], are_sent=True)
-                groups.product(groups.in_order(x.detach()), weight.detach())
-                return True
-
-            if routed.grouped and method == AUTO and not is_captured(comm):
-                kept(comm, (ExpertGroups, key, routed.experts), load)  # a graph cannot load kernels
+            send = functools.partial(rows_sender(comm, NAME, most_rows, columns, dtype), again=routed.again(PLACES))
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
-                there = routed.on_device(counts)
-                with torch.no_grad():
-                    if not routed.grouped:
-                        return send(one_by_one(x, weight, routed.numbers(counts)[comm.rank]), None, there)
-                    groups = ExpertGroups(there, comm.rank, x.shape[0], are_sent=True)
-                    return send(groups.product(groups.in_order(x), weight), None, there, groups=groups)
+                with torch.no_grad():  # as the other methods
+                    if routed.experts is None:
+                        return send(product(x, weight), None, routed.on_device(counts))
+                    results = one_by_one(x, weight, routed.numbers(counts)[comm.rank])
+                    return send(results, None, routed.on_device(counts))
 
             return launch
 
         make = {FUSED: fused, UNFUSED: unfused}
         make = routed_methods(comm, SPLIT_GEMM, routed, most_rows, columns, dtype, method, make)
         kinds = key, routed.without, routed.experts
-        sizes = most_rows, x.shape[1], columns
-        return OperatorCall(kinds, sizes, dtype.itemsize, make, routed.without, routed.experts or 1)
+        return OperatorCall(kinds, (most_rows, x.shape[1], columns), dtype.itemsize, make, routed.without)
 
     given, layout = counts_in_words(comm, counts)
-    words = None if given is None else (given, most_rows, order, tiles)
+    words = None if given is None else (given, most_rows, tiles)
     launch = OPERATOR.launch(comm, words, (x, weight, layout), check, method, pieces)
     found: torch.Tensor = launch(x, weight, counts)
     return found
@@ -339,6 +314,16 @@ def rows_sender(
     """
     key = (name, "rows", most_rows, columns, dtype)
     return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)).run
+
+
+def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return products of rows by a rank's experts, one for each group; ``counts``: by rank, then by expert."""
+    output = rows.new_empty(rows.shape[0], weight.shape[-2])
+    ends = itertools.accumulate(itertools.chain.from_iterable(counts), initial=0)
+    for group, (first, stop) in enumerate(itertools.pairwise(min(stop, rows.shape[0]) for stop in ends)):
+        if first < stop:
+            torch.mm(rows[first:stop], weight[group % weight.shape[0]].t(), out=output[first:stop])
+    return output
 
 
 @triton.jit
@@ -409,11 +394,10 @@ def sum_of_terms(
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, moved, terms, factors, rows, depth, columns, x_stride, weight_stride,
+    context, outputs, counters, x, weight, counts, terms, factors, rows, depth, columns, x_stride, weight_stride,
     experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr, TAKEN: tl.constexpr,
-    TERMS: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -426,20 +410,13 @@ def _gemm_all_to_all(
     across = tl.cdiv(columns, COLS)
     number = program  # number of a tile, among those of one expert for one rank
     for turn in range(ranks):
-        peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
+        peer = (rank + 1 + turn) % ranks
         came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
         for expert in range(experts):
             before = (lane == peer) & (kind < expert)
             count = tl.sum(tl.where((lane == peer) & (kind == expert), sent, 0))
             first = tl.sum(tl.where((lane < peer) | before, sent, 0))
             to = tl.sum(tl.where(lane < rank, came, 0)) + tl.sum(tl.where(before, sent, 0))
-            target = to
-            if moved is not None:  # rows of an expert are contiguous, here or there
-                group = tl.load(moved + (rank * ranks + peer) * experts + expert)
-                if TAKEN:
-                    first = group
-                else:
-                    target = group
             row_tiles = tl.cdiv(count, ROWS)
             tiles = row_tiles * across
             if number < tiles:
@@ -461,7 +438,7 @@ def _gemm_all_to_all(
                     own = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
                     values = tile_product(x, own, first + row, column, row_mask, depth, x_stride, weight_stride,
                                           columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-                place = (target + row).to(tl.int64)[:, None] * columns + column[None, :]
+                place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
                 stamp(stamps, SEND, peer)
                 put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
                          ALIGNED)  # fmt: skip

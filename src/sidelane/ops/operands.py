@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.errors import UnavailableError
 from sidelane.memory.persistent import lasting
-from sidelane.ops.expert_products import has_grouped_product
-from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
+from sidelane.ops.handle import FLOATS, check_tensor, is_captured
 from sidelane.ops.operator import AUTO
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -55,13 +53,11 @@ class Routed:
     Attributes:
         host: counts of the host; None if they are on the device.
         experts: number of experts of a rank; None if the weight is a matrix.
-        grouped: products of experts are the library's grouped one.
-        without: methods that the call lacks.
+        without: methods that ``auto`` does not take.
     """
 
     host: HostCounts | None
     experts: int | None
-    grouped: bool
     without: tuple[str, ...]
 
     @property
@@ -123,13 +119,9 @@ def check_routed(
     weight: object,
     counts: RowCounts,
     most_rows: int,
-    order: str,
     method: str,
-    *,
-    depth_is_alike: bool,
 ) -> Routed:
-    """Refuse arguments that a GEMM next to rows that travel by counts cannot take. Ranks may have columns of ``x`` of
-    their own, unless ``depth_is_alike``.
+    """Refuse arguments that a GEMM next to rows that travel by counts cannot take.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -141,7 +133,7 @@ def check_routed(
         raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
     if experts is not None and method == SPLIT:
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
-    check_rows(name, comm, x, counts if host is None else host.copy, most_rows, order, experts)
+    check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
     assert isinstance(x, torch.Tensor)
     if host is not None and host.sent[comm.rank] > x.shape[0]:
         leaving, allowed = host.sent[comm.rank], f"up to {x.shape[0]}, those of x"
@@ -149,15 +141,14 @@ def check_routed(
     check_weight(name, comm, x, weight, most_rows)
     assert isinstance(weight, torch.Tensor)
     without: tuple[str, ...] = (SPLIT,) if host is None or experts is not None else ()
-    widths = weight.shape[-2:] if depth_is_alike else weight.shape[-2:-1]
-    grouped = experts is not None and has_grouped_product(comm.device, x.dtype, *widths)
-    if experts is not None and host is None and not grouped and not on_the_host(comm):
-        without = SPLIT, UNFUSED  # the host would have to wait
-        if method == UNFUSED:
-            given = f"counts on the device, {x.dtype}, {' and '.join(map(str, widths))} columns"
-            allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
-            raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
-    return Routed(host, experts, grouped, without)
+    if experts is not None:
+        waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
+        if waits and method == UNFUSED:
+            given = "value=counts on the device, allowed=counts on the host"
+            raise ValueError(f"{name}: {UNFUSED} with several experts ({given})")
+        if waits or comm.abilities.kernels_have_run:  # at every measured shape the kernel is faster (decision 26)
+            without = SPLIT, UNFUSED
+    return Routed(host, experts, without)
 
 
 def experts_of(weight: object, counts: object = None) -> int | None:
@@ -245,7 +236,6 @@ def check_rows(
     x: object,
     counts: object,
     most_rows: int,
-    order: str,
     experts: int | None = None,
     *,
     sent: int | None = None,
@@ -256,7 +246,6 @@ def check_rows(
     Raises:
         ValueError, TypeError: an argument is wrong.
     """
-    check_choice(name, "order", order, ORDERS)
     x = check_tensor(name, "x", x, comm.device, FLOATS, (2,))
     whole = torch.int32, torch.int64
     counts = check_tensor(name, "counts", counts, comm.device, whole, (2 if experts is None else 3,))

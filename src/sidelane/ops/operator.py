@@ -21,18 +21,7 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused import (
-    FUSED,
-    ORDERED,
-    SPLIT,
-    UNFUSED,
-    FusedTime,
-    FusedTimes,
-    Method,
-    choose_method,
-    choose_order,
-)
-from sidelane.choice.fused_heuristic import ROUTED
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, FusedTimes, Method, choose_method
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
 from sidelane.choice.store import fused_times
@@ -61,7 +50,6 @@ class OperatorCall:
         make: function of each method that makes its resources, with all ranks if they are new, and returns its launch;
             it gets the number of pieces of a split one.
         without: names of methods that these arguments rule out.
-        experts: number of experts of a rank.
     """
 
     key: Hashable
@@ -69,7 +57,6 @@ class OperatorCall:
     element_bytes: int | None
     make: Mapping[str, Callable[[int], CachedLaunch]] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
-    experts: int = 1
 
 
 def find_launch(
@@ -125,6 +112,8 @@ class FusedOperator:
         split_adds_in_order: ``split`` adds the ranks' results up in the order of the ranks.
         agreed: function that returns one list of sizes for all ranks, given each size of all ranks.
         too_large: function of the sizes that returns the reason for which ``auto`` excludes ``fused``; empty: none.
+        order: function of the number of ranks and the sizes that returns the order of a fused call which leaves it
+            open, with the reason; None without orders.
     """
 
     name: str
@@ -136,6 +125,7 @@ class FusedOperator:
     split_adds_in_order: bool = True
     agreed: Callable[[Sequence[Sequence[int]]], ProblemSizes] = mean_of
     too_large: Callable[[ProblemSizes], str] = lambda sizes: ""
+    order: Callable[[int, ProblemSizes], Selection[str]] | None = None
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
@@ -236,7 +226,6 @@ class FusedOperator:
             element_bytes=call.element_bytes,
             captured=captured,
             device_type=comm.device.type,
-            experts=call.experts,
             guesses=comm.abilities.kernels_have_run,
         )
 
@@ -249,25 +238,12 @@ class FusedOperator:
         comm.synchronize()
         return self.agreed(list(zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)))
 
-    def order(self, comm: Communicator, sizes: ProblemSizes, element_bytes: int) -> str:
-        """Return the order of work for a shape whose caller leaves it open. Collective, and the same on all ranks.
-
-        Inside of a capture, in which ranks cannot agree, this rank's sizes alone decide: an operator in ``ORDERED`` is
-        proved with orders that differ between ranks, too.
-        """
-        if is_captured(comm):
-            tables = comm.kept.get((measured_by_rank_0, _TABLES)) or {}
-            return choose_order(tables, self.name, comm.world_size, sizes, element_bytes=element_bytes).candidate
-        agreed = self._agreed_sizes(comm, sizes)
-        return choose_order(_tables(comm), self.name, comm.world_size, agreed, element_bytes=element_bytes).candidate
-
     def explain(self, comm: Communicator, call: OperatorCall, *, captured: bool) -> str:
         """Return the choice for a shape in words, with the order if the operator has one. See :func:`explain`."""
         found = self._selected(comm, call.sizes, call, captured=captured)
-        if self.name not in ORDERED or found.candidate.name != FUSED:
+        if self.order is None or found.candidate.name != FUSED:
             return f"{self.name}: {found}"
-        order = choose_order(_tables(comm), self.name, comm.world_size, call.sizes, element_bytes=call.element_bytes)
-        return f"{self.name}: {found}; order {order}"
+        return f"{self.name}: {found}; order {self.order(comm.world_size, call.sizes)}"
 
 
 OPERATORS: dict[str, FusedOperator] = {}
@@ -281,7 +257,6 @@ def explain(
     captured: bool = False,
     dtype: torch.dtype | None = None,
     without: Sequence[str] = (),
-    experts: int = 1,
 ) -> str:
     """Explain the choice of ``method="auto"`` for a shape, and of ``order="auto"`` if the operator has it. Collective
     the first time, as the times are rank 0's.
@@ -293,18 +268,13 @@ def explain(
         captured: the call is in a graph.
         dtype: dtype of the weight, tables or rows; None for any that was measured.
         without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
-        experts: number of experts of a rank, whose rows ``gemm_all_to_all`` and ``all_to_all_gemm`` separate.
     """
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPERATORS))
         wanted = len(OPERATORS[op].sizes)
-        if experts != 1 and (experts < 1 or op not in ROUTED):
-            allowed = f"1, or more of {', '.join(ROUTED)}"
-            raise ValueError(f"explain: experts of {op} (value={experts}, allowed={allowed})")
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
-    element_bytes = None if dtype is None else dtype.itemsize
-    call = OperatorCall((), sizes, element_bytes, without=tuple(without), experts=experts)
+    call = OperatorCall((), sizes, None if dtype is None else dtype.itemsize, without=tuple(without))
     return OPERATORS[op].explain(comm, call, captured=captured)
 
 

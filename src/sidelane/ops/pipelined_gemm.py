@@ -44,8 +44,7 @@ from typing import cast
 
 import torch
 
-from sidelane.choice import fused_heuristic
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
+from sidelane.choice.fused import FUSED, PIECES, ROW_PARTS, SPLIT, UNFUSED
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.ops.buffer_turn import BufferTurn, in_turn
 from sidelane.ops.handle import is_captured, kept, power_of_two
@@ -72,10 +71,8 @@ hold them; the communicator copies the rows of further shapes."""
 
 METHODS = SPLIT, UNFUSED
 SIZES = "rows", "columns of x", "columns of the result"
-SCATTER = FusedOperator(
-    "gemm_reduce_scatter", SIZES, METHODS, METHODS, fused_heuristic.PIECES, has_sum=True, split_adds_in_order=False
-)
-ALL = FusedOperator("gemm_all_reduce", SIZES, METHODS, METHODS, fused_heuristic.ROW_PARTS, has_sum=True)
+SCATTER = FusedOperator("gemm_reduce_scatter", SIZES, METHODS, METHODS, PIECES, has_sum=True, split_adds_in_order=False)
+ALL = FusedOperator("gemm_all_reduce", SIZES, METHODS, METHODS, ROW_PARTS, has_sum=True)
 GATHER = FusedOperator("all_gather_gemm", ("rows of a rank", *SIZES[1:]), METHODS, METHODS, pieces=1)
 
 CountTable = tuple[tuple[int, ...], ...]

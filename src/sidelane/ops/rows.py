@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.ops.gemm import PLACES, rows_sender
 from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
@@ -95,7 +94,7 @@ def send_rows(
     def make() -> CachedLaunch:
         with telling_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
-            check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)
+            check_rows(NAME, comm, x, counts, most_rows, sent=sent)
             check_most_rows(NAME, most_rows, x.shape[1])
         return functools.partial(sender(), again=RepeatedLaunch(PLACES))
 

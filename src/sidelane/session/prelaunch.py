@@ -51,7 +51,7 @@ class Prelaunched:
         host_trigger: bool,
     ) -> None:
         self._calls, self._preparer, self._request = path.calls, path.preparer, request
-        self._program, self._choice = path.preparer.held(agreement)
+        self._program, self._choice = path.preparer.planner.held(agreement)
         self._signature = f"prelaunched {agreement.text()}"
         self._tensors: tuple[torch.Tensor, ...] = tensors
         self._output: tuple[torch.Tensor, ...] = tensors[:1]
@@ -227,7 +227,7 @@ class Prelaunched:
 
     def _load(self) -> SubmittedAhead:
         """Bind the program, or bind it again if staging has moved since."""
-        addresses = self._preparer.addresses(self._program, self._request)
+        addresses = self._preparer.addresses(self._program, (self._request,))
         if addresses == self._addresses:
             return self._held
         self._addresses = addresses

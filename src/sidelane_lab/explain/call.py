@@ -18,7 +18,7 @@ from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, 
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.plan import AUTO, Plan, make_program
+from sidelane.collectives.plan import AUTO, CallProgram, make_program
 from sidelane.config import NOTHING
 from sidelane.errors import nearest
 from sidelane.program import collective as define
@@ -388,6 +388,6 @@ def _library_us(machine: Machine, agreement: Agreement) -> float | None:
     return library_us(machine, call.kind, call.nbytes)
 
 
-def _one_of(plan: Plan) -> Program | KernelProgram:
+def _one_of(program: CallProgram) -> Program | KernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
-    return plan.turns[0] if isinstance(plan, Alternation) else plan
+    return program.turns[0] if isinstance(program, Alternation) else program

@@ -24,7 +24,6 @@ def gemm_all_to_all(
     across: int,
     part_bytes: int,
     *,
-    remote_first: bool = True,
     group: int = 8,
 ) -> Program:
     """Tiles go into the outputs of the ranks that their rows are for.
@@ -35,7 +34,6 @@ def gemm_all_to_all(
         tile_rows: of a tile.
         across: tiles next to each other.
         part_bytes: of a row in a tile.
-        remote_first: tiles for others come first.
         group: rows of tiles that are computed column by column.
     """
     n = len(counts)
@@ -62,7 +60,7 @@ def gemm_all_to_all(
         if block == 0:
             yield from (signal for signal in told(rank, READY) if counts[signal.flag.rank][rank])  # who has tiles
         number = block
-        for peer in rotated((rank + 1) % n, n) if remote_first else range(n):
+        for peer in rotated((rank + 1) % n, n):
             row_tiles = -(-counts[rank][peer] // tile_rows)
             tiles = row_tiles * across
             if number < tiles:

@@ -3,7 +3,7 @@
 One process usually runs one rank; the code does not depend on it, and tests run several ranks in one process. Every
 engine of a rank is a thread that lives as long as the executor and runs its queues in order, like a DMA queue.
 
-State after a failure: when ``Pending.wait`` raises, no thread of *this rank* works on that invocation any more, so that
+State after a failure: when ``Invocation.wait`` raises, no thread of *this rank* works on that invocation any more, and
 its tensors may be freed or reused. Peers notice at their next flag wait, or at once if they are waiting; until then
 they may still write to memory of this rank that they share. The flags of the program are in an unknown state.
 A time-out ends the communicator (the monitor keeps raising); a refusal by a peer does not.
@@ -16,8 +16,6 @@ import queue as queues
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-
-import torch
 
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Addresses, Capabilities, Place
@@ -230,16 +228,14 @@ class CpuProgram:
             self._armed.drop(len(self._callers) + 1)
         self._armed = None
 
-    def start(self, epoch: int, stream: torch.Stream | None) -> Invocation:
-        """Run this rank's queues once (see :class:`sidelane.execute.base.LoadedProgram`).
+    def start(self, epoch: int) -> Invocation:
+        """Run this rank's queues once.
 
         Raises:
-            ValueError: a stream was given, or ``epoch`` is not positive.
+            ValueError: ``epoch`` is not positive.
             PeerError: a peer has given up, died or refused this call; nothing was moved.
             CommunicatorClosedError: the executor was closed.
         """
-        if stream is not None:
-            raise ValueError(f"CpuProgram.start: the CPU has no streams (value={stream!r}, allowed=None)")
         if epoch < 1:
             raise ValueError(f"CpuProgram.start: epochs begin at 1 (value={epoch})")
         self._executor.check_open("start")
@@ -271,7 +267,7 @@ class CpuProgram:
 
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
-        self.start(epoch, None).wait()
+        self.start(epoch).wait()
 
     def _launch(self, epoch: int, *, begun: bool, fired: Callable[[], bool] | None = None) -> Invocation:
         # One part more than there are queues: that of start, so that it does not end before all were submitted.

@@ -45,7 +45,7 @@ class ProgramSite:
 
 
 class Invocation:
-    """A running invocation (see :class:`sidelane.execute.base.Pending`).
+    """A running invocation.
 
     Args:
         site: values of the loaded program.

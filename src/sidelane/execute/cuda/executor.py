@@ -11,7 +11,7 @@ armed program must live until it was started.
 from __future__ import annotations
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
+from sidelane.execute.base import Addresses, Capabilities, Runnable
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
 from sidelane.execute.cuda.site import CudaSite
@@ -41,7 +41,7 @@ class CudaExecutor(CudaSite):
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset({Copy}), "cuda")
 
-    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> Runnable:
         """Bind this rank's queues of ``program`` (see :class:`sidelane.execute.base.Executor`).
 
         Works while a stream is being captured. ``addresses`` are used as they are: the caller keeps the memory.
@@ -68,7 +68,7 @@ class CudaExecutor(CudaSite):
             self.programs.keep(loaded)
         return loaded
 
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
+    def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> Runnable:
         """Compile, load and bind the kernel of a collective. ``frozen``: it is for a graph that is being captured.
 
         Raises:
@@ -78,7 +78,7 @@ class CudaExecutor(CudaSite):
         """
         self.check_open("load_kernel")
         known = None if frozen else self.kernels.find(program, addresses)
-        moved: LoadedProgram | None = None if known is None else known.at(addresses)
+        moved: Runnable | None = None if known is None else known.at(addresses)
         if moved is not None:
             return moved
         from sidelane.execute.cuda.kernel_program import CudaKernel  # with all kernels: copy engines do without

@@ -7,17 +7,14 @@ graph. A kernel reports to the host only if it waits for long (``watch``).
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.kernel_plan import PlaceTable, arrange
-from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, Located, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
@@ -32,7 +29,7 @@ FAR = 1 << 20
 
 
 class CudaKernel:
-    """A collective of one kernel, bound to addresses (see :class:`sidelane.execute.base.LoadedProgram`).
+    """A collective of one kernel, bound to addresses (see :class:`sidelane.execute.base.Runnable`).
 
     Args:
         executor: executor of this rank; its lock is held and its device current.
@@ -76,20 +73,13 @@ class CudaKernel:
         moved._entry = self._entry
         return moved
 
-    def start(self, epoch: int, stream: torch.Stream | None) -> KernelPending:
-        """Launch the kernel (see :class:`sidelane.execute.base.LoadedProgram`). Returns at once.
+    def run(self, epoch: int, place: Place) -> None:
+        """Launch the kernel (see :class:`sidelane.execute.base.Runnable`).
 
         Raises:
-            ValueError: no stream.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused the launch. The executor is unusable from now on.
         """
-        place = find_place(self._executor, epoch, stream)
-        self.run(epoch, place)
-        return KernelPending(self._executor, None if self._frozen else place[0])
-
-    def run(self, epoch: int, place: Place) -> None:
-        """Launch the kernel (see :class:`sidelane.execute.base.Runnable`). Raises as :meth:`start`."""
         executor = self._executor
         if executor.watch.failure is not None or executor.closed:
             executor.check_usable("start")
@@ -234,21 +224,3 @@ class Places:
             return None
         distances = [after - before for before, after in zip(launch.arguments, there.arguments, strict=True)]
         return tuple(i for i, by in enumerate(distances) if by) if {*distances} <= {0, FAR} else None
-
-
-class KernelPending:
-    """One launch (see :class:`sidelane.execute.base.Pending`); done when its stream is idle, or if it was captured."""
-
-    __slots__ = ("_executor", "_handle")
-
-    def __init__(self, executor: CudaSite, handle: int | None) -> None:
-        self._executor, self._handle = executor, handle
-
-    def done(self) -> bool:
-        return self._handle is None or self._executor.driver.is_idle(self._handle)
-
-    def wait(self) -> None:
-        while not self.done():
-            self._executor.check()
-            time.sleep(1e-4)
-        self._executor.check()

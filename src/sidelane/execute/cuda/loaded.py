@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
@@ -14,7 +12,7 @@ from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, locate, movable_steps, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
-from sidelane.execute.cuda.watch import DeviceWatch, WatchedProgram
+from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program
 
@@ -38,7 +36,7 @@ class SubmittedCalls(NamedTuple):
 
 
 class CudaProgram:
-    """A program bound to addresses on one rank (see :class:`sidelane.execute.base.LoadedProgram`).
+    """A program bound to addresses on one rank (see :class:`sidelane.execute.base.Runnable`).
 
     Attributes:
         program: the program.
@@ -112,19 +110,6 @@ class CudaProgram:
             except BaseException as error:
                 executor.fail_submission(self._title, error)
                 raise
-
-    def start(self, epoch: int, stream: torch.Stream | None) -> CudaPending:
-        """Submit this rank's queues (see :class:`sidelane.execute.base.LoadedProgram`).
-
-        On a stream that is being captured the invocation becomes part of the graph. Returns at once.
-
-        Raises:
-            ValueError: no stream, an epoch below 1, or a capture of a program that was not loaded for one.
-            Exception: as :meth:`run`.
-        """
-        place = find_place(self._executor, epoch, stream)
-        self.run(epoch, place)
-        return CudaPending(None if place[1] else self._executor.watch, epoch)
 
     def run(self, epoch: int, place: Place) -> None:
         """Submit this rank's queues (see :class:`sidelane.execute.base.Runnable`). Every eager call comes here.
@@ -324,51 +309,6 @@ class CudaProgram:
                 dst, srcs = resolve(call.dst), [resolve(src) for src in call.srcs]
                 blocks = executor.reduce_blocks  # they and the bytes decide which kernel it is
                 executor.driver.bind_reduce(dst, srcs, call.nbytes, call.reduction, executor.internal, blocks)
-
-
-class CudaPending:
-    """One submitted invocation (see :class:`sidelane.execute.base.Pending`); a captured one counts as done."""
-
-    __slots__ = ("_epoch", "_watch")
-
-    def __init__(self, watch: DeviceWatch | None, epoch: int) -> None:
-        self._watch, self._epoch = watch, epoch
-
-    def done(self) -> bool:
-        return self._watch is None or self._watch.finished(self._epoch)
-
-    def wait(self) -> None:
-        if self._watch is not None:
-            self._watch.wait(self._epoch)
-
-
-def find_place(executor: CudaSite, epoch: int, stream: torch.Stream | None) -> Place:
-    """Return the place of invocation ``epoch``, started on ``stream``.
-
-    Raises:
-        CommunicatorClosedError: the executor was closed.
-        PeerError, PeerTimeoutError: an earlier invocation failed.
-        ValueError: no stream, or an epoch below 1.
-    """
-    executor.check_usable("start")
-    if stream is None:
-        raise ValueError("start: a stream is needed (value=None)")
-    if epoch < 1:
-        raise ValueError(f"start: epochs begin at 1 (value={epoch})")
-    handle = stream_handle(stream)
-    with executor.driver.current():
-        return handle, executor.driver.is_capturing(handle)
-
-
-def stream_handle(stream: torch.Stream) -> int:
-    """Return the driver's handle of a torch stream; 0 is the legacy default stream."""
-    handle = getattr(stream, "cuda_stream", None)
-    if handle is None:  # a torch.Stream that is no torch.cuda.Stream identifies the stream by other numbers
-        named = torch.cuda.Stream(
-            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-        )
-        handle = named.cuda_stream
-    return int(handle)
 
 
 def _no_epoch(epoch: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
+from sidelane.execute.base import Addresses, Capabilities, Runnable
 from sidelane.execute.cuda.executor import CudaExecutor
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.memory.control import ControlBlock
@@ -40,7 +40,7 @@ class HipExecutor(CudaExecutor):
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset({Copy}), "hip")
 
-    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> Runnable:
         """See ``CudaExecutor.load``.
 
         Raises:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -55,7 +54,7 @@ def gemm_all_to_all(
     comm: Any = ranks  # has what these checks take of a communicator
     ranks.require_open()
     with telling_refusals(comm, GEMM), torch.no_grad():
-        check_rows(GEMM, comm, x, counts, most_rows, REMOTE_FIRST, experts_of(weight))
+        check_rows(GEMM, comm, x, counts, most_rows, experts_of(weight))
         check_weight(GEMM, comm, x, weight, most_rows)
         if weight.dim() == 2:
             return _exchanged(ranks, product(x, weight), counts, most_rows)
@@ -85,7 +84,7 @@ def all_to_all_rows(ranks: ScaleOut, x: torch.Tensor, counts: torch.Tensor, *, m
     comm: Any = ranks
     ranks.require_open()
     with telling_refusals(comm, GEMM), torch.no_grad():
-        check_rows(GEMM, comm, x, counts, most_rows, REMOTE_FIRST)
+        check_rows(GEMM, comm, x, counts, most_rows)
         return _exchanged(ranks, x, counts, most_rows)
 
 

@@ -34,13 +34,11 @@ class AutoCall:
         run: the call.
         sizes: the sizes by which it chooses (``ops.explain``).
         without: ways that such a call does not have.
-        experts: experts of a rank.
     """
 
     run: Run
     sizes: tuple[int, ...]
     without: tuple[str, ...] = ()
-    experts: int = 1
 
 
 @dataclasses.dataclass

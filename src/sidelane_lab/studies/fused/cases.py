@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import ORDERS, ROUTED
+from sidelane.choice.fused import FUSED, REMOTE_FIRST, ROUTED, SPLIT, UNFUSED
 from sidelane.ops import rms_norm as norms
 from sidelane.ops.gemv_tiling import tiling_of
 from sidelane.ops.handle import power_of_two
@@ -368,7 +367,7 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
     def from_x(product: Product) -> Step:
         return lambda output: product(x, output)
 
-    fused: dict[str, Run] = {name: functools.partial(call, way.table, order=name, method=FUSED) for name in ORDERS}
+    fused: dict[str, Run] = {REMOTE_FIRST: functools.partial(call, way.table, method=FUSED)}
     return reduced_case(
         "gemm_all_to_all",
         f"{rows}x{depth}x{columns} a rank, {way.words}",
@@ -377,7 +376,7 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
             GROUP: (y, lambda source: way.through_group(source, out)),
             OURS: (own_sent[:sent], functools.partial(way.through_ours, comm, own_out)),
         },
-        unfused={(OWN, OWN_METHOD): functools.partial(call, way.table, method=UNFUSED)},
+        unfused=_routed_unfused(call, way),
         refill=lambda seed: fill(comm, x, seed),
         expected=expected,
         fused=fused | ({} if way.has_experts else {in_parts(n): functools.partial(split, n) for n in ROUTED_PIECES}),
@@ -421,7 +420,7 @@ def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, 
             OURS: (own_x[:sent], functools.partial(way.through_ours, comm, own_gathered)),
         },
         gathered,
-        unfused={(OWN, OWN_METHOD): functools.partial(call, way.table, method=UNFUSED)},
+        unfused=_routed_unfused(call, way),
         refill=refill,
         expected=expected,
         fused=fused | ({} if way.has_experts else {in_parts(n): functools.partial(split, n) for n in ROUTED_PIECES}),
@@ -429,8 +428,14 @@ def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, 
     )
 
 
+def _routed_unfused(call: Callable[..., torch.Tensor], way: RoutedRows) -> dict[tuple[str, str], Run]:
+    """Return the operator's own method; with several experts it has none that leaves the counts on the device."""
+    return {} if way.has_experts else {(OWN, OWN_METHOD): functools.partial(call, way.table, method=UNFUSED)}
+
+
 def _routed_auto(call: Callable[..., torch.Tensor], way: RoutedRows, sizes: tuple[int, ...]) -> dict[str, AutoCall]:
-    on_device = {ON_DEVICE: AutoCall(functools.partial(call, way.table), sizes, (SPLIT,), way.each)}
+    without = (SPLIT, UNFUSED) if way.has_experts else (SPLIT,)
+    on_device = {ON_DEVICE: AutoCall(functools.partial(call, way.table), sizes, without)}
     return on_device if way.has_experts else {ON_HOST: AutoCall(functools.partial(call, way.plain), sizes), **on_device}
 
 

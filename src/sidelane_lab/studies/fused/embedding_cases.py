@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_heuristic import ORDERS
+from sidelane.choice.fused import FUSED, ORDERS, UNFUSED
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (

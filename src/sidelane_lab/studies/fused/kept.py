@@ -19,8 +19,6 @@ def keep(measured: Profile) -> Path:
     except ValueError:  # of another format: it is replaced
         before = None
     stay = before.operators if before is not None and not before.key.differences(measured.key) else ()
-    found = {
-        (t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*stay, *measured.operators)
-    }
+    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes): t for t in (*stay, *measured.operators)}
     write_whole(path, dataclasses.replace(measured, operators=tuple(found.values())).to_text().encode())
     return path

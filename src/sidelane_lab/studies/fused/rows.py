@@ -10,8 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.choice import Profile
-from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
-from sidelane.choice.fused_heuristic import ORDERS, ROUTED, WITHOUT_KERNEL
+from sidelane.choice.fused import FUSED, ORDERS, ROUTED, SPLIT, UNFUSED, WITHOUT_KERNEL, FusedTime
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
@@ -198,10 +197,6 @@ def in_parts(pieces: int) -> str:
     return f"mm in parts, {pieces} a peer"
 
 
-OF_EXPERTS = re.compile(rf"(\d+) {EXPERTS}")
-"""The shape of a case with several experts a rank ends so."""
-
-
 def with_programs(schedule: str, count: int) -> str:
     """The schedule of an operator with so many programs on each compute unit.
 
@@ -220,8 +215,8 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         element_bytes: of their dtype.
     """
     for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
-        if shape.endswith(EVENLY):
-            continue  # times are looked up by sizes and experts alone: those of the skewed routing count
+        if shape.endswith((EVENLY, EXPERTS)):
+            continue  # times are looked up by sizes alone: those of the skewed routing count
         good = [row for row in alike if row.time_us is not None and row.correct]
         times: dict[str, float] = {}
         plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]
@@ -230,10 +225,9 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         for row in good:
             if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
                 times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
-        orders: dict[str, float] = {}
-        if op in ORDERED and world_size > 1:  # else both orders are one
-            orders = {row.schedule: row.time_us or 0.0 for row in plain if row.schedule in ORDERS}
-            times |= {FUSED: min(orders.values())} if orders else {}
+        if op == "embedding_all_to_all" and world_size > 1:  # ``auto`` has the faster order
+            orders = [row.time_us or 0.0 for row in plain if row.schedule in ORDERS]
+            times |= {FUSED: min(orders)} if orders else {}
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
         if op in ROUTED:  # whose others have the host wait
@@ -242,9 +236,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
             times[UNFUSED] = unfused[0].time_us or 0.0
         if len(times) > 1:
             sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-            named = OF_EXPERTS.search(shape)
-            experts = int(named[1]) if named else 1
-            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders, experts)
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times)
 
 
 def element_bytes_of(device_type: str) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.choice import Profile
-from sidelane.choice.fused import FUSED, FusedTime
+from sidelane.choice.fused import FUSED, ORDERS, FusedTime
 from sidelane.choice.key import key_here
 from sidelane.choice.store import name_of
 from sidelane.config import current, profile_folder
@@ -162,7 +162,6 @@ class _Case:
 
     def write_timelines(self, folder: Path) -> None:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
-        from sidelane.choice.fused_heuristic import ORDERS
         from sidelane.ops import Timeline
         from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
 
@@ -273,7 +272,6 @@ class _Case:
 
         auto = self._case.auto[key[1]]
         options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
-        options["experts"] = auto.experts
         return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]
 
 

@@ -132,7 +132,7 @@ class CpuCall:
             self._loaded.arm(epoch)
 
     def begin(self, epoch: int) -> None:
-        self._pending = self._loaded.start(epoch, None)
+        self._pending = self._loaded.start(epoch)
 
     def finish(self) -> None:
         self._pending.wait()
@@ -148,7 +148,7 @@ class EagerCall:
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         self._rig = rig
-        self._stream = torch.cuda.current_stream(rig.rank.device)
+        self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.place()
         self._loaded = loaded
         self._slots = slots_of(loaded.program, rig.rank.rank)
 
@@ -157,7 +157,7 @@ class EagerCall:
             self._loaded.arm(epoch)
 
     def begin(self, epoch: int) -> None:
-        self._loaded.start(epoch, self._stream)
+        self._loaded.run(epoch, self._place)
 
     def finish(self) -> None:
         query, deadline = self._stream.query, time.monotonic() + self._rig.timeout_s
@@ -186,7 +186,7 @@ class GraphCall(EagerCall):
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         super().__init__(rig, loaded)
-        self._graph = captured(lambda: self._loaded.start(1, self._stream), calls=1)
+        self._graph = captured(lambda: self._loaded.run(1, rig.executor.driver.place()), calls=1)
 
     def arm(self, epoch: int) -> None:
         pass
