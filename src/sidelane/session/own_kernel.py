@@ -164,17 +164,9 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        device, is_movable = self.context.device, again is None and not async_op
-        layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
-        places: list[int] = []
-        for at, part in enumerate(arguments):
-            if isinstance(part, torch.Tensor):
-                is_movable = is_movable and part.device == device  # Triton's launcher looks at each other one
-                layout.append(part.dtype)
-                places.append(at)
-            else:
-                layout.append(_number_of(part))
-        if is_movable:
+        layout, places, is_here = _layout_of(grid, arguments, options, self.context.device)
+        layout.append(alike)
+        if again is None and not async_op and is_here:
             again = self._found(tuple(layout), places, arguments)
             if again is not None and again[0].run(calls, again[1]):
                 return None
@@ -344,6 +336,23 @@ def name_of(kernel: Any) -> str:
     while hasattr(function, "fn"):  # of an autotuner
         function = function.fn
     return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+def _layout_of(
+    grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
+) -> tuple[list[Any], list[int], bool]:
+    """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
+    layout: list[Any] = [*(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
+    places: list[int] = []
+    is_here = True
+    for at, part in enumerate(arguments):
+        if isinstance(part, torch.Tensor):
+            is_here = is_here and part.device == device  # Triton's launcher looks at each other one
+            layout.append(part.dtype)
+            places.append(at)
+        else:
+            layout.append(_number_of(part))
+    return layout, places, is_here
 
 
 def _number_of(part: object) -> Any:
