@@ -12,11 +12,10 @@ from functools import cached_property
 
 import torch
 
-from sidelane.collectives.arguments import Request
-from sidelane.collectives.heap import Location
+from sidelane.collectives.heap import Location, Region
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.batch import Batch
-from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
 from sidelane.program.resharding import Resharding
 from sidelane.program.shape import Beside, CallShape, Computation
 
@@ -25,6 +24,46 @@ LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER,
 
 BATCH = "batch"
 """Name of calls that may hold several kinds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's view of a call: the collective, and the regions of its own input and output (in place: they overlap).
+
+    Attributes:
+        collective: the collective.
+        input, output: bytes of the rank's own tensors.
+        dtype: element type of both.
+        resharding: layout of both, if their parts are no contiguous ones.
+    """
+
+    collective: Collective
+    input: Region
+    output: Region
+    dtype: torch.dtype
+    resharding: Resharding | None = None
+
+    @property
+    def whole(self) -> Region:
+        """The region that holds both input and output of an in-place call: the only buffer that its program knows."""
+        return self.output if self.output.nbytes >= self.input.nbytes else self.input
+
+    def region(self, buffer: Buffer) -> Region:
+        """Return the region that a program knows as ``input`` or ``output``."""
+        return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
+
+    @property
+    def places(self) -> tuple[Location, Location]:
+        """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
+        kind = self.collective.kind
+        if self.collective.in_place:
+            # Each rank's part has its own offset in the whole; it is the whole that must be at one place on all ranks.
+            return self.whole.place, self.whole.place
+        if kind in REDUCING:
+            return self.input.place, None if kind is Kind.REDUCE_SCATTER else self.output.place
+        output = None if kind is Kind.GATHER else self.output.place
+        # If peers write into the output, nobody but its own rank uses the place of an input.
+        return None if kind is Kind.SCATTER or output is not None else self.input.place, output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,55 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sidelane.collectives.heap import ComparedStorages, Location, Region, SymmetricHeap
+from sidelane.collectives.agreement import Request
+from sidelane.collectives.heap import Region, SymmetricHeap
+from sidelane.collectives.pool_places import PoolPlaces
 from sidelane.program import collective as define
-from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
+from sidelane.program.collective import ELEMENT_BYTES, Buffer, ReduceOp, Reduction
 from sidelane.program.resharding import Resharding, even_parts
 
 SHARD_ALIGNMENT = 256
 """Bytes to which the shards of an all_reduce are rounded, so that engines and kernels work on aligned spans."""
 
 EMPTY = Region(0, 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """One rank's view of a call: the collective, and the regions of its own input and output (in place: they overlap).
-
-    Attributes:
-        collective: the collective.
-        input, output: bytes of the rank's own tensors.
-        dtype: element type of both.
-        resharding: layout of both, if their parts are no contiguous ones.
-    """
-
-    collective: Collective
-    input: Region
-    output: Region
-    dtype: torch.dtype
-    resharding: Resharding | None = None
-
-    @property
-    def whole(self) -> Region:
-        """The region that holds both input and output of an in-place call: the only buffer that its program knows."""
-        return self.output if self.output.nbytes >= self.input.nbytes else self.input
-
-    def region(self, buffer: Buffer) -> Region:
-        """Return the region that a program knows as ``input`` or ``output``."""
-        return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
-
-    @property
-    def places(self) -> tuple[Location, Location]:
-        """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
-        kind = self.collective.kind
-        if self.collective.in_place:
-            # Each rank's part has its own offset in the whole; it is the whole that must be at one place on all ranks.
-            return self.whole.place, self.whole.place
-        if kind in REDUCING:
-            return self.input.place, None if kind is Kind.REDUCE_SCATTER else self.output.place
-        output = None if kind is Kind.GATHER else self.output.place
-        # If peers write into the output, nobody but its own rank uses the place of an input.
-        return None if kind is Kind.SCATTER or output is not None else self.input.place, output
 
 
 class Dimensions(NamedTuple):
@@ -85,14 +47,17 @@ class Arguments:
         rank, world_size: this process and its group.
         device: the only device whose tensors are accepted.
         heap: symmetric memory of the session.
-        compared: tensors in pools whose places the ranks have compared.
+        places: compares the places of tensors in pools.
     """
 
     rank: int
     world_size: int
     device: torch.device
     heap: SymmetricHeap
-    compared: ComparedStorages = dataclasses.field(default_factory=ComparedStorages)
+    places: PoolPlaces = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", PoolPlaces(self.heap, self.world_size))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
         """Check an all_gather: ``output`` must hold ``world_size`` times the elements of ``input``."""
@@ -292,7 +257,7 @@ class Arguments:
             ValueError: as ``SymmetricHeap.locate``.
         """
         region = self.heap.locate(tensor)
-        if region.nbytes and self.heap.pool_at(region.address) is not None and not self.compared.alike(tensor):
+        if region.nbytes and self.heap.pool_at(region.address) is not None and not self.places.alike(tensor):
             return Region(region.address, region.nbytes)
         return region
 
@@ -310,20 +275,6 @@ class Arguments:
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * dtype.itemsize + nbytes:
             return None  # the storage is smaller than the shape requires
         return self.heap.anchor(address, nbytes)
-
-    def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[str | None, ...] | None:
-        """Return for each tensor in a pool why it is not symmetric ("" if it is), None for others; None if none is."""
-        if not self.heap.pools:
-            return None
-        found = tuple(
-            None
-            if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self.heap.pool_at(_address(tensor)) is None
-            else ""
-            if self.world_size == 1
-            else self.compared.why_not(tensor)  # one rank has no peers to compare with
-            for tensor in tensors
-        )
-        return None if all(each is None for each in found) else found
 
     def _same_dtype(self, function: str, output: torch.Tensor, input: torch.Tensor) -> None:
         check_tensors(function, output, input)
@@ -385,13 +336,6 @@ def _dimensions(output: torch.Tensor, input: torch.Tensor, dims: Dimensions) -> 
 def _check_own(copies_own: object) -> None:
     if not isinstance(copies_own, bool):
         raise TypeError(f"all_to_all: copy_own_part (value={copies_own}, allowed=True or False)")
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # it has no address, such as a sparse tensor
-        return 0
 
 
 def check_tensors(function: str, *tensors: object) -> None:

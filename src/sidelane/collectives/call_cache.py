@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sidelane.choice import Choice
-from sidelane.collectives.agreement import Agreement
-from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.plan import CallProgram
+from sidelane.collectives.agreement import Agreement, Request
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.plan import Plan
 from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
@@ -189,7 +189,7 @@ class CallEntry:
         prepared = self.prepared or (self.settled and self.settled.prepared)
         if prepared:
             return prepared.loaded.program
-        shape = None if self.shape is None else self.shape.program
+        shape = None if self.shape is None else self.shape.plan.program
         return shape.turns[0] if isinstance(shape, Alternation) else shape
 
 
@@ -247,30 +247,28 @@ class ShapeProgram:
     """The program that calls of one shape run.
 
     Attributes:
-        program: the program.
+        plan: the plan of the calls.
         addresses: addresses at which it was loaded first.
         places: pairs of a buffer in these addresses and the number of the tensor that it is.
         agreement: agreement of all ranks.
-        signature: text that the ranks compare.
-        choice: candidate that runs it, and the reason.
         repeated: places and turns with which compiled code was given the shape.
     """
 
-    program: CallProgram
+    plan: Plan
     addresses: Addresses
     places: tuple[tuple[tuple[int, str], int], ...]
     agreement: Agreement
-    signature: str
-    choice: Choice
     repeated: set[Hashable] = dataclasses.field(default_factory=set)
+
+    @property
+    def signature(self) -> str:
+        """Text that the ranks compare."""
+        return self.agreement.text()
 
     def at(self, addresses: Sequence[int]) -> Addresses:
         """Return the addresses of the program for tensors at other addresses."""
-        buffers = dict(self.addresses.buffers)
-        for place, tensor in self.places:
-            buffers[place] = addresses[tensor]
-        known = self.addresses
-        return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
+        moved = {place: addresses[tensor] for place, tensor in self.places}
+        return dataclasses.replace(self.addresses, buffers={**self.addresses.buffers, **moved})
 
 
 class Shape(NamedTuple):
@@ -328,7 +326,7 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
 
 def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if contiguous tensors with an address are all ordinary memory, in no pool."""
-    if arguments.pooled(tensors) is not None:
+    if arguments.heap.pools and arguments.places.reasons(tensors) is not None:
         return False
     anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
     return not any(anchor != 0 for anchor in anchors)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from sidelane import log
-from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.call_cache import (
-    CallEntry,
     Key,
     PlannedCall,
     PreparedCall,
@@ -21,12 +19,12 @@ from sidelane.collectives.call_cache import (
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import generation
-from sidelane.collectives.pool_places import PLACES, Outcomes, PoolPlaces, PostedPlaces
+from sidelane.collectives.pool_places import PLACES, Outcomes, PostedPlaces
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import NO_STREAM, Place
+from sidelane.execute.base import Place
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside
@@ -34,40 +32,24 @@ from sidelane.program.shape import Beside, check_beside
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Call:
-    """The state of one call while :meth:`CallPath.run` makes it.
+class _Found(NamedTuple):
+    """A call as this rank knows it before it has told its peers.
 
     Attributes:
-        number: number among the calls of the lane; a new one if the ranks had to map memory for the call.
-        asked, variant, beside, async_op, remember: the caller's arguments; see :meth:`CallPath.run`.
         place: the caller's stream, and whether it is captured.
         key: cache key that equal calls share.
         is_pooled: a tensor lies in a pool.
-        signature: text that the ranks compare.
-        prepared: the loaded call, once there is one.
-        shape, program: the call without its addresses, and the program that calls of this shape run.
-        planned: the plan, for a call that is known neither by its tensors nor by its shape.
+        shape: the call without its addresses, if other calls of the shape may run the same program.
+        known: the call as it was prepared for the same tensors, the program of its shape, or else its plan.
         places: places of this rank's tensors in pools, for the ranks to compare.
-        comes_again: the same call on the same tensors was made before.
     """
 
-    number: int
-    asked: CallForm
-    variant: str
-    beside: Beside | None
-    async_op: bool
-    remember: bool
-    place: Place = NO_STREAM
-    key: Key = ()
-    is_pooled: bool = False
-    signature: str = ""
-    prepared: PreparedCall | None = None
-    shape: Shape | None = None
-    program: ShapeProgram | None = None
-    planned: PlannedCall | None = None
+    place: Place
+    key: Key
+    is_pooled: bool
+    shape: Shape | None
+    known: PreparedCall | ShapeProgram | PlannedCall
     places: PostedPlaces | None = None
-    comes_again: bool = False
 
 
 class CallPath:
@@ -78,7 +60,6 @@ class CallPath:
         arguments: checks the tensors of callers.
         preparer: loads programs for calls.
         repeats: calls that compiled code repeats; None as long as there is no compiled code.
-        places: compares the places of tensors in pools; None without peers.
     """
 
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer) -> None:
@@ -87,7 +68,7 @@ class CallPath:
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
         self._host_path = calls.backend.host_path() if gains else None
-        self.places = PoolPlaces(arguments.heap, arguments.compared) if arguments.world_size > 1 else None
+        self._places = arguments.places
         self._find_code()
 
     def _find_code(self) -> None:
@@ -125,127 +106,130 @@ class CallPath:
         calls = self.calls
         if self._host_path is not None:
             self._find_code()
-        call = _Call(calls.number(), asked, variant, beside, async_op, remember)
+        number = calls.number()
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond
             try:
-                self._look_up(call)
+                found = self._find(asked, variant, beside, async_op)
             except Exception as error:
-                calls.refuse(call.number, asked.name, error)
+                calls.refuse(number, asked.name, error)
                 raise
-            self._agree(call)
-            prepared = call.prepared or self._prepare(call)
-            work = calls.run(prepared, call.number, async_op, asked.tensors, asked.written(), call.place)
+            known, comes_again = found.known, True
+            if isinstance(known, PlannedCall) and (asked.exchanges or found.places is not None):
+                prepared = self._exchange(number, asked, found, known)
+                comes_again = False
+            else:
+                is_new = isinstance(known, PlannedCall) and not self.preparer.planner.known(known.agreement)
+                calls.announce(number, known.signature, compares=is_new)
+                if isinstance(known, PreparedCall):
+                    prepared = known
+                else:
+                    prepared, comes_again = self._prepare(found, known, remember)
+            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.place)
             if remember and self.repeats is not None:
-                self._remember(call, prepared, self.repeats)
+                self._remember(asked, found, prepared, self.repeats, comes_again)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
         return work
 
-    def _look_up(self, call: _Call) -> None:
+    def _find(self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
-        asked, variant, place = call.asked, call.variant, self.calls.backend.place()
-        key: Key = (asked.name, variant, call.beside, asked.details, place[1], generation(), asked.identities())
-        pooled = self.arguments.pooled(asked.tensors)
-        if pooled is not None:  # addresses do not tell whether a tensor in a pool is symmetric
-            key = (*key, pooled)
-        call.place, call.key, call.is_pooled = place, key, pooled is not None
+        place = self.calls.backend.place()
+        key: Key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
+        reasons = self._places.reasons(asked.tensors) if self.arguments.heap.pools else None
+        if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
+            key = (*key, reasons)
+        is_pooled, shape = reasons is not None, None
         entry = self._cache.get(key)
-        if entry is not None and entry.prepared is not None and (pooled is None or _is_final(entry, call.async_op)):
-            call.prepared, call.signature, call.comes_again = entry.prepared, entry.prepared.signature, True
-            return
-        if pooled is None and not place[1] and isinstance(asked, SingleCall):
-            call.shape = shape_of(self.arguments, key, asked.tensors)
-            call.program = None if call.shape is None else self.preparer.program_of(call.shape)
-            if call.program is not None:
-                call.signature = call.program.signature
-                return
-        call.planned = planned = self._plan(call)
-        call.signature = planned.signature
-        # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
-        if self.places is not None and planned.compares and (asked.exchanges or not call.async_op):
-            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
-            call.places = self.places.posted(planned.requests, asked.tensors, room)
-
-    def _plan(self, call: _Call) -> PlannedCall:
-        """Return the plan of a call, checked here if it is new. Raises TypeError or ValueError for wrong arguments."""
-        asked = call.asked
-        entry = self._cache.entry(call.key)
+        # A call on tensors in pools runs as it did before if the ranks need not compare their places.
+        if (
+            entry is not None
+            and entry.prepared is not None
+            and (not is_pooled or async_op or (entry.planned is not None and not entry.planned.compares))
+        ):
+            return _Found(place, key, is_pooled, None, entry.prepared)
+        if not is_pooled and not place[1] and isinstance(asked, SingleCall):
+            shape = shape_of(self.arguments, key, asked.tensors)
+            program = None if shape is None else self.preparer.program_of(shape)
+            if program is not None:
+                return _Found(place, key, False, shape, program)
+        entry = self._cache.entry(key)
         if entry.planned is None:
-            asked.check_variant(call.variant, self.calls.backend.abilities)
-            beside = self.hint(asked.name, call.beside)
-            requests = asked.requests(self.arguments)
-            agreement = asked.agreement(requests, call.variant, call.place[1], beside)
-            signature, exchanged = asked.posted(agreement)
-            compares = self.places is not None and self.places.compares(requests, asked.tensors)
-            entry.planned = PlannedCall(requests, agreement, signature, exchanged, compares)
-        return entry.planned
+            entry.planned = self._plan(asked, variant, beside, captured=place[1])
+        planned, places = entry.planned, None
+        # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
+        if planned.compares and (asked.exchanges or not async_op):
+            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
+            places = self._places.posted(planned.requests, asked.tensors, room)
+        return _Found(place, key, is_pooled, shape, planned, places)
 
-    def _agree(self, call: _Call) -> None:
-        """Post the call to the peers. What is new, or needs more than its signature, is agreed on with them."""
-        planned = call.planned
-        if planned is not None and (call.asked.exchanges or call.places is not None):
-            self._exchange(call, planned)
-        else:
-            is_new = planned is not None and not self.preparer.planner.known(planned.agreement)
-            self.calls.announce(call.number, call.signature, compares=is_new)
+    def _plan(self, asked: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
+        """Check a call that is new. Raises TypeError or ValueError for wrong arguments."""
+        asked.check_variant(variant, self.calls.backend.abilities)
+        hint = self.hint(asked.name, beside)
+        requests = asked.requests(self.arguments)
+        agreement = asked.agreement(requests, variant, captured, hint)
+        return PlannedCall(
+            requests, agreement, *asked.posted(agreement), self._places.compares(requests, asked.tensors)
+        )
 
-    def _exchange(self, call: _Call, planned: PlannedCall) -> None:
+    def _exchange(self, number: int, asked: CallForm, found: _Found, planned: PlannedCall) -> PreparedCall:
         """Exchange split sizes and places in pools with the peers, and prepare the call that follows from them."""
-        calls, places = self.calls, call.places
+        calls, places = self.calls, found.places
         shown = "" if places is None else PLACES + places.text
-        calls.control.post_call(call.number, call.signature + SPLITS + planned.exchanged + shown)
-        posts = calls.posts(call.number)
-        settled = self._cache.entry(call.key).settled
+        calls.control.post_call(number, planned.signature + SPLITS + planned.exchanged + shown)
+        posts = calls.posts(number)
+        settled = self._cache.entry(found.key).settled
         if settled is None or settled.posts != posts:
-            settled = self._cache.entry(call.key).settled = self._settle(call, planned, posts)
-        if self.places is not None and places is not None:
-            self.places.note(places, settled.outcomes)
-        call.prepared = settled.prepared
+            settled = self._settle(number, asked, found, planned, posts)
+            self._cache.entry(found.key).settled = settled
+        if places is not None:
+            self._places.note(places, settled.outcomes)
+        return settled.prepared
 
-    def _settle(self, call: _Call, planned: PlannedCall, posts: Sequence[PostedCall]) -> SettledCall:
+    def _settle(
+        self, number: int, asked: CallForm, found: _Found, planned: PlannedCall, posts: Sequence[PostedCall]
+    ) -> SettledCall:
         """Compare the posts of all ranks, and prepare the call that follows from them."""
-        asked = call.asked.settled(self.calls.control, call.number, posts)
-        key, requests = call.key, planned.requests
-        if asked is not call.asked:
-            key, requests = (*key, asked.details), asked.requests(self.arguments)
-        reached: list[Request] | None = None
+        exchanged, requests = asked.settled(self.calls.control, number, posts, planned.requests)
+        key = found.key if exchanged is None else (*found.key, exchanged)
         outcomes: Outcomes = ()
-        if self.places is not None and call.places is not None:
+        if found.places is not None:
             texts = [post.differing.partition(PLACES)[2] for post in posts]
-            reached, outcomes = self.places.settle(texts, requests)
-        if reached is not None:
-            key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
+            reached, outcomes = self._places.settle(texts, requests)
+            if reached is not None:
+                key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
         prepared = self._cache.prepared(key)
         if prepared is None:
-            agreement = asked.agreement(requests, call.variant, call.place[1], planned.agreement.beside)
+            known = planned.agreement
+            agreement = asked.agreement(requests, known.variant, known.frozen, known.beside)
             with self.calls.making_ready():
                 prepared = self.preparer.prepare(agreement, requests, key)
         return SettledCall(posts, prepared, outcomes)
 
-    def _prepare(self, call: _Call) -> PreparedCall:
-        """Prepare a call that is not known yet: by its shape, or from its plan."""
-        if call.shape is None or call.program is None:
-            planned = call.planned
-            assert planned is not None
+    def _prepare(self, found: _Found, known: ShapeProgram | PlannedCall, remember: bool) -> tuple[PreparedCall, bool]:
+        """Prepare a call by its shape, or from its plan. Return it, and whether it was made before."""
+        if isinstance(known, PlannedCall):
             with self.calls.making_ready():
-                return self.preparer.prepare(planned.agreement, planned.requests, call.key, call.shape)
+                return self.preparer.prepare(known.agreement, known.requests, found.key, found.shape), False
+        assert found.shape is not None
+        again = remember and self.repeats is not None and self.repeats.comes_again
         try:
-            again = call.remember and self.repeats is not None and self.repeats.comes_again
-            prepared, call.comes_again = self.preparer.prepare_at(call.program, call.shape, call.key, comes_again=again)
+            return self.preparer.prepare_at(known, found.shape, found.key, comes_again=again)
         except Exception:
             with self.calls.making_ready():
                 raise
-        return prepared
 
-    def _remember(self, call: _Call, prepared: PreparedCall, repeats: Repeats) -> None:
+    def _remember(
+        self, asked: CallForm, found: _Found, prepared: PreparedCall, repeats: Repeats, comes_again: bool
+    ) -> None:
         """Let compiled code remember a call that may come again, by its addresses or by its shape."""
-        if call.is_pooled:
+        if found.is_pooled:
             return  # compiled code knows tensors by their addresses only
-        if call.comes_again:
-            repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as)
-        elif call.shape is not None and call.program is not None:
-            repeats.remember_shape(call.key, call.shape, call.program, prepared, call.place)
+        if comes_again:
+            repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
+        elif found.shape is not None and isinstance(found.known, ShapeProgram):
+            repeats.remember_shape(found.key, found.shape, found.known, prepared, found.place)
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
         """Start an action that all ranks take together outside of graphs, such as loading a program.
@@ -278,8 +262,3 @@ class CallPath:
         hint = self.calls.config.beside if beside is None else beside
         check_beside(name, hint)
         return hint
-
-
-def _is_final(entry: CallEntry, async_op: bool) -> bool:
-    """Return True if a call on tensors in pools runs as it did before: the ranks need not compare their places."""
-    return async_op or (entry.planned is not None and not entry.planned.compares)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane import forks
 from sidelane.collectives.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
@@ -28,10 +27,6 @@ POOL = "pool "
 
 _LANE_NUMBERS = 1 << 32
 """Number of block numbers that are reserved for each lane."""
-
-
-_SWEEP = 1024
-"""Number of remembered storages at which deleted ones are removed for the first time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,48 +219,6 @@ class SymmetricHeap:
             return None
         start, number, nbytes = places[position]
         return number if address < start + nbytes else None
-
-
-class ComparedStorages:
-    """Storages in pools (``session/pools.py``) whose places the ranks of this lane have compared.
-
-    Each rank places its tensors independently, so that no rank knows the places of its peers' tensors. In the first
-    call with a tensor the ranks exchange them (``pool_places``), and the host waits for the peers' hosts. From then on,
-    as long as its storage lives, a tensor at one place on all ranks is symmetric, and any other one is staged, without
-    another exchange.
-    """
-
-    def __init__(self) -> None:
-        # By address of the C++ StorageImpl, which is not reused while the weak reference exists.
-        self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self._most = _SWEEP
-
-    def alike(self, tensor: torch.Tensor) -> bool:
-        """Return True if the ranks have compared the tensor's storage, and it lies at one place on all of them."""
-        return self._found(tensor) == ""
-
-    def is_new(self, tensor: torch.Tensor) -> bool:
-        """Return True if the ranks have not compared the tensor's storage yet."""
-        return self._found(tensor) is None
-
-    def why_not(self, tensor: torch.Tensor) -> str:
-        """Return the reason why the tensor is not symmetric."""
-        found = self._found(tensor)
-        return "its place in the pool has not been compared with the peers' yet" if found is None else found
-
-    def note(self, storage: torch.UntypedStorage, why_not: str) -> None:
-        """Keep the result of a comparison: empty if the storage lies at one place, else the reason."""
-        if len(self._known) >= self._most:
-            # Living storages are never forgotten: this rank would compare again, and its peers would not.
-            self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
-            self._most = max(_SWEEP, 2 * len(self._known))
-        self._known[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), why_not
-
-    def _found(self, tensor: torch.Tensor) -> str | None:
-        storage = tensor.untyped_storage()
-        found = self._known.get(storage._cdata)
-        # A storage that got other memory since (data_ptr differs) counts as another storage.
-        return found[2] if found is not None and found[1] == storage.data_ptr() else None
 
 
 class LaneMemory:

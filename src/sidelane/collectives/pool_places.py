@@ -15,15 +15,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from sidelane.collectives.arguments import Request
-from sidelane.collectives.heap import ComparedStorages, SymmetricHeap
+from sidelane.collectives.agreement import Request
+from sidelane.collectives.heap import SymmetricHeap
 from sidelane.program.collective import REDUCING, Buffer
 
 PLACES = " places "
 """Separator in a post between what the call itself exchanges and the places of its tensors in pools."""
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
+
+_SWEEP = 1024
+"""Number of remembered storages at which deleted ones are removed for the first time."""
 
 PostedPlace = tuple[str, int, int] | None
 """Name of a pool, offsets in bytes of a storage and of the tensor in it; None for a tensor that is not compared."""
@@ -66,17 +70,49 @@ class PoolPlaces:
 
     Args:
         heap: heap with the pools.
-        compared: remembers the results.
+        world_size: number of ranks; one rank has no peers to compare with.
     """
 
-    def __init__(self, heap: SymmetricHeap, compared: ComparedStorages) -> None:
-        self._heap, self._compared = heap, compared
+    def __init__(self, heap: SymmetricHeap, world_size: int) -> None:
+        self._heap, self._has_peers = heap, world_size > 1
+        # The results, by address of the C++ StorageImpl, which is not reused while the weak reference exists.
+        self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._most = _SWEEP
+
+    def alike(self, tensor: torch.Tensor) -> bool:
+        """Return True if the ranks have compared the storage of a tensor, and it lies at one place on all of them."""
+        return self._found(tensor) == ""
+
+    def reasons(self, tensors: Sequence[torch.Tensor | None]) -> tuple[str | None, ...] | None:
+        """Return for each tensor in a pool why it is staged ("" if it is not), None for others; None if none is."""
+        found = tuple(
+            None
+            if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self._heap.pool_at(_address(tensor)) is None
+            else self._reason(tensor)
+            if self._has_peers
+            else ""
+            for tensor in tensors
+        )
+        return None if all(each is None for each in found) else found
 
     def why_staged(self, tensor: torch.Tensor) -> str:
         """Return the reason why a tensor in no symmetric place is staged."""
+        if not self._has_peers:
+            return "it has no peers"
         if self._heap.pool_at(tensor.data_ptr()) is None:
             return "it is ordinary memory (allowed=tensors of Communicator.empty, or made in a sidelane.pool)"
-        return self._compared.why_not(tensor)
+        return self._reason(tensor)
+
+    def _reason(self, tensor: torch.Tensor) -> str:
+        found = self._found(tensor)
+        return "its place in the pool has not been compared with the peers' yet" if found is None else found
+
+    def _found(self, tensor: torch.Tensor) -> str | None:
+        """Return the result for the storage of a tensor (:data:`Outcomes`); None if there is none yet."""
+        storage = tensor.untyped_storage()
+        found = self._known.get(storage._cdata)
+        # A storage that got other memory since (data_ptr differs) counts as another storage.
+        return found[2] if found is not None and found[1] == storage.data_ptr() else None
 
     def posted(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
@@ -106,7 +142,7 @@ class PoolPlaces:
 
     def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Return True if a call has tensors in pools that the ranks must compare."""
-        if not self._heap.pools:
+        if not self._has_peers or not self._heap.pools:
             return False
         return any(tensor is not None for tensor in self._to_compare(requests, tensors))
 
@@ -136,9 +172,13 @@ class PoolPlaces:
 
     def note(self, posted: PostedPlaces, outcomes: Outcomes) -> None:
         """Remember the results of a comparison by storage."""
+        if len(self._known) >= self._most:
+            # Living storages are never forgotten: this rank would compare again, and its peers would not.
+            self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
+            self._most = max(_SWEEP, 2 * len(self._known))
         for storage, outcome in zip(posted.storages, outcomes, strict=False):
             if storage is not None and outcome is not None:
-                self._compared.note(storage, outcome)
+                self._known[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), outcome
 
     def _to_compare(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]
@@ -147,7 +187,7 @@ class PoolPlaces:
         there = {
             # In an in-place call a rank's part may begin where the whole does, and it is the whole that is compared.
             tensor.data_ptr(): tensor
-            for tensor in sorted((one for one in tensors if one is not None and one.nbytes), key=_nbytes)
+            for tensor in sorted((one for one in tensors if one is not None and one.nbytes), key=lambda one: one.nbytes)
         }
         found: list[torch.Tensor | None] = []
         for request in requests:
@@ -159,7 +199,7 @@ class PoolPlaces:
                     tensor is not None
                     and (is_read or not request.output.symmetric)
                     and self._heap.pool_at(region.address) is not None
-                    and self._compared.is_new(tensor)
+                    and self._found(tensor) is None
                 )
                 found.append(tensor if is_new else None)
         return found
@@ -194,5 +234,8 @@ def _words(storage: tuple[str, int]) -> str:
     return f"byte {storage[1]} of {storage[0]}"
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has no address, such as a sparse tensor
+        return 0

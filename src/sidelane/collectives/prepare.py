@@ -210,8 +210,8 @@ class Preparer:
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
-        loaded = self._load(known.program, known.at(shape.addresses), False, late=True)
-        prepared = PreparedCall(loaded, known.signature, False, known.choice)
+        loaded = self._load(known.plan.program, known.at(shape.addresses), False, late=True)
+        prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
         again = comes_again or self.cache.comes_again(key)
         if again:
             self.cache.entry(key).prepared = prepared
@@ -256,7 +256,7 @@ class Preparer:
         if shape is not None and not agreement.is_listed:
             places = places_of(requests[0], self._rank, shape.addresses)
             if places is not None:
-                made = ShapeProgram(plan.program, addresses, places, agreement, prepared.signature, plan.choice)
+                made = ShapeProgram(plan, addresses, places, agreement)
                 self.cache.entry(shape.key).shape = made
         return prepared
 

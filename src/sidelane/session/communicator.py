@@ -20,12 +20,11 @@ from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
+from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool_places import Reached
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
@@ -516,8 +515,7 @@ class Communicator:
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        places = self._path.places
-        return Reached("staged", "it has no peers" if places is None else places.why_staged(tensor))
+        return Reached("staged", self.lane.arguments.places.why_staged(tensor))
 
     @entry
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import everything, reshards
-from sidelane.collectives.agreement import BATCH, Agreement, CallPart
-from sidelane.collectives.arguments import Arguments, Dimensions, Request
+from sidelane.collectives.agreement import BATCH, Agreement, CallPart, Request
+from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
 from sidelane.collectives.call_path import CallPath

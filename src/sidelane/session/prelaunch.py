@@ -15,8 +15,8 @@ import torch
 
 from sidelane.choice import Candidate
 from sidelane.choice.candidate import DMA, everything
-from sidelane.collectives.agreement import Agreement
-from sidelane.collectives.arguments import Request, check_tensors
+from sidelane.collectives.agreement import Agreement, Request
+from sidelane.collectives.arguments import check_tensors
 from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import count_writes
