@@ -210,10 +210,7 @@ def test_the_executor_times_the_phases_and_moves_the_bytes(variant: str, capture
         loaded = world.load(freeze(program) if captured else program, frozen=captured)
         graphs = []
         if captured:
-            for driver in world.drivers:
-                driver.begin_capture()
-            loaded.start()
-            graphs = [driver.end_capture() for driver in world.drivers]
+            graphs = world.captured(loaded.start)
         expected = loaded.fill(1)
         late = threading.Event()
         world.drivers[2].do(world.streams[2].cuda_stream, late.wait)
