@@ -57,7 +57,7 @@ def suite(group: str, ranks: int, device: str) -> type[unittest.TestCase]:
     from torch.testing._internal.distributed import distributed_test as theirs
 
     import sidelane
-    import sidelane.integrations.process_group  # here, since the ranks are copies of this process
+    import sidelane.integrations.torch_world  # here, since the ranks are copies of this process
 
     torch.set_num_threads(1)
     sidelane.register()

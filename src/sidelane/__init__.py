@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
-    from sidelane.integrations.registration import register
-    from sidelane.integrations.wrap import wrap
+    from sidelane.integrations.registration import register, wrap
     from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.session.pools import SymmetricPool, pool
     from sidelane.session.tracing import trace
@@ -75,7 +74,7 @@ _ELSEWHERE = {
     "report": "sidelane.integrations.ledger",
     "scale_out": "sidelane.integrations.nodes.scale_out",
     "trace": "sidelane.session.tracing",
-    "wrap": "sidelane.integrations.wrap",
+    "wrap": "sidelane.integrations.registration",
 }
 
 

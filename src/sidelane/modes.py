@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -52,43 +53,43 @@ def trace_as_groups(kind: type[Any]) -> None:
     """Make ``torch.compile`` treat objects of a class as torch's own process groups, which are constants of a graph.
 
     The compiler of torch 2.11 asks whether the type is exactly ``ProcessGroup``; that of 2.13 treats subclasses so by
-    itself, and nothing is done. Importing the compiler takes a second, which a program that compiles nothing is spared:
-    the question is replaced when the module with it is imported.
+    itself, and nothing is done. Importing the compiler takes a second, which a program that compiles nothing is spared.
     """
-    if torch.__version__ >= "2.13":
-        return
-    if _GroupFinder.MODULE in sys.modules:
-        _ask_for_subclasses(sys.modules[_GroupFinder.MODULE], kind)
+    if torch.__version__ < "2.13":
+        after_import("torch._dynamo.variables.distributed", lambda module: _ask_for_subclasses(module, kind))
+
+
+def after_import(name: str, change: Callable[[Any], None]) -> None:
+    """Call a function with a module: now if it has been imported, else at the end of its import."""
+    if name in sys.modules:
+        change(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _GroupFinder(kind))
+        sys.meta_path.insert(0, _ChangingFinder(name, change))
 
 
-class _GroupFinder(importlib.abc.MetaPathFinder):
-    """Finder of the compiler's module with the variables of groups, which it changes behind the import."""
+class _ChangingFinder(importlib.abc.MetaPathFinder):
+    """Finder of one module, which changes that module at the end of its import."""
 
-    MODULE = "torch._dynamo.variables.distributed"
-
-    def __init__(self, kind: type[Any]) -> None:
-        self._kind = kind
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name, self._change = name, change
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return how the module is loaded; None for all other modules."""
-        if fullname != self.MODULE:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)  # it is imported once
-        found = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if found is None or found.loader is None:
-            return None
-        loader: Any = found.loader
-        load = loader.exec_module
+        found = importlib.util.find_spec(fullname)
+        if found is not None and found.loader is not None:
+            loader: Any = found.loader
+            load = loader.exec_module
 
-        def exec_module(module: types.ModuleType) -> None:
-            load(module)
-            _ask_for_subclasses(module, self._kind)
+            def exec_module(module: types.ModuleType) -> None:
+                load(module)
+                self._change(module)
 
-        loader.exec_module = exec_module
+            loader.exec_module = exec_module
         return found
 
 

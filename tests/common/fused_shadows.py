@@ -26,8 +26,7 @@ from sidelane.ops.dispatch_gemm import AllToAllGemm
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
 from sidelane.ops.gemm import GemmAllToAll, TileSizes
-from sidelane.ops.gemv import GemvAllReduce, Tiling
-from sidelane.ops.gemv_cells import LANES
+from sidelane.ops.gemv import LANES, GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.ops.rms_norm_kernels import SLICE_BYTES
 from sidelane.program.collective import Buffer, Span

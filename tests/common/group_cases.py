@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
 from sidelane import fsdp
-from sidelane.integrations import batches as sidelane_batches
-from sidelane.integrations import calls, ledger
+from sidelane.integrations import calls, ledger, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -532,7 +531,7 @@ def coalesced(gloo: dist.ProcessGroup) -> None:
 
 def batches(gloo: dist.ProcessGroup) -> None:
     """As where NCCL makes those of a batch together."""
-    as_one = mock.patch.object(sidelane_batches, "made_as_one", return_value=True)
+    as_one = mock.patch.object(torch_world, "made_as_one", return_value=True)
     with sidelane_group(gloo) as ours, as_one:
         exchange_batches(ours, {(ours.rank() + 1) % ours.size(), (ours.rank() - 1) % ours.size()})
 
@@ -882,9 +881,9 @@ def memory_for_fsdp(gloo: dist.ProcessGroup) -> None:
 
 def memory_without_a_line(gloo: dist.ProcessGroup) -> None:
     """FSDP2 takes the group's memory by itself where its calls are Sidelane's: on GPUs."""
-    from sidelane.integrations import fsdp_memory
+    from sidelane.integrations import buffers
 
-    with mock.patch.object(fsdp_memory, "DEVICES", (torch.get_default_device().type,)):
+    with mock.patch.object(buffers, "DEVICES", (torch.get_default_device().type,)):
         train_in_symmetric_memory(gloo, lambda net: None)
 
 

@@ -136,7 +136,6 @@ def capture(group: dist.ProcessGroup) -> tuple[str, ...]:
         rows = torch.ones(2 * n, 64, dtype=DTYPE)
         with (
             mock.patch.object(operands, "on_the_host", return_value=False),
-            mock.patch.object(operands, "has_grouped_product", return_value=False),
             pytest.raises(UnavailableError) as error,
         ):
             ops.gemm_all_to_all(comm, rows, experts, counts, most_rows=2 * n)

@@ -34,8 +34,6 @@ from sidelane.ops import (
     float8_rows,
     gemm,
     gemv,
-    gemv_cells,
-    gemv_tiling,
     rms_norm_kernels,
 )
 from sidelane.ops.scale_out import embedding as far_embedding
@@ -106,18 +104,18 @@ def compiled_cells(
     tiling: gemv.Tiling, kinds: str, *, ranks: int, tokens: int, **given: object
 ) -> tuple[str, int, int]:
     """Of whole tiles of aligned rows; but for ``rows``, of which nothing is known."""
-    options = gemv_cells.constants_of(tiling, ranks=ranks, padded=tokens, wide="*fp32 *fp32 *fp32" in kinds)
-    constants = {name: value for name, value in options.items() if name in gemv_cells.KERNEL.arg_names}
+    options = tiling.constants(ranks=ranks, padded=tokens, wide="*fp32 *fp32 *fp32" in kinds)
+    constants = {name: value for name, value in options.items() if name in gemv.KERNEL.arg_names}
     multiples = ("weight", "x", "columns", "weight_stride", "x_stride")
     element = 4 if "fp32 *fp32 *fp32" in kinds else 2
     loaded = element * tiling.columns * (tiling.rows + tokens)
     return compiled(
-        gemv_cells.KERNEL,
+        gemv.KERNEL,
         kinds,
         {**constants, "EVEN": True, **given},
         tiling.warps,
         multiples=multiples,
-        most_shared_bytes=(tiling.stages - 1) * loaded + gemv_tiling.SCRATCH_BYTES,
+        most_shared_bytes=(tiling.stages - 1) * loaded + gemv.SCRATCH_BYTES,
     )
 
 
@@ -131,8 +129,8 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
     for tokens, stages in ((1, one_token), (16, dots)):
-        tiling = gemv_tiling.tiling_of(tokens)
-        room = gemv_tiling.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
+        tiling = gemv.tiling_of(tokens)
+        room = gemv.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
         assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
 
@@ -141,7 +139,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
 )
 def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
-    tiling = gemv_tiling.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens)
     tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
     text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
     assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
@@ -151,7 +149,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
-    tiling = gemv_tiling.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
     assert "globaltimer" in text and "cp.async.cg" in text
@@ -160,7 +158,7 @@ def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     kinds = CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight)
-    tiling = gemv_tiling.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens)
     text, registers, stack = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, scale=...)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
@@ -449,7 +447,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
     ("kernel", "kinds", "constants"),
     [
         (
-            gemv_cells.KERNEL,
+            gemv.KERNEL,
             CELLS.format("bf16", "bf16"),
             {"N": 2, "R": 2, "ROWS": 16, "COLS": 512, "TP": 1, "WIDE": False, "EVEN": False}
             | {"STAGES": 4, "EVICT": "evict_first", "LANES": 256},

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sidelane.ops.buffer_turn import BufferTurn
+from sidelane.ops.handle import BufferTurn
 
 
 @dataclasses.dataclass

@@ -1,21 +1,30 @@
 """Symmetric memory of a group: buffers for FSDP2's calls, and pools that programs register.
 
 ``FSDPModule.set_allocate_memory_from_process_group_for_comm`` asks a group's backend for memory. The backends behind a
-Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it.
+Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it. On GPUs, a
+parameter group of FSDP2 whose shards belong to a Sidelane group asks from the start, without a line in the program.
+FSDP2 may be imported later than Sidelane, and importing it takes longer than all of Sidelane.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sidelane.errors import UnavailableError
 from sidelane.memory.storage import storage_of
+from sidelane.modes import after_import
 from sidelane.session import Communicator
 from sidelane.session.registered import Registration, register_segments
+
+PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+DEVICES = ("cuda",)
+"""Devices on which parameter groups ask. CPU ranks would allocate collectively for each call, which takes longer."""
 
 
 class FsdpBuffers:
@@ -62,26 +71,6 @@ class FsdpBuffers:
             free.append(whole)
 
 
-class BufferSource(Protocol):
-    """Provider of symmetric memory."""
-
-    def has(self, device: torch.device) -> bool:
-        """Return True if there is memory for calls on such a device; alike on all ranks."""
-        ...
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``numel`` elements. Collective."""
-        ...
-
-    def register(self, pool: Any) -> None:
-        """Make the segments of a ``torch.cuda.MemPool`` symmetric. Collective."""
-        ...
-
-    def deregister(self, pool: Any) -> None:
-        """End the registration of a pool, on all ranks alike."""
-        ...
-
-
 class Allocating:
     """Mixin in front of a backend class of torch: its answers to requests for memory.
 
@@ -89,7 +78,7 @@ class Allocating:
         source: returns the provider of memory, as long as its group lives; None for ordinary memory.
     """
 
-    source: Callable[[], BufferSource | None] = staticmethod(lambda: None)
+    source: Callable[[], GroupMemory | None] = staticmethod(lambda: None)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return True if there is memory for calls on such a device."""
@@ -126,18 +115,6 @@ class Allocating:
             source.deregister(pool)
 
 
-class Communicators(Protocol):
-    """Provider of the communicators of a group."""
-
-    def for_memory(self, device: torch.device) -> Communicator | None:
-        """Return the group's communicator on a device, made on first use; None if there can be none."""
-        ...
-
-    def no_memory(self, device: str) -> str:
-        """Return the reason why such a device has none, as far as it is known; "" for no reason."""
-        ...
-
-
 class GroupMemory:
     """Symmetric memory of the communicators of a group. Ranks take and drop it in one order, as FSDP2 does.
 
@@ -146,21 +123,23 @@ class GroupMemory:
 
     Args:
         size: number of ranks of the group.
-        communicators: provider of the group's communicators.
+        life: maker of the group's communicators, a :class:`sidelane.integrations.lifetime.GroupLifetime`.
     """
 
-    def __init__(self, size: int, communicators: Communicators) -> None:
-        self._size, self._communicators = size, communicators
+    def __init__(self, size: int, life: Any) -> None:
+        self._size, self._life = size, life
         self._buffers: dict[str, FsdpBuffers] = {}
         self._registered: dict[tuple[int, int], Registration] = {}  # by the number of the pool
         self._last: int | None = None
 
     def has(self, device: torch.device) -> bool:
-        return not self._communicators.no_memory(device.type)
+        """Return True if there is memory for calls on such a device; alike on all ranks."""
+        return not self._life.no_memory(device.type)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of ``numel`` elements. Collective."""
         is_output, self._last = self._last == numel * self._size, numel
-        made = None if is_output else self._communicators.for_memory(device)
+        made: Communicator | None = None if is_output else self._life.for_memory(device)
         if made is None:
             self._last = None if is_output else numel
             return torch.empty(numel, dtype=dtype, device=device)
@@ -172,14 +151,16 @@ class GroupMemory:
         return self._buffers.setdefault(device.type, FsdpBuffers(made)).take([numel], dtype)
 
     def register(self, pool: Any) -> None:
+        """Make the segments of a ``torch.cuda.MemPool`` symmetric. Collective."""
         self.deregister(pool)  # NCCL registers what has come since, too
         device = torch.device("cuda", torch.cuda.current_device())
-        made = self._communicators.for_memory(device) if self.has(device) else None
+        made = self._life.for_memory(device) if self.has(device) else None
         if made is not None:
             segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
             self._registered[pool.id] = register_segments(made, segments, pool)
 
     def deregister(self, pool: Any) -> None:
+        """End the registration of a pool, on all ranks alike."""
         found = self._registered.pop(pool.id, None)
         if found is not None:
             found.end()
@@ -195,3 +176,55 @@ class GroupMemory:
         """Drop the free buffers and registrations."""
         self._buffers.clear()
         self._registered.clear()
+
+
+def ask_groups_of(kind: type[Any]) -> None:
+    """Let FSDP2 ask groups of a kind for memory: at once if FSDP2 is imported, else when it is."""
+    after_import(PARAM_GROUP, lambda module: _ask_groups(module, kind))
+
+
+def _ask_groups(module: Any, kind: type[Any]) -> None:
+    """Give the parameter groups of ``module`` collectives that ask groups of a kind for memory."""
+    params, gather, scatter = (
+        getattr(module, name, None) for name in ("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter")
+    )
+    if params is None or gather is None or scatter is None or not hasattr(params, "_all_gather_process_group"):
+        return  # another torch: programs may still ask for the memory themselves
+    classes = type("GroupAllGather", (_Asking, gather), {}), type("GroupReduceScatter", (_Asking, scatter), {})
+    begin = params.__init__
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        own = self._all_gather_comm, self._reduce_scatter_comm
+        is_ours = isinstance(getattr(self.mesh_info, "shard_process_group", None), kind)
+        if is_ours and self.device.type in DEVICES and tuple(map(type, own)) == (gather, scatter):
+            self._all_gather_comm, self._reduce_scatter_comm = (
+                made(weakref.ref(self), name)
+                for made, name in zip(
+                    classes, ("_all_gather_process_group", "_reduce_scatter_process_group"), strict=True
+                )
+            )
+
+    params.__init__ = __init__
+
+
+class _Asking:
+    """Source of the buffers of a parameter group: the backend of the group that its next call belongs to.
+
+    Args:
+        params: torch's ``FSDPParamGroup``.
+        group: name of its attribute that is that group.
+    """
+
+    def __init__(self, params: weakref.ref[Any], group: str) -> None:
+        self._params, self._name = params, group
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of a shape; symmetric memory if the group has some. Collective."""
+        lengths, params = [int(length) for length in size], self._params()
+        backend: Any = None if params is None else getattr(params, self._name)._get_backend(device)
+        if backend is not None and backend.supports_tensor_alloc(device):
+            numel = torch.Size(lengths).numel()
+            found: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return found.view(lengths)
+        return torch.empty(lengths, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.errors import PeerError
-from sidelane.integrations.buffers import Allocating, BufferSource
+from sidelane.integrations.buffers import Allocating, GroupMemory
 from sidelane.memory.liveness import DYING_S, Liveness
 
 Kind = dist.ProcessGroup.BackendType
@@ -33,7 +33,7 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weak
 """Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
 
-def ask_for_memory(group: dist.ProcessGroup, source: BufferSource) -> None:
+def ask_for_memory(group: dist.ProcessGroup, source: GroupMemory) -> None:
     """Let the backends of a group that was made here provide memory of ``source``; others keep their own."""
     for backend in _backends.get(group, ()):
         backend.source = weakref.ref(source)  # which refers to the group, and to this backend
@@ -70,7 +70,7 @@ def make_other(
         group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
         backends += [nccl] if isinstance(nccl, Allocating) else []
     _backends[group] = backends
-    forks.keeping(group)  # its connections belong to the parent process
+    forks.in_copies_of(group, forks.keep_for_ever)  # its connections belong to the parent process
     return group
 
 

@@ -17,20 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.constants import default_pg_timeout
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations import batches, calls, fsdp_memory, splits
+from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
 from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.works import JoinedWork
-from sidelane.memory.exchange import require_own
 from sidelane.memory.liveness import Wider, keep, known
-from sidelane.modes import trace_as_groups, untraced
+from sidelane.modes import untraced
 from sidelane.session import Communicator
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
@@ -85,27 +83,8 @@ class SidelaneGroup(dist.ProcessGroup):
         self._dispatcher = GroupDispatcher(self._lifetime)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
-        forks.keeping(self)
-        forks.keeping(self._other)
-
-    @classmethod
-    def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:
-        """Make a group for torch. ``options`` are its ``DistributedBackendOptions``, the others those of NCCL."""
-        if dist.group.WORLD is not None:
-            require_own(dist.group.WORLD, "process group")
-        size, ranks = options.group_size, list(options.global_ranks_in_group)
-        arguments = (options.store, options.group_rank, size)
-
-        def other(timeout: timedelta) -> dist.ProcessGroup:
-            return make_other(*arguments, timeout, options.group_id, ranks, backend_options)
-
-        world, wider = dist.group.WORLD, None
-        # A group without a list may be one of several worlds, whose ranks have other numbers.
-        if ranks and world is not None and max(ranks) < world.size() and ranks[options.group_rank] == world.rank():
-            found = known(world)
-            wider = None if found is None else (found, ranks)
-        timeout = None if options.timeout == default_pg_timeout else options.timeout  # the caller has named none
-        return cls(*arguments, timeout, ranks or range(size), other, wider=wider)
+        for group in (self, self._other):
+            forks.in_copies_of(group, forks.keep_for_ever)
 
     # --- interface of a group for torch -------------------------------------------------------------------------------
 
@@ -400,25 +379,6 @@ class SidelaneGroup(dist.ProcessGroup):
             last = self._other._end_coalescing(device)
             works = [*works, last] if last is not None else works
         return JoinedWork(works)
-
-
-_torchs_set_pg_timeout = c10d._set_pg_timeout
-
-
-def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    chosen = c10d._get_default_group() if group is None else group
-    if isinstance(chosen, SidelaneGroup):
-        chosen.set_timeout(timeout)
-    else:
-        _torchs_set_pg_timeout(timeout, group)
-
-
-_set_pg_timeout.__doc__ = _torchs_set_pg_timeout.__doc__
-c10d._set_pg_timeout = _set_pg_timeout
-trace_as_groups(SidelaneGroup)
-batches.take_over(SidelaneGroup)
-splits.take_over(SidelaneGroup)
-fsdp_memory.take_over(SidelaneGroup)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:

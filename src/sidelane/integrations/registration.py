@@ -1,10 +1,19 @@
-"""The name ``sidelane`` for ``torch.distributed``. Registering it imports no part of the group itself."""
+"""Ways to a Sidelane group: the name ``sidelane`` for ``torch.distributed``, and :func:`wrap`.
+
+Importing this module, and registering the name, imports no part of the group itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidelane.integrations.ledger import SIDELANE as NAME
+from sidelane.modes import keep_compilers_out
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from sidelane.integrations.process_group import SidelaneGroup
 
 DEVICES = ("cpu", "cuda")
 
@@ -26,6 +35,35 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     """Make the group for ``init_process_group`` and ``new_group`` of torch."""
-    from sidelane.integrations.process_group import SidelaneGroup
+    from sidelane.integrations.torch_world import make_group
 
-    return SidelaneGroup.of_options(options, backend_options)
+    return make_group(options, backend_options)
+
+
+@keep_compilers_out
+def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
+    """Put Sidelane in front of a process group: it makes the calls that it has, and ``group`` makes all others.
+
+    Every rank of ``group`` wraps it. The result is a group like those of ``dist.new_group``: pass it as
+    ``group=`` wherever torch takes one, and destroy it with ``dist.destroy_process_group(wrapped)``; ``group`` stays.
+
+    Args:
+        group: group of any backend; None for the default group.
+
+    Returns:
+        Group for the calls.
+
+    Raises:
+        TypeError: ``group`` is no process group.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: this process is not in the group.
+        CommunicatorClosedError: it is a forked copy of one that is.
+    """
+    from sidelane.integrations.torch_world import put_in_front
+    from sidelane.memory.exchange import require_own
+    from sidelane.session.session import group_for
+
+    inner = group_for("wrap", group)
+    require_own(inner, "wrap")
+    register()
+    return put_in_front(inner)

@@ -3,6 +3,7 @@
 from sidelane.ops.attention import (
     attention_function,
     register_attention,
+    reshard,
     sequence_parallel_attention,
     sequence_positions,
 )
@@ -16,7 +17,6 @@ from sidelane.ops.gemv import gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
 from sidelane.ops.operator import explain
 from sidelane.ops.pipelined_gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
-from sidelane.ops.reshard import reshard
 from sidelane.ops.rms_norm import all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.timeline import Timeline

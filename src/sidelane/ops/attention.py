@@ -1,4 +1,5 @@
-"""sequence_parallel_attention: attention over a sequence whose positions lie on several ranks (Ulysses).
+"""sequence_parallel_attention: attention over a sequence whose positions lie on several ranks (Ulysses); and reshard,
+the exchange of sequence parallelism as a function with gradients. Both are whole under ``torch.compile``.
 
 Equivalent: gather q, k and v of all positions, ``torch.nn.functional.scaled_dot_product_attention``, and keep the own
 positions. Here every rank computes all positions of some heads (Jacobs et al., "DeepSpeed Ulysses", 2023)::
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -74,8 +75,7 @@ def sequence_parallel_attention(
         ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, NAME)
-    with telling:
+    with _telling(comm, NAME):
         check_attention(comm, q, k, v, sequence_length)
         _check_scale(scale)
         if q.shape[_HEADS] < comm.world_size:
@@ -198,6 +198,10 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
     AttentionMaskInterface.register(name, mask)
 
 
+def _telling(comm: Communicator, name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, name)
+
+
 def sequence_positions(length: int, world_size: int, rank: int) -> Tensor:
     """Return the numbers of a rank's positions in the whole sequence, int64[positions], in ascending order.
 
@@ -254,3 +258,62 @@ def check_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length:
             raise ValueError(
                 f"{NAME}: positions of rank {comm.rank} (value={positions}, allowed={own} of sequence_length={length})"
             )
+
+
+@overload
+def reshard(
+    comm: Communicator, tensors: Tensor, *, scatter_dim: int, gather_dim: int, gather_length: int | None = None
+) -> Tensor: ...
+@overload
+def reshard(
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    gather_dim: int,
+    gather_length: int | None = None,
+) -> list[Tensor]: ...
+def reshard(
+    comm: Communicator,
+    tensors: Tensor | Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    gather_dim: int,
+    gather_length: int | None = None,
+) -> Tensor | list[Tensor]:
+    """Return tensors that are split along ``scatter_dim``, put together along ``gather_dim``.
+
+    See ``Communicator.all_to_all`` with these arguments; lengths are split as ``torch.tensor_split`` does. The gradient
+    goes the way back, by one exchange for all tensors. Under ``torch.compile`` the communicator must have a number
+    already, from an earlier call or from ``library.number_of(comm)``.
+
+    Args:
+        comm: communicator of the ranks.
+        tensors: a tensor, or several (q, k and v) that have the same dimensions, of any dtypes.
+        scatter_dim: dimension of which every rank gets a part.
+        gather_dim: dimension of which every rank has a part.
+        gather_length: its length in the result; None: all ranks have parts of one length.
+
+    Returns:
+        New tensors, as many as were given.
+    """
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    dims = given[0].dim() if given else 0
+    with _telling(comm, "reshard"):
+        _check_dims(given, dims, scatter_dim, gather_dim, gather_length)
+    scatter, gather = (dim % max(1, dims) for dim in (scatter_dim, gather_dim))
+    n = comm.world_size
+    lengths = [n * tensor.shape[gather] if gather_length is None else gather_length for tensor in given]
+    found: list[Tensor] = torch.ops.sidelane.reshard(library.number_of(comm), given, scatter, gather, lengths)
+    return found[0] if isinstance(tensors, Tensor) else found
+
+
+def _check_dims(given: list[Tensor], dims: int, scatter_dim: int, gather_dim: int, gather_length: int | None) -> None:
+    if any(tensor.dim() != dims for tensor in given):
+        shapes = [list(tensor.shape) for tensor in given]
+        raise ValueError(f"reshard: tensors must have the same number of dimensions (value={shapes})")
+    for name, dim in (("scatter_dim", scatter_dim), ("gather_dim", gather_dim)):
+        if given and not -dims <= dim < dims:
+            raise ValueError(f"reshard: {name} (value={dim}, allowed={-dims}..{dims - 1})")
+    if gather_length is not None and gather_length < 0:
+        raise ValueError(f"reshard: gather_length (value={gather_length}, allowed=0 and more)")

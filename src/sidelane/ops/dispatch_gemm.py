@@ -54,13 +54,11 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
-from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, kept, power_of_two, programs_of, refuse_tiles
-from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of
+from sidelane.ops.handle import KernelHandle, check_tiles, in_turn, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
-from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
 from sidelane.program.pieces import SPLIT_DISPATCH
 from sidelane.session import Communicator

@@ -4,7 +4,7 @@
 """embedding_all_to_all: pool the bags of all local tables, and store the results straight into the peers' outputs.
 
 Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
-[local batch, tables x dim] (``reference.embedding_all_to_all``; the fused operators paper, section III.A, Figure 6).
+[local batch, tables x dim] (``unfused``; the fused operators paper, section III.A, Figure 6).
 
 Any block of two ranks, ``remote_first``; s signals a slice after its last bag::
 
@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from torch.nn import functional
 
 from sidelane.choice.fused import (
     FUSED,
@@ -62,7 +62,6 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
-from sidelane.ops import reference
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -91,6 +90,7 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
+from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
@@ -286,10 +286,9 @@ class EmbeddingAllToAll(KernelHandle):
         if out is not None:
             with telling_refusals(self.comm, NAME):
                 self.place_of(out)
-        options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": per_sample_weights}
         with torch.no_grad():  # as the kernel
-            counts = self.tables.counts
-            result = reference.embedding_all_to_all(self.comm, tables, indices, offsets, counts, **options)
+            bags = indices, offsets, self.tables.counts
+            result = unfused(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
             return result if out is None else out.copy_(result)
 
     def place_of(self, output: torch.Tensor) -> tuple[int, int]:
@@ -371,6 +370,48 @@ def embedding_all_to_all(
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
     found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
     return found
+
+
+def unfused(
+    comm: Communicator,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: Sequence[int],
+    *,
+    mode: str = SUM,
+    per_sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run one ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`embedding_all_to_all`.
+
+    ``counts`` is the number of tables of each rank.
+    """
+    batch, dim = (offsets.numel() - 1) // len(tables), tables[0].shape[1]
+    samples = split_evenly(batch, comm.world_size)
+    pooled = []
+    for number, table in enumerate(tables):
+        starts = offsets[number * batch : (number + 1) * batch + 1]
+        first, stop = int(starts[0]), int(starts[-1])
+        factors = None if per_sample_weights is None else per_sample_weights[first:stop].to(table.dtype)
+        bags = functional.embedding_bag(
+            indices[first:stop].long(),
+            table,
+            (starts - first).long(),
+            mode=mode,
+            per_sample_weights=factors,
+            include_last_offset=True,
+        )
+        pooled.append(bags.split(samples))
+    sent = torch.cat([bags[rank] for rank in range(comm.world_size) for bags in pooled])
+    local = samples[comm.rank]
+    output = sent.new_empty(sum(counts) * local, dim)
+    comm.all_to_all(
+        output,
+        sent,
+        output_split_sizes=[count * local for count in counts],
+        input_split_sizes=[len(tables) * size for size in samples],
+    )
+    return output.view(sum(counts), local, dim).transpose(0, 1).reshape(local, sum(counts) * dim)
 
 
 @triton.jit

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.device.triton_language import tl, triton
-from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
-from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, kept, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, in_turn, kept, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
 from sidelane.ops.operator import CachedLaunch

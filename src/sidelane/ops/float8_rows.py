@@ -3,7 +3,7 @@
 
 """Rows in float8 that travel as rows of bytes: values, and behind them a float32 scale for every 128 elements.
 
-Equivalent: ``reference.float8_and_scales``, the format in which DeepEP sends tokens, as two tensors. As one row, any
+Equivalent: ``float8_and_scales``, the format in which DeepEP sends tokens, as two tensors. As one row, any
 operator that moves rows moves them.
 
 Legend: COLS elements, or GROUPS groups of SCALED elements, of one row are a program's.
@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import largest_magnitude
-from sidelane.ops import reference
 
 COLS = 1024
 """Number of columns of a program."""
 
 SCALED = 128
 """Number of elements that share a scale."""
+
+LARGEST_FLOAT8 = 448.0
+"""Largest number of float8_e4m3fn."""
+
+LEAST_LARGEST = 1e-4
+"""Least value to which a largest element is taken, so that zeros have a scale."""
 
 
 def quantized_rows(x: Tensor) -> Tensor:
@@ -37,13 +43,13 @@ def quantized_rows(x: Tensor) -> Tensor:
     packed = x.new_empty(rows, width, dtype=torch.uint8)
     values, places = packed.view(torch.float8_e4m3fn), packed.view(torch.float32)
     if x.device.type == "cpu":  # Triton's interpreter rounds to float8 without carrying
-        scaled, scales = reference.float8_and_scales(x, SCALED)
+        scaled, scales = float8_and_scales(x)
         values[:, :columns] = scaled
         places[:, first_scale // 4 : first_scale // 4 + scales.shape[1]] = scales
     elif rows:
         arguments = x, values, places, columns, x.stride(0), width, first_scale
-        options = {"GROUPS": COLS // SCALED, "SCALED": SCALED, "LARGEST": reference.LARGEST_FLOAT8}
-        launch(_quantize, (rows, -(-columns // COLS)), arguments, {**options, "LEAST": reference.LEAST_LARGEST})
+        options = {"GROUPS": COLS // SCALED, "SCALED": SCALED, "LARGEST": LARGEST_FLOAT8}
+        launch(_quantize, (rows, -(-columns // COLS)), arguments, {**options, "LEAST": LEAST_LARGEST})
     return packed.view(torch.float16)
 
 
@@ -56,6 +62,15 @@ def dequantized_rows(packed: Tensor, rows: Tensor, columns: int, dtype: torch.dt
     if len(rows):
         launch(_dequantize, (len(rows), -(-columns // COLS)), arguments, {"COLS": COLS, "SCALED": SCALED})
     return output
+
+
+def float8_and_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows as float8_e4m3fn, and a float32 scale for every ``SCALED`` elements."""
+    rows, columns = x.shape
+    parts = functional.pad(x.float(), (0, -columns % SCALED)).view(rows, -1, SCALED)
+    largest = parts.abs().amax(-1).clamp(min=LEAST_LARGEST)
+    values = (parts * (LARGEST_FLOAT8 / largest)[..., None]).to(torch.float8_e4m3fn)
+    return values.view(rows, -1)[:, :columns], largest / LARGEST_FLOAT8
 
 
 def _widths(columns: int) -> tuple[int, int]:

@@ -60,10 +60,9 @@ from sidelane.ops.handle import (
     programs_of,
     refuse_tiles,
 )
-from sidelane.ops.operands import RowCounts, apart_from, check_routed, counts_in_words, experts_of
+from sidelane.ops.operands import RowCounts, apart_from, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
-from sidelane.ops.reference import product
 from sidelane.ops.timeline import stamps_of
 from sidelane.program.pieces import SPLIT_GEMM
 from sidelane.session import Communicator

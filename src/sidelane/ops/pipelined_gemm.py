@@ -46,8 +46,7 @@ import torch
 
 from sidelane.choice.fused import FUSED, PIECES, ROW_PARTS, SPLIT, UNFUSED
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.ops.buffer_turn import BufferTurn, in_turn
-from sidelane.ops.handle import is_captured, kept, power_of_two
+from sidelane.ops.handle import BufferTurn, in_turn, is_captured, kept, power_of_two
 from sidelane.ops.operands import Routed, apart_from, check_operands
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.program.pieces import (

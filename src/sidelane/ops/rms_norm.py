@@ -1,8 +1,8 @@
 """all_reduce_rms_norm: the all-reduce, residual and norm that a tensor-parallel decoder has twice a layer, for few
 tokens.
 
-Equivalent: ``comm.all_reduce(x); residual = x + residual; y = rms_norm(residual, weight)``
-(``reference.all_reduce_rms_norm``), with float32 between the first addition and the last rounding.
+Equivalent: ``comm.all_reduce(x); residual = x + residual; y = rms_norm(residual, weight)``, with float32 between the
+first addition and the last rounding.
 
 Two schedules: ``cells`` for few bytes, ``pushed`` for more (``rms_norm_kernels.py``).
 """
@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.device.language import real
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.ops import reference, rms_norm_kernels
+from sidelane.ops import rms_norm_kernels
 from sidelane.ops.handle import (
     FLOATS,
     KernelHandle,
@@ -236,7 +237,7 @@ def all_reduce_rms_norm(
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
-            UNFUSED: lambda pieces: functools.partial(_unfused, comm),
+            UNFUSED: lambda pieces: functools.partial(unfused, comm),
         }
         return OperatorCall(key, (tokens, hidden), x.element_size(), make)
 
@@ -256,22 +257,30 @@ def all_reduce_rms_norm(
     return found
 
 
-def _unfused(
+def unfused(
     comm: Communicator,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-    quantized: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    eps: float,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    quantized: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``all_reduce``, an addition and ``rms_norm`` on checked arguments."""
     with torch.no_grad():  # as the kernels
-        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, quantized=quantized, scale=scale)
-        given = (y, out), (total, residual_out)
-        y, total = (made if place is None else place.copy_(made) for made, place in given)
-    return y, total
+        total = x.clone()
+        comm.all_reduce(total)
+        if residual is not None:
+            total += residual
+        y = functional.rms_norm(total, weight.shape, weight, eps).to(x.dtype)  # under autocast it is float32
+        if quantized is not None and scale is not None:
+            wide, most = y.float(), torch.finfo(quantized.dtype).max
+            if scale.dim() == 2:
+                scale.copy_((wide.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
+            quantized.copy_((wide / scale).clamp(-most, most))
+        return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
 
 
 def slices_of_a_program(comm: Communicator, slices: int) -> int:

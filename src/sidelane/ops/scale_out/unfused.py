@@ -26,8 +26,7 @@ from sidelane.ops.embedding_tables import (
 )
 from sidelane.ops.gemm import NAME as GEMM
 from sidelane.ops.handle import check_tensor, telling_refusals
-from sidelane.ops.operands import check_rows, check_weight, experts_of
-from sidelane.ops.reference import product
+from sidelane.ops.operands import check_rows, check_weight, experts_of, product
 from sidelane.ops.scale_out.ranks import ScaleOut
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.choice.fused import FUSED, REMOTE_FIRST, ROUTED, SPLIT, UNFUSED
 from sidelane.ops import rms_norm as norms
-from sidelane.ops.gemv_tiling import tiling_of
+from sidelane.ops.gemv import tiling_of
 from sidelane.ops.handle import power_of_two
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
