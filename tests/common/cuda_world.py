@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,26 @@ class World:
 
     def load(self, program: Program, *, frozen: bool = False, staging_distance: int | None = None) -> Loaded:
         return Loaded(self, program, frozen, staging_distance)
+
+    def start(self, ranks: Sequence[Any]) -> None:
+        """Start a program that is loaded on all ranks."""
+        self.epoch += 1
+        for rank, loaded in enumerate(ranks):
+            start(loaded, self.epoch, self.streams[rank])
+
+    def captured(self, work: Callable[[], object]) -> list[Any]:
+        """Return a graph of each rank of all that ``work`` starts."""
+        for driver in self.drivers:
+            driver.begin_capture()
+        work()
+        return [driver.end_capture() for driver in self.drivers]
+
+    def replay(self, graphs: Sequence[Any]) -> None:
+        """Replay a graph of each rank, and wait for the end."""
+        for driver, graph in zip(self.drivers, graphs, strict=True):
+            driver.replay(graph)
+        for driver in self.drivers:
+            driver.synchronize()
 
     def synchronize(self) -> None:
         for executor in self.executors:

@@ -167,48 +167,55 @@ def slices_as_they_come(group: dist.ProcessGroup) -> int:
 
 
 def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
+    """Check gradients of tables on ranks of one node."""
     with communicator(group) as comm, torch.device("cpu"):
-        n, rank, device = comm.world_size, comm.rank, comm.device
-        draws = Draws(seed, rank)
-        kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
-        for dtype in DTYPES:
-            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
-            sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
-            tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
-            own = [table.to(device) for table in tables]
-            samples = [batch // n + (peer < batch % n) for peer in range(n)]
-            for number in range(calls):
-                kind = draws.sizes.choice(("sum", "mean", "weighted"))
-                mode, index = "mean" if kind == "mean" else "sum", draws.sizes.choice((torch.int32, torch.int64))
-                lengths = torch.tensor([0, 1, 4, 11])[torch.arange(batch * len(tables)) * (seed + number) % 7 % 4]
-                offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-                rows = [len(table) for table in tables for _ in range(batch)]
-                indices = torch.cat(
-                    [torch.arange(length) * 7 % row for length, row in zip(lengths.tolist(), rows, strict=True)]
-                )
-                factors = torch.arange(len(indices)).sin().to(dtype) if kind == "weighted" else None
-                grad = draws.normal(batch, sum(counts) * dim).to(dtype)
-                mine = grad[sum(samples[:rank]) : sum(samples[: rank + 1])].to(device)
-                column = sum(counts[:rank]) * dim
-                expected = autograd(tables, indices, offsets, mode, factors, grad[:, column:].double())
-                draws.late()
-                found, of_weights = ops.embedding_all_to_all_backward(
-                    *(comm, mine, own, indices.to(index).to(device), offsets.to(index).to(device)),
-                    mode=mode,
-                    per_sample_weights=None if factors is None else factors.to(device),
-                    sparse=number % 2 == 1,
-                )
-                # Of a sparse one each value was rounded before they are added, so the error is that of the values.
-                scales = [largest_sum(part) if part.is_sparse else None for part in found]
-                results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
-                results += [] if of_weights is None else [of_weights]
-                scales += [] if of_weights is None else [None]
-                kept += zip(results, expected, scales, strict=True)
-        comm.synchronize()
-        for number, (result, wanted, scale) in enumerate(kept):
-            check_close(result, wanted, number, scale=scale)
+        return check_gradients(comm, ops.embedding_all_to_all_backward, Draws(seed, comm.rank), seed, 2, calls)
+
+
+def check_gradients(
+    ranks: Any, backward: Callable[..., Any], draws: Draws, first: int, most_tables: int, calls: int
+) -> int:
+    """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
+    n, rank, device = ranks.world_size, ranks.rank, ranks.device
+    kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
+    for dtype in DTYPES:
+        dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+        counts = [draws.sizes.randrange(1, 1 + most_tables) for _ in range(n)]
+        sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
+        tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
+        own = [table.to(device) for table in tables]
+        samples = [batch // n + (peer < batch % n) for peer in range(n)]
+        for number in range(calls):
+            kind = draws.sizes.choice(("sum", "mean", "weighted"))
+            mode, index = "mean" if kind == "mean" else "sum", draws.sizes.choice((torch.int32, torch.int64))
+            lengths = torch.tensor([0, 1, 4, 11])[torch.arange(batch * len(tables)) * (first + number) % 7 % 4]
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            rows = [len(table) for table in tables for _ in range(batch)]
+            indices = torch.cat(
+                [torch.arange(length) * 7 % row for length, row in zip(lengths.tolist(), rows, strict=True)]
+            )
+            factors = torch.arange(len(indices)).sin().to(dtype) if kind == "weighted" else None
+            grad = draws.normal(batch, sum(counts) * dim).to(dtype)
+            mine = grad[sum(samples[:rank]) : sum(samples[: rank + 1])].to(device)
+            column = sum(counts[:rank]) * dim
+            expected = autograd(tables, indices, offsets, mode, factors, grad[:, column:].double())
+            draws.late()
+            found, of_weights = backward(
+                *(ranks, mine, own, indices.to(index).to(device), offsets.to(index).to(device)),
+                mode=mode,
+                per_sample_weights=None if factors is None else factors.to(device),
+                sparse=number % 2 == 1,
+            )
+            # Of a sparse one each value was rounded before they are added, so the error is that of the values.
+            scales = [largest_sum(part) if part.is_sparse else None for part in found]
+            results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
+            results += [] if of_weights is None else [of_weights]
+            scales += [] if of_weights is None else [None]
+            kept += zip(results, expected, scales, strict=True)
+    ranks.synchronize()
+    for number, (result, wanted, scale) in enumerate(kept):
+        check_close(result, wanted, number, scale=scale)
+
     return len(kept)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from fused_embeddings import autograd, largest_sum, pool
+from fused_embeddings import autograd, check_gradients, pool
 from fused_ops import DTYPES, Draws, check_close
 from ranks import shared_memory
 
@@ -195,48 +195,10 @@ def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:
 
 
 def backward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
-    """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
+    """Check gradients of tables on ranks of several nodes."""
     with on_nodes(group, layout) as ranks, torch.device("cpu"):
-        n, rank, device = ranks.world_size, ranks.rank, ranks.device
-        draws = Draws(len(layout), rank)
-        kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
-        for dtype in DTYPES:
-            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 4) for _ in range(n)]
-            sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
-            tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
-            own = [table.to(device) for table in tables]
-            samples = [batch // n + (peer < batch % n) for peer in range(n)]
-            for number in range(calls):
-                kind = draws.sizes.choice(("sum", "mean", "weighted"))
-                mode, index = "mean" if kind == "mean" else "sum", draws.sizes.choice((torch.int32, torch.int64))
-                lengths = torch.tensor([0, 1, 4, 11])[torch.arange(batch * len(tables)) * (n + number) % 7 % 4]
-                offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-                rows = [len(table) for table in tables for _ in range(batch)]
-                indices = torch.cat(
-                    [torch.arange(length) * 7 % row for length, row in zip(lengths.tolist(), rows, strict=True)]
-                )
-                factors = torch.arange(len(indices)).sin().to(dtype) if kind == "weighted" else None
-                grad = draws.normal(batch, sum(counts) * dim).to(dtype)
-                mine = grad[sum(samples[:rank]) : sum(samples[: rank + 1])].to(device)
-                column = sum(counts[:rank]) * dim
-                expected = autograd(tables, indices, offsets, mode, factors, grad[:, column:].double())
-                draws.late()
-                found, of_weights = embedding_all_to_all_backward(
-                    *(ranks, mine, own, indices.to(index).to(device), offsets.to(index).to(device)),
-                    mode=mode,
-                    per_sample_weights=None if factors is None else factors.to(device),
-                    sparse=number % 2 == 1,
-                )
-                scales = [largest_sum(part) if part.is_sparse else None for part in found]
-                results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
-                results += [] if of_weights is None else [of_weights]
-                scales += [] if of_weights is None else [None]
-                kept += zip(results, expected, scales, strict=True)
-        ranks.synchronize()
-        for number, (result, wanted, scale) in enumerate(kept):
-            check_close(result, wanted, number, scale=scale)
-    return len(kept)
+        draws = Draws(len(layout), ranks.rank)
+        return check_gradients(ranks, embedding_all_to_all_backward, draws, ranks.world_size, 3, calls)
 
 
 def layers(group: dist.ProcessGroup, layout: Sequence[int]) -> int:

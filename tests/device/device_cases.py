@@ -620,24 +620,3 @@ def check_block(block: SymmetricBlock, group: dist.ProcessGroup) -> None:
     driver.destroy_stream(stream)
     dist.barrier(group)
     assert block.tensor[-1].item() == (rank - 1) % world_size + 1
-
-
-def time_calls(context: Context, nbytes: int, in_place: bool, rounds: int) -> tuple[float, float]:
-    """Host microseconds of an eager call, and microseconds of a call in a row of them on the device."""
-    context.used = 0
-    program = build(define.all_gather([nbytes] * context.world_size, in_place=in_place), "b2b")
-    setting = Setting(context, program)
-    loaded = context.main.load(program, setting.buffers)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    host_us = 0.0
-    for _ in range(2):  # the first round warms up
-        dist.barrier()
-        begin.record(context.stream)
-        began = time.perf_counter()
-        for _ in range(rounds):
-            start(loaded, context.main.next_epoch(), context.stream)
-        host_us = 1e6 * (time.perf_counter() - began) / rounds
-        end.record(context.stream)
-        context.main.executor.synchronize()
-        end.synchronize()
-    return host_us, 1000 * begin.elapsed_time(end) / rounds

@@ -149,13 +149,7 @@ def test_every_builder_moves_the_right_bytes_in_rows(frozen: bool, monkeypatch: 
                 loaded.start()
                 world.synchronize()
             else:
-                for driver in world.drivers:
-                    driver.begin_capture()
-                loaded.start()
-                for driver, graph in [(driver, driver.end_capture()) for driver in world.drivers]:
-                    driver.replay(graph)
-                for driver in world.drivers:
-                    driver.synchronize()
+                world.replay(world.captured(loaded.start))
             loaded.check(expected)
     assert in_rows > 10
 

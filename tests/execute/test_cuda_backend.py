@@ -138,20 +138,14 @@ def test_a_capture_between_two_eager_calls_disturbs_neither(pair: Ranks) -> None
         pair.call(eager)
         first = pair.submitted()
         pair.finish(eager, expected)
-        for driver in pair.world.drivers:
-            driver.begin_capture()
-        pair.call(frozen)
-        graphs = [driver.end_capture() for driver in pair.world.drivers]
+        graphs = pair.world.captured(lambda: pair.call(frozen))
         assert pair.submitted() == [], "a capture submits nothing"
         expected = eager.fill(repeat + 10)
         pair.call(eager)
         assert pair.submitted() == first, "as before, on the stream that was captured"
         pair.finish(eager, expected)
     expected = frozen.fill(20)
-    for driver, graph in zip(pair.world.drivers, graphs, strict=True):
-        driver.replay(graph)
-    for driver in pair.world.drivers:
-        driver.synchronize()
+    pair.world.replay(graphs)
     frozen.check(expected)
     pair.submitted()
     with pytest.raises(ValueError, match="loaded for a graph"):

@@ -75,10 +75,7 @@ def test_captured_programs_are_replayed_and_their_flags_come_back(
             graphs = [driver.end_capture() for driver in world.drivers]
             for repeat in range(3):
                 expected = loaded.fill(repeat)
-                for driver, graph in zip(world.drivers, graphs, strict=True):
-                    driver.replay(graph)
-                for driver in world.drivers:
-                    driver.synchronize()
+                world.replay(graphs)
                 loaded.check(expected)
             assert all(kind != "rows" for driver in world.drivers for kind, _ in driver.submitted), "not mapped for it"
             assert not any(flags[FLAGS:].any() for flags in world.flags)
@@ -102,17 +99,12 @@ def test_captured_turns_move_the_right_bytes_as_rows_where_slots_lie_evenly(
     opening = alternating(collective, 0, slot_bytes=SLOT, opening=True, frozen=True)
     with world_of(3) as world:
         loaded = world.load(opening, frozen=True, staging_distance=distance)
-        for driver in world.drivers:
-            driver.begin_capture()
-        loaded.start()
-        graphs = [driver.end_capture() for driver in world.drivers]
+        graphs = world.captured(loaded.start)
         for repeat in range(3):
             expected = loaded.fill(repeat)
-            for driver, graph in zip(world.drivers, graphs, strict=True):
-                driver.submitted.clear()
-                driver.replay(graph)
             for driver in world.drivers:
-                driver.synchronize()
+                driver.submitted.clear()
+            world.replay(graphs)
             loaded.check(expected)
             rows = [kind for kind, _ in world.drivers[0].submitted].count("rows")
             even = len({nbytes for line in collective.counts for nbytes in line}) == 1

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from cuda_world import FLAGS, World, expected_outputs, world_of
 from fake_driver import LEGACY, Stream
-from started import start
 from test_cuda_calls import of_type
 
 from sidelane.execute.base import Addresses, Pieces
@@ -123,11 +121,7 @@ class Lists:
             pieces={(r, b): self.table(r, b) for r in range(world.world_size) for b in (Buffer.INPUT, Buffer.OUTPUT)},
         )
         self.ranks = [executor.load(program, addresses, captured=frozen) for executor in world.executors]
-        self.graphs: list[list[Callable[[], None]]] = []
-        for rank, driver in enumerate(world.drivers if frozen else ()):
-            driver.begin_capture()
-            start(self.ranks[rank], 1, world.streams[rank])
-            self.graphs.append(driver.end_capture())
+        self.graphs = world.captured(lambda: world.start(self.ranks)) if frozen else []
 
     def table(self, rank: int, buffer: Buffer) -> Pieces:
         arrays = [self.pieces[rank, buffer, number] for number in range(len(self.batch.parts))]
@@ -146,15 +140,10 @@ class Lists:
         for number, (part, _) in enumerate(parts_of(self.batch)):
             inputs = [self.view(number, part.input_span(r, 0, part.input_bytes(r))).copy() for r in self.everyone]
             expected.append(expected_outputs(part, inputs))
-        for driver, graph in zip(self.world.drivers, self.graphs, strict=False):
-            driver.replay(graph)
         if self.graphs:
-            for driver in self.world.drivers:
-                driver.synchronize()
+            self.world.replay(self.graphs)
         else:
-            self.world.epoch += 1
-            for rank, loaded in enumerate(self.ranks):
-                start(loaded, self.world.epoch, self.world.streams[rank])
+            self.world.start(self.ranks)
             self.world.synchronize()
         for number, (part, _) in enumerate(parts_of(self.batch)):
             for rank in self.everyone:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_world import FLAGS, world_of
-from started import start
 
 from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
@@ -61,11 +60,7 @@ class Resharded:
         for driver in world.drivers:
             self._watch(driver)
         self.ranks = [executor.load(program, addresses, captured=frozen) for executor in world.executors]
-        self.graphs = []
-        for rank, driver in enumerate(world.drivers if frozen else ()):
-            driver.begin_capture()
-            start(self.ranks[rank], 1, world.streams[rank])
-            self.graphs.append(driver.end_capture())
+        self.graphs = world.captured(lambda: world.start(self.ranks)) if frozen else []
 
     def _watch(self, driver: Any) -> None:
         """Note the copies that a driver prepares: what they are, and their sizes and distances."""
@@ -95,15 +90,10 @@ class Resharded:
         for tensors in self.tensors:
             for array in tensors.values():
                 array[...] = draw.integers(0, 256, array.shape)
-        for driver, graph in zip(self.world.drivers, self.graphs, strict=False):
-            driver.replay(graph)
         if self.graphs:
-            for driver in self.world.drivers:
-                driver.synchronize()
+            self.world.replay(self.graphs)
         else:
-            self.world.epoch += 1
-            for rank, loaded in enumerate(self.ranks):
-                start(loaded, self.world.epoch, self.world.streams[rank])
+            self.world.start(self.ranks)
             self.world.synchronize()
         for layout, tensors in zip(self.layouts, self.tensors, strict=True):
             for rank in range(2):

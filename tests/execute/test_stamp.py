@@ -22,7 +22,6 @@ from sidelane.execute.cuda.calls import (
     WaitEvent,
 )
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.probe import round_trip_us
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
@@ -33,6 +32,7 @@ from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane.program.verify import verify
 from sidelane_lab.model.collectives import bare
+from sidelane_lab.studies.phases.rig import round_trip_us
 
 
 def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Collective:
@@ -210,10 +210,7 @@ def test_the_executor_times_the_phases_and_moves_the_bytes(variant: str, capture
         loaded = world.load(freeze(program) if captured else program, frozen=captured)
         graphs = []
         if captured:
-            for driver in world.drivers:
-                driver.begin_capture()
-            loaded.start()
-            graphs = [driver.end_capture() for driver in world.drivers]
+            graphs = world.captured(loaded.start)
         expected = loaded.fill(1)
         late = threading.Event()
         world.drivers[2].do(world.streams[2].cuda_stream, late.wait)
