@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
@@ -145,6 +146,10 @@ class NodesCommunicator:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
         return self._order.alone(make) if isinstance(self._order, HostOrder) else make()
+
+    def memory(self) -> MemoryUse:
+        """Return the symmetric memory of this node's communicator."""
+        return self.own.memory()
 
     def late(self) -> tuple[str, Sequence[int]]:
         """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
