@@ -73,11 +73,8 @@ class CudaKernelCall:
 
             raise OutOfResources(needed, most, "shared memory")
 
-    def repetition(self, place: Place) -> None:
-        """Return None: the first launch is Triton's."""
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
-        """Return None: any argument may change."""
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+        """Return None: the first launch is Triton's, and any argument may change."""
 
     def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
         """See :class:`sidelane.collectives.backend.KernelRunnable`."""

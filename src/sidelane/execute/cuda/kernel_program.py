@@ -94,11 +94,15 @@ class CudaKernel:
                 with executor.driver.current():
                     self._submit(epoch, place[0])
 
-    def repetition(self, place: Place) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`."""
-        if self._frozen or self._launch is None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`. What moves is a plain launch: a graph has fixed arguments."""
+        if self._frozen or self._launch is None or (moving is not None and not self.moves):
             return None
         handle, executor = place[0], self._executor
+        if moving is not None:
+            calls = self.at(locate(self.addresses, moving))._bind(handle)
+            notes = executor.kernel_notes(handle, self.program, self._entry)
+            return executor.repetition(calls, self.program, notes, moving=self.addresses)
         calls, entry = self._bind(handle), self._entry
         with executor.lock, executor.driver.current():
             # Nodes of a graph have the priority of the captured stream, not of the stream on which it is launched.
@@ -108,14 +112,6 @@ class CudaKernel:
         if normal and self._graph is not None:
             calls, entry = (self._graph.bind(handle),), self._enter(Counts(kernels=1, graph_launches=1, calls=1))
         return executor.repetition(calls, self.program, executor.kernel_notes(handle, self.program, entry))
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`. It uses a plain launch: a graph has fixed arguments."""
-        if not self.moves:
-            return None
-        executor, calls = self._executor, self.at(locate(self.addresses, buffers))._bind(place[0])
-        notes = executor.kernel_notes(place[0], self.program, self._entry)
-        return executor.repetition(calls, self.program, notes, moving=self.addresses)
 
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor

@@ -14,7 +14,6 @@ from sidelane.execute.cuda.native import Bound, locate
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
-from sidelane.native import Note
 from sidelane.program.ir import Program
 
 _MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
@@ -130,24 +129,17 @@ class CudaProgram:
                 with executor.driver.current():
                     self._submit(epoch, place)
 
-    def repetition(self, place: Place) -> Repetition | None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None:
-            return None
-        return self._executor.repetition(way.calls, self.program, self._notes(way.entry), way.words)
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`."""
-        way = self._ways.get(place)
-        if way is None or way.words is None or self.addresses.pieces:
+        if way is None or way.words is None or (moving is not None and self.addresses.pieces):
             return None
         executor = self._executor
-        calls = executor.bind_on(place[0], self._bound.at(locate(self.addresses, buffers)).steps)
-        return executor.repetition(calls, self.program, self._notes(way.entry), way.words, self.addresses)
-
-    def _notes(self, entry: Entry) -> tuple[Note, ...]:
-        return (*self._executor.watch.issue_notes(self._subject), *self._executor.ledger.notes(entry))
+        notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
+        if moving is None:
+            return executor.repetition(way.calls, self.program, notes, way.words)
+        calls = executor.bind_on(place[0], self._bound.at(locate(self.addresses, moving)).steps)
+        return executor.repetition(calls, self.program, notes, way.words, self.addresses)
 
     @property
     def marks(self) -> int:
