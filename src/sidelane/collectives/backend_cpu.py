@@ -256,8 +256,8 @@ class CpuWork(FutureWork):
     """See :class:`sidelane.collectives.work.Work`."""
 
     def __init__(self, future: CallFuture, backend: CpuBackend) -> None:
-        super().__init__(future)
-        self._backend = backend
+        super().__init__()
+        self._future, self._backend = future, backend
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if timeout > NO_TIMEOUT and not self._future.has_ended(timeout.total_seconds()):

@@ -86,15 +86,9 @@ class Work(dist.Work):
 
 
 class FutureWork(Work):
-    """A collective that a thread makes, which tells its end by a future.
+    """A collective that a thread makes, which tells its end by a future. A subclass sets ``_future``."""
 
-    Args:
-        future: future of the call.
-    """
-
-    def __init__(self, future: CallFuture) -> None:
-        super().__init__()
-        self._future = future
+    _future: CallFuture
 
     @abc.abstractmethod
     def _raise(self) -> None:

@@ -83,9 +83,9 @@ class HostWork(FutureWork):
     """
 
     def __init__(self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: Guard) -> None:
-        super().__init__(future)
+        super().__init__()
         self.outputs = tuple(outputs)
-        self._timeout, self._guard, self._maker = timeout, guard, os.getpid()
+        self._future, self._timeout, self._guard, self._maker = future, timeout, guard, os.getpid()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._future.done():
