@@ -1,6 +1,6 @@
-"""Strategies as values, under which a computation and a collective run together, and the registry of all of them.
+"""Strategies as values, under which a computation and a collective run together, and the table of all of them.
 
-A new strategy is a new line in one of the tables here. ``c3.launch`` turns the value into launches; studies, the
+A new strategy is a new line of the table here. ``c3.launch`` turns the value into launches; studies, the
 simulator and the commands use it, too. The code that runs a strategy objects if a machine cannot.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-
-from sidelane.fields import an, one_of, optional, settle, switch, text, whole
 
 
 class Order(StrEnum):
@@ -61,9 +59,6 @@ class Means(StrEnum):
     TARGET = "target"
 
 
-_MEANS = one_of(Means)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
     """Compute units that the GEMM does without for its whole run: of powers of two the best (ConCCL paper, V-B).
@@ -76,9 +71,6 @@ class Partition:
     memory_bound_only: bool = False
     means: Means = Means.SPLIT
 
-    def __post_init__(self) -> None:
-        settle(self, memory_bound_only=switch, means=_MEANS)
-
     def applies(self, memory_bound: bool) -> bool:
         """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
 
@@ -88,10 +80,7 @@ class Partition:
         return memory_bound or not self.memory_bound_only
 
 
-_ORDER, _MOVER, _PARTITION = one_of(Order), one_of(Mover), optional(an(Partition))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run a pair.
 
@@ -100,12 +89,10 @@ class Strategy:
         order: order of the releases.
         mover: mover of the collective's bytes.
         recipe: description in one line.
-        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules.
+        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules, else
+            0. A serial strategy has neither a priority nor a partition.
         partition: units taken from the GEMM; None: it competes for all.
         preference: rank in the order of trials without measurements; the lowest is first.
-
-    Raises:
-        ValueError: a priority or a partition for a serial strategy, or a priority that is neither 0 nor 1.
     """
 
     name: str
@@ -115,14 +102,6 @@ class Strategy:
     priority: int = 0
     partition: Partition | None = None
     preference: int = 100
-
-    def __post_init__(self) -> None:
-        settle(self, name=text, order=_ORDER, mover=_MOVER, recipe=text)
-        settle(self, priority=whole, partition=_PARTITION, preference=whole)
-        if self.priority not in (0, 1):
-            raise ValueError(f"Strategy: priority (value={self.priority}, allowed=0, 1)")
-        if not self.concurrent and (self.priority or self.partition):
-            raise ValueError(f"Strategy: {self.name}: priority, partition (allowed=none of both where it is serial)")
 
     @property
     def concurrent(self) -> bool:
@@ -141,23 +120,9 @@ class LaunchMode:
         return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
-_registered: dict[str, Strategy] = {}
-
-
-def register(strategy: Strategy) -> Strategy:
-    """Register a strategy.
-
-    Raises:
-        ValueError: another one has that name.
-    """
-    if _registered.setdefault(strategy.name, strategy) != strategy:
-        raise ValueError(f"register: name (value={strategy.name!r}, allowed=what no strategy has)")
-    return strategy
-
-
 def strategies() -> tuple[Strategy, ...]:
     """Return all strategies, serial first, then by mover, and those with the fewest means first."""
-    return tuple(sorted(_registered.values(), key=_place))
+    return tuple(_BY_NAME.values())
 
 
 def named(name: str) -> Strategy:
@@ -166,67 +131,52 @@ def named(name: str) -> Strategy:
     Raises:
         ValueError: there is none.
     """
-    if name not in _registered:
-        allowed = ", ".join(strategy.name for strategy in strategies())
-        raise ValueError(f"strategy: name (value={name!r}, allowed={allowed})")
-    return _registered[name]
+    if name not in _BY_NAME:
+        raise ValueError(f"strategy: name (value={name!r}, allowed={', '.join(_BY_NAME)})")
+    return _BY_NAME[name]
 
 
-def _place(strategy: Strategy) -> tuple[object, ...]:
+def _position(strategy: Strategy) -> tuple[object, ...]:
     movers, orders = list(Mover), list(Order)
     means = (strategy.priority, strategy.partition is not None, orders.index(strategy.order))
     return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
 
 
-register(
-    Strategy(
-        name="serial",
-        order=Order.SERIAL,
-        mover=Mover.LIBRARY,
-        recipe="the GEMM, then the collective, on one stream",
-        preference=50,
-    )
-)
-
 _BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
-_OF_KERNELS: tuple[tuple[str, Order, str, int, Partition | None, int], ...] = (
+
+_OF_KERNELS = (
     # Two streams (ConCCL paper, IV-C); schedule prioritisation (V-A); and both with an urgent stream.
-    ("base", _BASE, "two streams, the GEMM first", 0, None, 40),
-    ("sp", _FIRST, "two streams, the collective first", 0, None, 20),
-    ("priority", _BASE, "the GEMM first, the collective on an urgent stream", 1, None, 30),
+    Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
+    Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
+    Strategy("priority", _BASE, Mover.LIBRARY, "the GEMM first, the collective on an urgent stream", 1, preference=30),
     # Resource partitioning: units of its own for the collective (V-B).
-    ("rp", _BASE, "the GEMM first, the collective on units of its own", 0, Partition(), 100),
-    ("sp_rp", _FIRST, "the collective first, on units of its own", 0, Partition(), 100),
+    Strategy(
+        *("c3_rp", _BASE, Mover.LIBRARY, "the GEMM first, the collective on units of its own"), partition=Partition()
+    ),
+    Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
     # The GEMM's library counts on fewer units: no unit is closed to it.
-    (
-        *("target", _FIRST, "the collective first, a GEMM that leaves it units of its own accord"),
-        *(0, Partition(means=Means.TARGET), 100),
+    Strategy(
+        *("c3_target", _FIRST, Mover.LIBRARY, "the collective first, a GEMM that leaves it units of its own accord"),
+        partition=Partition(means=Means.TARGET),
     ),
 )
-"""Strategies of collectives by kernels: name, order, recipe, priority, partition and preference.
+"""Strategies of collectives by the library's kernels. Each is one of Sidelane's kernels (``sm_``), too.
 
-Each is one of the library's kernels, of Sidelane's, and, without units of its own, of the library's kernels with a
-varied number of CTAs (NCCL's ``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the
-GEMM, and take longer. The GEMM may still use their units; under ``cta_target`` it leaves as many units as there are
-CTAs of its own accord.
+Without units of its own each is also one of the library's kernels with a varied number of CTAs (``cta_``; NCCL's
+``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the GEMM, and take longer. The GEMM
+may still use their units; under ``cta_target`` it leaves as many units as there are CTAs of its own accord.
 """
 
-for _name, _order, _recipe, _priority, _partition, _preference in _OF_KERNELS:
-    _library = Strategy(
-        name=_name if _name == "priority" else f"c3_{_name}",
-        order=_order,
-        mover=Mover.LIBRARY,
-        recipe=_recipe,
-        priority=_priority,
-        partition=_partition,
-        preference=_preference,
-    )
-    _ctas = f"{_recipe}; of the best number of CTAs"
-    register(_library)
-    register(dataclasses.replace(_library, name=f"sm_{_name}", mover=Mover.SM, preference=100))
-    if _partition is None or _partition.means is Means.TARGET:
-        _mover = Mover.LIBRARY_CTAS
-        register(dataclasses.replace(_library, name=f"cta_{_name}", mover=_mover, recipe=_ctas, preference=100))
+
+def _with_mover(prefix: str, mover: Mover, more: str = "") -> list[Strategy]:
+    return [
+        dataclasses.replace(
+            one, name=prefix + one.name.removeprefix("c3_"), mover=mover, recipe=one.recipe + more, preference=100
+        )
+        for one in _OF_KERNELS
+        if mover is Mover.SM or one.partition is None or one.partition.means is Means.TARGET
+    ]
+
 
 # Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
 # would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
@@ -238,15 +188,16 @@ _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on a
 # ranks is a copy of as many bytes.
 _LEFT, _IN_PLACE = "; an all-to-all leaves own parts where they are", "; an all-to-all in place"
 
-for _name, _mover, _recipe, _partition, _preference in (
-    ("nccl_ce", Mover.LIBRARY_DMA, "the library's collective first, on copy engines", None, 100),
-    ("conccl", Mover.DMA, _ENGINES, None, 10),
-    ("conccl_rp", Mover.DMA, _ENGINES + _FEWER, _FEWER_UNITS, 100),
-    ("conccl_left", Mover.DMA_LEFT, _ENGINES + _LEFT, None, 100),
-    ("conccl_rp_left", Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, _FEWER_UNITS, 100),
-    ("conccl_in_place", Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE, None, 100),
-):
-    _strategy = Strategy(
-        name=_name, order=_FIRST, mover=_mover, recipe=_recipe, partition=_partition, preference=_preference
-    )
-    register(_strategy)
+_ALL = (
+    Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
+    *_OF_KERNELS,
+    *_with_mover("sm_", Mover.SM),
+    *_with_mover("cta_", Mover.LIBRARY_CTAS, "; of the best number of CTAs"),
+    Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
+    Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
+    Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+    Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
+    Strategy("conccl_rp_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, partition=_FEWER_UNITS),
+    Strategy("conccl_in_place", _FIRST, Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE),
+)
+_BY_NAME = {strategy.name: strategy for strategy in sorted(_ALL, key=_position)}

@@ -62,7 +62,7 @@ class Findings:
         return {**dataclasses.asdict(self), "uses": dict(self.uses)}
 
 
-def main(json: Path | None = None, *, probe: bool = True) -> None:
+def show_machine(json: Path | None = None, *, probe: bool = True) -> None:
     """Examine the machine, and print the findings.
 
     Args:

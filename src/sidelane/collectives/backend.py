@@ -40,23 +40,19 @@ class SubmittedAhead(Protocol):
         ...
 
     def fire_from_host(self) -> None:
-        """Fire at once."""
+        """Fire at once. Only programs that :meth:`Backend.hold` bound with ``host_trigger``."""
         ...
 
     def wait(self, *, begun: bool) -> None:
         """Order the caller behind the end of the invocation. ``begun``: the host fired it; else a kernel does."""
         ...
 
-    def finish(self) -> None:
-        """Block the host until the invocation that it fired has ended."""
-        ...
+    def end(self, *, armed: bool) -> None:
+        """Block the host until the last invocation has ended.
 
-    def give_up(self) -> None:
-        """End an armed invocation that was not fired: cancel it, or fire it and block until it has ended."""
-        ...
-
-    def drain(self) -> None:
-        """Block, after a failure, until nothing of this rank can touch the tensors any more. Raises nothing."""
+        ``armed``: the host has not fired it. It is cancelled if the device can do so and no kernel has fired it, and
+        otherwise fired. After a failure, nothing of this rank touches the tensors once this has returned or raised.
+        """
         ...
 
 

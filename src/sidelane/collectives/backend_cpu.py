@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -75,7 +74,7 @@ class CpuBackend:
         return CpuArrival()
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
-        return CpuHeld(self, program, addresses, host_trigger)
+        return CpuHeld(self, program, addresses)
 
     def place(self) -> Place:
         return NO_STREAM
@@ -201,8 +200,8 @@ class CpuHeld:
     The host fires the trigger, or a kernel that runs in Triton's interpreter stores the epoch.
     """
 
-    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
-        self._backend, self._has_host_trigger = backend, host_trigger
+    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses) -> None:
+        self._backend = backend
         flag = held_by(program, backend.executor.rank)
         assert flag is not None, "made by transform.hold"
         self._word = backend.trigger_word
@@ -221,8 +220,6 @@ class CpuHeld:
         self._loaded.start(self._epoch).wait()
 
     def fire_from_host(self) -> None:
-        if not self._has_host_trigger:  # CPU ranks could, but the same code on GPUs could not
-            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
         self._work = self._backend.submit(self._loaded.start(self._epoch).wait)
 
     def wait(self, *, begun: bool) -> None:
@@ -233,20 +230,13 @@ class CpuHeld:
         elif self._work is not None:
             self._work.wait()
 
-    def finish(self) -> None:
-        self.wait(begun=True)
-
-    def give_up(self) -> None:
-        if self._fired():  # the peers may have its bytes
+    def end(self, *, armed: bool) -> None:
+        if armed and self._fired():  # the peers may have its bytes
             self.fire()
-        else:
-            self._loaded.disarm()
-
-    def drain(self) -> None:
+            return
         self._loaded.disarm()
         if self._work is not None:
-            with contextlib.suppress(SidelaneError):  # raises when the threads have left
-                self._work.wait()
+            self._work.wait()  # until the threads have left
 
     def _fired(self) -> bool:
         return reached(self._word.value, self._epoch & WORD_MASK)

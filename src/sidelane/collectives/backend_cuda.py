@@ -276,7 +276,7 @@ class CudaHeld:
             self._loaded = CudaProgram(executor, program, dataclasses.replace(addresses, triggers={flag: word}))
         host = executor.host_trigger.array.data if host_trigger else None  # to store there takes a third of the time
         self._trigger = CudaTrigger(executor, [(word, EPOCH)], title, host=host, ends=True)
-        self._has_host_trigger, self._epoch = host_trigger, 0
+        self._epoch = 0
 
     def arm(self, epoch: int) -> None:
         self._loaded.arm(epoch, after=self._backend.last_handle())
@@ -290,30 +290,15 @@ class CudaHeld:
         self._backend.follow(place[0])  # this stream waits for the end: the next call on it needs no event
 
     def fire_from_host(self) -> None:
-        if not self._has_host_trigger:
-            raise ValueError(
-                "trigger_from_host: the trigger is in device memory (allowed=prepare with host_trigger=True)"
-            )
         self._trigger.fire_from_host(self._epoch)
 
     def wait(self, *, begun: bool) -> None:
         self._trigger.join(self._epoch, self._backend.place(), begun=begun)
 
-    def finish(self) -> None:
-        self._finish(fire=False)
-
-    def give_up(self) -> None:
-        self._finish(fire=True)
-
-    def drain(self) -> None:
-        with contextlib.suppress(SidelaneError):
-            self._finish(fire=False)
-
-    def _finish(self, *, fire: bool) -> None:
-        """Block until the last invocation has ended; if it fails, until all work is drained."""
+    def end(self, *, armed: bool) -> None:
         try:
             self._executor.check_usable("close")
-            if fire:
+            if armed:
                 self._trigger.fire_from_host(self._epoch)
             self._executor.watch.wait(self._epoch)
         except SidelaneError:

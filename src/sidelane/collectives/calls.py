@@ -131,7 +131,7 @@ class Calls:
         self.closed = self.forked = False
         self.entrance = forks.lock()
         self.count_from(1)
-        forks.telling(self)
+        forks.in_copies_of(self, Calls.disown)
 
     def number(self) -> int:
         """Take the number of a new call.

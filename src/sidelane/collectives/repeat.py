@@ -148,7 +148,7 @@ class Repeats:
         if len(known.repeated) >= MOST_REPEATED:
             known.repeated.clear()
         known.repeated.add(given)
-        repetition = prepared.loaded.movable(place, [buffer for buffer, _ in known.places])
+        repetition = prepared.loaded.repetition(place, [buffer for buffer, _ in known.places])
         tensor_of = dict(known.places)
         rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
         admits = functools.partial(all_ordinary, self._arguments)

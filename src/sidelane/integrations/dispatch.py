@@ -67,9 +67,9 @@ class GroupDispatcher:
         life.forgets = (self._kept.clear, self._repeated.clear, self.memory.clear)
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
-        forks.telling(self)
+        forks.in_copies_of(self, GroupDispatcher.forget_repeated)
 
-    def disown(self) -> None:
+    def forget_repeated(self) -> None:
         """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
         self._repeated.clear()
 

@@ -24,8 +24,6 @@ class Vendor(Protocol):
 
     def inspect(self) -> Accelerators: ...
 
-    def software_versions(self) -> dict[str, str]: ...
-
     def reported_versions(self) -> dict[str, str | None]: ...
 
 
@@ -74,8 +72,9 @@ def processor() -> str:
 
 
 def software_versions() -> dict[str, str]:
-    """Return the versions of drivers and vendor libraries, by name."""
-    return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}
+    """Return the versions of drivers and vendor libraries of the devices here, by name."""
+    found = _vendor()
+    return {} if found is None else {name: text or "unknown" for name, text in found.reported_versions().items()}
 
 
 def reported_versions() -> dict[str, str | None]:

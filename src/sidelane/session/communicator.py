@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
+from sidelane.collectives.agreement import LISTED
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
@@ -36,7 +37,7 @@ from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
-from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors, holds_lists
+from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.session.session import Lane, Session
 
@@ -642,8 +643,9 @@ class Communicator:
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
-        if holds_lists(kind, tensors):
-            asked: CallForm = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
+        asked: CallForm
+        if kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors):
+            asked = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
         return self._run(asked, variant, beside, async_op, remember=repeats is not None)

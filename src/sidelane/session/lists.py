@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import everything, reshards
-from sidelane.collectives.agreement import BATCH, LISTED, Agreement, CallPart, Request
+from sidelane.collectives.agreement import BATCH, Agreement, CallPart, Request
 from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
@@ -29,11 +29,6 @@ from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """A tensor or a list of tensors: either all tensor arguments of a call are lists, or none."""
-
-
-def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
-    """Return True if an argument of a call is a list, and calls of this kind take lists."""
-    return kind in LISTED and any(isinstance(argument, list | tuple) for argument in arguments)
 
 
 class ListedCall(CallForm):
