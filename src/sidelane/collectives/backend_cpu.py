@@ -13,30 +13,29 @@ from datetime import timedelta
 import torch
 
 from sidelane.choice import Abilities
+from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
-from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError, anew
+from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
 from sidelane.memory import ending
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
-from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """See :class:`sidelane.collectives.backend.Backend`."""
 
+    executor: CpuExecutor
     abilities = Abilities()
-    exported = None
     hosts_meet = True
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
@@ -49,12 +48,6 @@ class CpuBackend:
         self._last: CallFuture | None = None
         self._disowned: SidelaneError | None = None
         ending.at_exit(self)
-
-    def spread(self, block: SymmetricBlock) -> None:
-        return None
-
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
-        raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     @functools.cached_property
     def _board(self) -> Board:
@@ -78,9 +71,6 @@ class CpuBackend:
 
     def place(self) -> Place:
         return NO_STREAM
-
-    def capture_of(self, place: Place) -> int:
-        return 0
 
     def run(
         self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
@@ -107,12 +97,6 @@ class CpuBackend:
             raise
         return CpuWork(self._last, self)
 
-    def host_path(self) -> None:
-        """Return None: threads move the bytes, which takes longer than any check of the host."""
-
-    def engine_streams(self) -> Sequence[int]:
-        return ()
-
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
 
@@ -137,15 +121,6 @@ class CpuBackend:
         if error is not None:
             raise anew(error)
 
-    def follow_all(self) -> None:
-        """Do nothing: callers wait for their calls, and an asynchronous call keeps its tensors."""
-
-    def note_stream(self) -> None:
-        """Do nothing: there are no streams."""
-
-    def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
-        """Do nothing: nobody but a call's own threads touches its flags."""
-
     def settle(self) -> None:
         full_fence()
 
@@ -164,7 +139,8 @@ class CpuBackend:
 
     def close(self) -> None:
         self.executor.close()  # first: this ends the waits of the thread's call
-        self._thread.close()
+        self._thread.cancel()
+        self._thread.end()
         self._last = None
 
 
