@@ -187,7 +187,7 @@ class CudaSite:
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
-        forks.keeping(self)  # with its words and streams
+        forks.in_copies_of(self, forks.keep_for_ever)  # with its words and streams
         # For an executor that is dropped without close. The thread holds the watch, not this object.
         self._end_watch = weakref.finalize(self, self.watch.stop)
 
