@@ -25,10 +25,7 @@ from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, name_of
-from sidelane.integrations.fsdp_group import Elsewhere, FsdpCounts, FsdpGroup, MachineGroup
-from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
-from sidelane.integrations.nodes.link import NodesLink
-from sidelane.memory.exchange import Exchange
+from sidelane.integrations.fsdp_group import Elsewhere, FsdpCounts, FsdpGroup, make_fsdp_group
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 __all__ = ["Elsewhere", "EnabledFsdp", "enable"]
@@ -127,7 +124,7 @@ class EnabledFsdp:
         group = params.mesh_info.shard_process_group
         calls = self._groups.get(group)
         if calls is None:
-            calls = self._groups[group] = _make_group(group, params.device, config, self._counts)
+            calls = self._groups[group] = make_fsdp_group(group, params.device, config, self._counts)
             self._undo.callback(calls.close)
         gather = Gather(calls, params, params._all_gather_comm, copies_out or direct_gather.objection_to(params))
         self._replace(params, "_all_gather_comm", gather)
@@ -201,7 +198,7 @@ class Scatter(ReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         numel, given = math.prod(int(length) for length in size), self._input_numel
-        is_output = given is not None and numel * self._calls.gather.world_size == given
+        is_output = given is not None and numel * self._calls.world_size == given
         self._input_numel = None if is_output else numel
         if is_output or name_of(dtype) not in ELEMENT_BYTES:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -236,17 +233,6 @@ class Scatter(ReduceScatter):
         )
         reduction.finish([output_tensor])
         return work
-
-
-def _make_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: FsdpCounts) -> FsdpGroup:
-    """Make the calls of a group; the ranks find out together whether the group spans machines."""
-    exchange = Exchange(group, config.timeout_s, warn_s=config.warn_s)
-    nodes = exchanged_nodes(exchange, "fsdp.enable", config)
-    if not nodes.spans:
-        return MachineGroup(group, device, config, counts)
-    store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
-    ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
-    return NodesLink(group, device, ranks, counts)
 
 
 def _param_groups(model: nn.Module) -> list[Any]:

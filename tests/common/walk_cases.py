@@ -19,8 +19,8 @@ from sidelane import Communicator, Config
 LIBRARY = str(Path(sidelane.__file__).parent)
 
 
-def walk(call: Callable[[], Any]) -> tuple[int, int]:
-    """Make a call; the library's files and functions that it enters."""
+def walk(call: Callable[[], Any], *ends: Callable[[], Any]) -> tuple[int, int]:
+    """Make a call; the library's files and functions that it enters. ``ends`` wait for its end, which do not count."""
     seen: set[tuple[str, int, str]] = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -33,14 +33,17 @@ def walk(call: Callable[[], Any]) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
+    assert not any(end() for end in ends)
     return len({file for file, *_ in seen}), len(seen)
 
 
 def all_gather(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """All-gathers of one shape in symmetric memory: what each of them enters."""
-    with made_up_gpus(driver=NativeDriver()), Communicator(group, config=Config(timeout_s=30)) as comm:
+    config = Config(timeout_s=30)
+    with made_up_gpus(driver=NativeDriver(), finish=False) as driver, Communicator(group, config=config) as comm:
         output, input = comm.empty(comm.world_size * 1000), comm.empty(1000)
-        return [walk(lambda: comm.all_gather(output, input)) for _ in range(calls)]
+        ends = comm.synchronize, driver.synchronize
+        return [walk(lambda: comm.all_gather(output, input), *ends) for _ in range(calls)]
 
 
 def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:

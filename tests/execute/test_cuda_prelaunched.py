@@ -234,8 +234,6 @@ def test_the_host_fires_without_the_driver(pair: World) -> None:
     armed.fire()  # a stream reaches the host's word as well
     pair.synchronize()
     armed.data.check(expected)
-    with pytest.raises(ValueError, match="host_trigger=True"):
-        Armed(pair, gather(2)).ranks[0].fire_from_host()
 
 
 def test_a_kernel_fires_by_a_store(pair: World) -> None:
@@ -345,7 +343,7 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool)
     pair.drivers[0].synchronize()
     if arms:  # it hears of that, and its armed streams drain
         with pytest.raises(PeerError):
-            armed.ranks[1].finish()
+            armed.ranks[1].end(armed=False)
         pair.drivers[1].synchronize()
         with pytest.raises(PeerError):
             armed.fire([1])
@@ -367,7 +365,7 @@ def test_a_dead_peer_is_noticed_while_armed(pair: World) -> None:
     armed.arm()
     pair.monitor.dead.add(1)
     with pytest.raises(PeerError, match="rank 1 died"):
-        armed.ranks[0].finish()
+        armed.ranks[0].end(armed=False)
     pair.drivers[0].synchronize()
     with pytest.raises(PeerError, match="rank 1 died"):
         armed.fire([0])
@@ -379,7 +377,7 @@ def test_giving_up_fires_and_waits(pair: World) -> None:
         armed.arm()
         expected = armed.data.fill(1)
         armed.fire([1])
-        armed.ranks[0].give_up()
+        armed.ranks[0].end(armed=True)
         pair.synchronize()
         armed.data.check(expected)
 
@@ -414,7 +412,7 @@ def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:
     with pytest.raises(DriverError):
         armed.fire([0])
     with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
-        armed.ranks[1].give_up()
+        armed.ranks[1].end(armed=True)
         # What rank 0 had armed was let go: rank 1 may have got its bytes, which are garbage, before it heard.
         for _ in range(200):
             pair.executors[1].synchronize()

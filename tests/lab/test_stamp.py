@@ -22,7 +22,6 @@ from sidelane.execute.cuda.calls import (
     WaitEvent,
 )
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.probe import round_trip_us
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
@@ -32,6 +31,7 @@ from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 from sidelane_lab.model.collectives import bare
+from sidelane_lab.studies.phases.rig import round_trip_us
 from sidelane_lab.studies.phases.stamp import StampMark, slots_of, stamp, times_of
 
 

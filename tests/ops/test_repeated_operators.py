@@ -321,7 +321,7 @@ def test_kernels_of_ones_own(comm: Communicator, driver: LaunchingDriver, monkey
         assert not call(**given), given
         settle(**given)
     assert all(call(**given) for given in kinds)
-    with pytest.raises(TypeError, match="iterable"):
+    with pytest.raises(TypeError, match="grid .value=2, allowed=a tuple"):
         push.launch(2, comm.peers(output), output, 60, TILE=64)  # type: ignore[arg-type]
     assert call()
     elsewhere = torch.ones(64, device="meta")

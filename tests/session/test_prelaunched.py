@@ -60,6 +60,7 @@ def misuse(group: dist.ProcessGroup) -> list[str]:
                 error = error_of(call)
                 assert type(error) is RuntimeError, error
                 texts.append(str(error))
+            texts.append(str(error_of(handle.trigger_from_host)))
             assert (out == -1).all(), "bytes moved before the trigger"
             handle.trigger()
             assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
@@ -87,9 +88,9 @@ def test_misuse_is_refused_and_breaks_nothing(pool: RankPool) -> None:
         assert all("another call while a prelaunched one waits for its trigger" in text for text in texts[5:13])
         assert "prelaunched all_gather(3 ranks" in texts[6]
         assert "not fired" in texts[13]
-        assert "fired" in texts[14]
-        assert "was closed" in texts[15]
-        assert "(value='auto', allowed=b2b, striped, bcst" in texts[16]
+        assert "host_trigger=True" in texts[14]
+        assert "fired" in texts[15] and "was closed" in texts[16]
+        assert "(value='auto', allowed=b2b, striped, bcst" in texts[17]
 
 
 def one_rank_is_wrong(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import walk_cases
 from ranks import RankPool
 
 WAYS: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
-    "all_gather on the path of GPUs": (walk_cases.all_gather, (70, 415), (11, 31)),
+    "all_gather on the path of GPUs": (walk_cases.all_gather, (69, 392), (2, 3)),
     "dist.all_reduce on the path of GPUs": (walk_cases.all_reduce_on_gpus, (105, 660), (6, 8)),
     "dist.all_reduce between CPU ranks": (walk_cases.all_reduce, (86, 560), (25, 72)),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from sidelane import log
 from sidelane.collectives.arguments import Arguments
@@ -28,6 +28,9 @@ from sidelane.execute.base import Place
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside
+
+if TYPE_CHECKING:
+    from sidelane.collectives.backend_cuda import CudaBackend
 
 T = TypeVar("T")
 
@@ -67,7 +70,7 @@ class CallPath:
         self.repeats: Repeats | None = None
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
-        self._host_path = calls.backend.host_path() if gains else None
+        self._questions = calls.backend.questions() if gains else None
         self._places = arguments.places
         self._find_code()
 
@@ -76,15 +79,16 @@ class CallPath:
 
         No rank can tell which of them have it: a call posts and does the same in Python.
         """
-        path, found = self._host_path, None
-        if path is not None and (found := load_replays_soon()) is not None:
-            self._host_path = None
+        questions = self._questions
+        if questions is not None and (found := load_replays_soon()) is not None:
+            self._questions = None
             if found.module is not None:
-                self.repeats = Repeats.of(found.module, path, self.calls, self.arguments, self.preparer)
+                backend = cast("CudaBackend", self.calls.backend)
+                self.repeats = Repeats(found.module, questions, backend, self.calls, self.arguments, self.preparer)
 
     def code(self) -> Repeats | None:
         """Return compiled code's calls; None as long as there is no compiled code."""
-        if self._host_path is not None:
+        if self._questions is not None:
             self._find_code()
         return self.repeats
 
@@ -104,7 +108,7 @@ class CallPath:
             Exception: as ``Communicator.all_gather`` does.
         """
         calls = self.calls
-        if self._host_path is not None:
+        if self._questions is not None:
             self._find_code()
         number = calls.number()
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond
@@ -125,8 +129,13 @@ class CallPath:
                 else:
                     prepared, comes_again = self._prepare(found, known, remember)
             work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.place)
-            if remember and self.repeats is not None:
-                self._remember(asked, found, prepared, self.repeats, comes_again)
+            # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
+            if remember and self.repeats is not None and not found.is_pooled:
+                program = known if isinstance(known, ShapeProgram) else None
+                if comes_again:
+                    self.repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
+                elif program is not None:
+                    self.repeats.remember(found.key, prepared, found.place, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -219,17 +228,6 @@ class CallPath:
         except Exception:
             with self.calls.making_ready():
                 raise
-
-    def _remember(
-        self, asked: CallForm, found: _Found, prepared: PreparedCall, repeats: Repeats, comes_again: bool
-    ) -> None:
-        """Let compiled code remember a call that may come again, by its addresses or by its shape."""
-        if found.is_pooled:
-            return  # compiled code knows tensors by their addresses only
-        if comes_again:
-            repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
-        elif found.shape is not None and isinstance(found.known, ShapeProgram):
-            repeats.remember_shape(found.key, found.shape, found.known, prepared, found.place)
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
         """Start an action that all ranks take together outside of graphs, such as loading a program.

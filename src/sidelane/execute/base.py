@@ -172,8 +172,8 @@ DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]
 """A prepared call: the address of a C function of integers, or a Python function; its arguments; an object that keeps
 the memory to which they point. The function returns an int, 0 for success (a Python function may return None)."""
 
-Places = tuple[int, int, int] | Callable[[int], Any]
-"""Places of one 32-bit word (first address, distance in bytes, number), or a function that stores it there."""
+Places = tuple[int, int, int]
+"""Places of one 32-bit word: first address, distance in bytes, number."""
 
 
 class Follower(NamedTuple):
@@ -205,7 +205,7 @@ class Repetition:
         failed: raises; called with the index of a step and the error that it returned or raised.
         turn: (object, attribute, its value when it is the turn of this repetition, its next value); None if every call
             does the same.
-        followers: values that follow addresses, for :meth:`Runnable.movable`, whose steps no other code uses.
+        followers: values that follow addresses of buffers that may move; no other code uses the steps then.
     """
 
     steps: tuple[DriverCall, ...]
@@ -233,12 +233,13 @@ class Runnable(Protocol):
         """
         ...
 
-    def repetition(self, place: Place) -> Repetition | None:
-        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None."""
-        ...
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None.
 
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """Return a repetition with the values that follow the addresses of buffers; None if more than these changes."""
+        Args:
+            place: the stream of that run.
+            moving: buffers that may lie elsewhere in later runs, which have ``followers`` then; None: none may.
+        """
         ...
 
 

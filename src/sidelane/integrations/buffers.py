@@ -139,7 +139,7 @@ class GroupMemory:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of ``numel`` elements. Collective."""
         is_output, self._last = self._last == numel * self._size, numel
-        made = None if is_output else self._life.for_memory(device)
+        made: Communicator | None = None if is_output else self._life.for_memory(device)
         if made is None:
             self._last = None if is_output else numel
             return torch.empty(numel, dtype=dtype, device=device)

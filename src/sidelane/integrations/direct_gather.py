@@ -117,7 +117,7 @@ class DirectGather:
         params, device, calls = self._params.fsdp_params, self._params.device, self._calls
         if group is not calls.group or not self._params.is_sharded or objection_to(self._params):
             return None
-        ranks = calls.gather.world_size
+        ranks = calls.world_size
         numels = [param._sharded_param_data.numel() for param in params]
         dtypes = [param.param_dtype or param._sharded_param_data.dtype for param in params]
         sizes = [numel * ranks * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -135,7 +135,7 @@ class DirectGather:
             except NoRoom:
                 return None  # FSDP2's own buffers are fewer, since it has them for a shorter time
             outputs = [part.memory.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-            own = [output.chunk(ranks)[calls.gather.rank] if output.numel() else output for output in outputs]
+            own = [output.chunk(ranks)[calls.rank] if output.numel() else output for output in outputs]
             torch._foreach_copy_(own, shards)  # cast on the way
         stream.wait_stream(copy_in_stream)
         with handle.stream(stream):

@@ -1,11 +1,12 @@
-"""The two lanes, the buffers and the counts for FSDP2's calls of one process group."""
+"""The two lanes, the buffers and the counts for FSDP2's calls of one process group, on one machine or several."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,36 +16,17 @@ from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import name_of
 from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
+from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
+from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.ring import Ring
-from sidelane.memory.exchange import ranks_of
+from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Beside
 from sidelane.session import Communicator, Session
 
-Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-
-class Gathers(Protocol):
-    """A lane that gathers, as a communicator does."""
-
-    rank: int
-    world_size: int
-
-    def all_gather(
-        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
-    ) -> dist.Work | None:
-        """See ``Communicator.all_gather``."""
-        ...
-
-
-class Scatters(Protocol):
-    """Reduce-scatter of a lane, as a communicator has it."""
-
-    def reduce_scatter(
-        self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
-    ) -> dist.Work | None:
-        """See ``Communicator.reduce_scatter``."""
-        ...
+FsdpLane = Communicator | NodesCommunicator
+LANES = ("gather", "scatter")
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,28 +56,49 @@ class FsdpCounts:
 
 
 class FsdpGroup:
-    """FSDP2's calls of one group: two lanes, a ring of buffers, and counts. Other buffers are ordinary memory.
+    """FSDP2's calls of one group: two lanes, a ring of buffers, and counts.
 
     Args:
         group: group of the shards.
         device: device of the shards.
         counts: counts of the model.
+        lanes: lane that gathers, and the one that scatters; empty if the group's own backend makes all calls.
+        allocate: function that returns bytes for the ring of buffers that become parameters, a collective; None for
+            ordinary memory.
+        buffers: pool of all other buffers; None for ordinary memory.
+        nodes: nodes of the ranks, if there are several.
+        end: functions that release the lanes.
 
     Attributes:
         group, device: see above.
+        rank, world_size: number of this rank in the group, and number of its ranks.
         gather, scatter: lanes of the two collectives.
         ring: ring of buffers that become parameters.
     """
 
-    gather: Gathers
-    scatter: Scatters
-    ring: Ring
+    gather: FsdpLane
+    scatter: FsdpLane
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, counts: FsdpCounts) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        counts: FsdpCounts,
+        lanes: Sequence[FsdpLane] = (),
+        *,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+        buffers: FsdpBuffers | None = None,
+        nodes: Nodes | None = None,
+        end: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.group, self.device, self.rank, self.world_size = group, device, group.rank(), group.size()
         self._counts, self._ranks = counts, ranks_of(group)
         self._ledger = Ledger(self._ranks)
         self._ledger.group = group.group_name
+        self._lanes, self._buffers, self._nodes, self._end = lanes, buffers, nodes, end
+        if lanes:
+            self.gather, self.scatter = lanes
+        self.ring = Ring(allocate or functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
         """Return True if the ranks are those of ``group``: FSDP2 may have another one for gradients."""
@@ -103,31 +106,38 @@ class FsdpGroup:
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         """Return the reason why the group's own backend makes a call of so many bytes; "" if Sidelane makes it."""
-        return ""
-
-    def reason(self, kind: Kind, nbytes: int) -> str:
-        """Return text that precedes all other reasons in the report; "" for none."""
-        return ""
+        choice = None if self._nodes is None else choose_steps(kind, nbytes, self._nodes)
+        return "" if choice is None or choice.name != FLAT else f"{FLAT}: {choice.reason}"
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer: for gathered parameters, which FSDP2 copies out, or for the gradients to reduce."""
-        return torch.empty(*size, dtype=dtype, device=self.device)
+        if self._buffers is None:
+            return torch.empty(*size, dtype=dtype, device=self.device)
+        return self._buffers.take(size, dtype)
 
     def memory(self) -> MemoryUse:
         """Return the symmetric memory of the lanes."""
-        raise NotImplementedError
+        return MemoryUse.of_all(lane.memory() for lane in self._lanes)
 
     def close(self) -> None:
         """Release everything."""
-        raise NotImplementedError
+        if self._buffers is not None:
+            self._buffers.clear()
+        self.ring.clear()
+        for end in self._end:
+            end()
 
     def made(self, kind: Kind, why: str, dtype: torch.dtype, nbytes: int) -> None:
         """Count a call that Sidelane makes."""
         self._counts.calls += 1
-        self._note(kind, dtype, SIDELANE, f"{self.reason(kind, nbytes)}{why}", nbytes)
+        if self._nodes is not None:
+            why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes).reason}; {why}"
+        self._note(kind, dtype, SIDELANE, why, nbytes)
 
     def went_elsewhere(self, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
         """Count a call that the backend of ``group`` makes, on a larger tensor of FSDP2's."""
+        if self._buffers is not None:
+            self._buffers.is_not_to_come_back(tensor)
         what = f"{kind}: {why}"
         self._counts.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
         if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
@@ -137,34 +147,31 @@ class FsdpGroup:
         self._ledger.note((f"fsdp {kind}", name_of(dtype), self.device.type, where, why), "", nbytes)
 
 
-class MachineGroup(FsdpGroup):
-    """Group on one machine, whose buffers are symmetric as long as there is room."""
+def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: FsdpCounts) -> FsdpGroup:
+    """Make the calls of a group; the ranks find out together whether the group spans machines.
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, config: Config | None, counts: FsdpCounts
-    ) -> None:
-        super().__init__(group, device, counts)
-        self._session = Session(group, device=device, config=config)
-        try:
-            lanes = [Communicator(self._session.lane(f"fsdp {name}")) for name in ("gather", "scatter")]
-        except BaseException:
-            self._session.close()
-            raise
-        self.gather, self.scatter = self._lanes = lanes
-        self.ring = Ring(functools.partial(lanes[0].empty, dtype=torch.uint8), self._session.device)
-        self._buffers = FsdpBuffers(lanes[0])
-
-    def allocate(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._buffers.take(size, dtype)
-
-    def went_elsewhere(self, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
-        self._buffers.is_not_to_come_back(tensor)
-        super().went_elsewhere(group, kind, tensor, why)
-
-    def memory(self) -> MemoryUse:
-        return MemoryUse.of_all(lane.memory() for lane in self._lanes)
-
-    def close(self) -> None:
-        self._buffers.clear()
-        self.ring.clear()
-        self._session.close()
+    On one machine buffers are symmetric as long as there is room. On several, those of the ring are symmetric within
+    each; gradients are reduced from ordinary memory, since the steps pack them anyway.
+    """
+    exchange = Exchange(group, config.timeout_s, warn_s=config.warn_s)
+    nodes = exchanged_nodes(exchange, "fsdp.enable", config)
+    with contextlib.ExitStack() as stack:
+        if not nodes.spans:
+            session = Session(group, device=device, config=config)
+            stack.callback(session.close)
+            lanes = [Communicator(session.lane(f"fsdp {name}")) for name in LANES]
+            stack.pop_all()
+            allocate, buffers = functools.partial(lanes[0].empty, dtype=torch.uint8), FsdpBuffers(lanes[0])
+            return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[session.close])
+        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
+            return FsdpGroup(group, device, counts, nodes=nodes)
+        store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
+        ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
+        made: list[NodesCommunicator] = []
+        for name in LANES:
+            lane = NodesCommunicator(ranks.within(name), device)
+            stack.callback(lane.close)
+            made.append(lane)
+        stack.pop_all()
+        end = [lane.close for lane in made]
+        return FsdpGroup(group, device, counts, made, allocate=made[0].empty, nodes=nodes, end=end)

@@ -183,7 +183,7 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStac
         return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
     try:
         descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        forks.closing(opened.enter_context(io.FileIO(descriptor, "r+")))
+        forks.in_copies_of(opened.enter_context(io.FileIO(descriptor, "r+")), io.FileIO.close)
         os.ftruncate(descriptor, total_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         status = os.fstat(descriptor)

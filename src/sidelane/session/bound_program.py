@@ -8,14 +8,13 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Set
 from types import TracebackType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.arguments import Arguments, check_tensors
-from sidelane.collectives.backend import Marked
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
@@ -28,12 +27,15 @@ from sidelane.memory.base import SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
-from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
+from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
 from sidelane.program.transform import freeze, lower
 from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
 from sidelane.program.verify import check_structure, verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
+
+if TYPE_CHECKING:
+    from sidelane.collectives.backend_cuda import CudaMarkedWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ class BoundProgram:
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
         self.program: Program = buffers.program
         program = self.program
-        self._calls, self._preparer, self._forms, self._buffers = calls, preparer, forms, buffers
+        self._calls, self._preparer, self._forms = calls, preparer, forms
         flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
         staging_bytes = max(forms.eager.staging_bytes)
         self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
@@ -227,7 +229,7 @@ class BoundProgram:
         place = self._place_of_call("trigger")
         with self._calls.failing_for_good():
             if place[1]:
-                cast(Marked, self._captured_work).mark(number, place)
+                cast("CudaMarkedWork", self._captured_work).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
         self._unfired.discard(number)
@@ -274,7 +276,7 @@ class BoundProgram:
         place = self._place_of_call("wait_for_arrival")
         with self._calls.failing_for_good():
             if place[1]:
-                cast(Marked, work).follow(number, place)
+                cast("CudaMarkedWork", work).follow(number, place)
             else:
                 self._arrivals[number].follow(self._epoch, place, work)
 
@@ -312,7 +314,6 @@ class BoundProgram:
         self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
         self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None
         self._unfired.clear()
-        self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
 
     def __enter__(self) -> BoundProgram:
         return self
@@ -372,22 +373,20 @@ class Forms:
     """The proved programs that run for a caller's program, outside of captures and in them.
 
     Attributes:
+        program: program in moves that the engines support.
+        proves: prove the programs; else only their structure is checked.
+        captures: the device has graphs.
         eager: program outside of captures, without the commands of callers.
-        captured: program in captures; None if it cannot be captured, or if a capture makes it from ``with_callers``.
-        problem: reason why it cannot be captured.
         triggers: signals of each trigger of this rank.
         arrivals: waits of each arrival of this rank.
-        with_callers: program with the commands of callers, from which a capture makes its own.
-        proves: prove the latter, too.
     """
 
+    program: Program
+    proves: bool
+    captures: bool
     eager: Program
-    captured: Program | None
-    problem: str = ""
     triggers: tuple[tuple[Signal, ...], ...] = ()
     arrivals: tuple[tuple[Wait, ...], ...] = ()
-    with_callers: Program | None = None
-    proves: bool = True
 
     @staticmethod
     def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
@@ -397,8 +396,8 @@ class Forms:
             program: the caller's program.
             rank: rank whose triggers and arrivals are returned.
             capabilities: moves that the engines support; others are lowered to these.
-            proves: prove the programs; else only their structure is checked.
-            captures: the device has graphs.
+            proves: see the attribute.
+            captures: see the attribute.
 
         Raises:
             ProgramError: the program is wrong.
@@ -412,38 +411,27 @@ class Forms:
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
-        triggers = () if program.prelaunched else triggers_of(program, rank)
-        eager = lower(program, capabilities)
-        if proves and eager is not program:
-            verify(eager)
-        if not program.prelaunched and any(queue.engine.kind is EngineKind.CALLER for queue in eager.queues):
-            runs, arrivals = without_callers(eager), arrivals_of(program, rank)
-            if not captures:
-                return Forms(runs, None, "there are no graphs", triggers, arrivals)
-            return Forms(runs, None, "", triggers, arrivals, eager, proves)  # made in a capture: few are captured
-        if not captures or not has_epochs(eager):
-            return Forms(eager, eager)
-        try:
-            frozen = freeze(eager)
-        except ValueError as error:
-            return Forms(eager, None, str(error))
-        if proves:
-            verify(frozen)
-        return Forms(eager, frozen)
+        lowered = lower(program, capabilities)
+        if proves and lowered is not program:
+            verify(lowered)
+        if program.prelaunched:
+            return Forms(lowered, proves, captures, lowered)
+        triggers, arrivals = triggers_of(program, rank), arrivals_of(program, rank)
+        return Forms(lowered, proves, captures, without_callers(lowered), triggers, arrivals)
 
     def for_a_graph(self) -> Program:
-        """Return the program to capture. Raises UnavailableError if it cannot be captured."""
-        if self.captured is not None:
-            return self.captured
-        problem = self.problem
-        if self.with_callers is not None:
+        """Make the program to capture; few programs are captured. Raises UnavailableError if it cannot be captured."""
+        problem: object = "there are no graphs"
+        if self.captures:
             try:
-                frozen = freeze(self.with_callers)
+                if self.eager is self.program and not has_epochs(self.program):
+                    return self.program
+                frozen = freeze(self.program)
                 if self.proves:
                     verify(frozen)
-                return flags_of_callers(frozen)
+                return frozen if frozen.prelaunched else flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
-                problem = str(error)
+                problem = error
         raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")
 
 

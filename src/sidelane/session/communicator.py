@@ -18,8 +18,9 @@ import torch.distributed as dist
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
+from sidelane.collectives.agreement import LISTED
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
+from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool_places import Reached
@@ -36,7 +37,7 @@ from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
-from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors, holds_lists
+from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.session.session import Lane, Session
 
@@ -630,7 +631,7 @@ class Communicator:
         if async_op and not is_aside and repeats is not None:
             if not self._backend.place()[1]:
                 call = kind, tensors, details, variant, beside, async_op
-                return repeats.asynchronous.run_aside(lambda: self._call(*call, is_aside=True))
+                return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
             repeats = None  # a captured call is Python's
         if repeats is not None:
             try:
@@ -642,10 +643,9 @@ class Communicator:
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
-        if holds_lists(kind, tensors):
-            asked: CallForm = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
-        else:
-            asked = SingleCall(kind, tensors, details)
+        single = SingleCall(kind, tensors, details)
+        is_listed = kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors)
+        asked = ListedCall(kind, [single], self.world_size) if is_listed else single
         return self._run(asked, variant, beside, async_op, remember=repeats is not None)
 
     def _run(
@@ -660,7 +660,7 @@ class Communicator:
 def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
     """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
     columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
-    return repeats.asynchronous.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
+    return repeats.backend.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -164,8 +164,10 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        if again is None and not async_op:
-            again = self._found(grid, arguments, options, alike)
+        layout, places, is_here = _layout_of(grid, arguments, options, self.context.device)
+        layout.append(alike)
+        if again is None and not async_op and is_here:
+            again = self._found(tuple(layout), places, arguments)
             if again is not None and again[0].run(calls, again[1]):
                 return None
         call = calls.number()
@@ -175,8 +177,11 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            key = _key_of((self, alike, *grid), arguments, options, place[1])
-            prepared = None if key is None else self._preparer.cache.prepared(key)
+            key: Key = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
+            try:
+                prepared, is_cachable = self._preparer.cache.prepared(key), True
+            except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
+                prepared, is_cachable = None, False
             if prepared is None:
                 prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
@@ -186,7 +191,7 @@ class OwnKernel:
         used = async_op or place[1]
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
         work = calls.run(prepared, call, async_op, tensors, (), place)
-        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
+        if is_cachable and cast("KernelRunnable", prepared.loaded).is_prepared:
             self._preparer.cache.entry(key).prepared = prepared
         if used:
             return work
@@ -208,34 +213,18 @@ class OwnKernel:
         """
         return again.run(self._calls, tensors)
 
-    def _found(
-        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
-    ) -> Again | None:
-        """Return the cached launch that differs only in tensor addresses, with the tensors.
-
-        None without compiled code, and for arguments of which anything else may matter.
-        """
+    def _found(self, layout: Key, places: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
+        """Return the launch that differs only in tensor addresses, with the tensors; None if it cannot be cached."""
         if self._path.code() is None:
             return None
-        device, places = self.context.device, []
-        parts: list[Hashable] = []
-        for at, part in enumerate(arguments):
-            if isinstance(part, torch.Tensor):
-                if part.device != device:  # Triton's launcher looks at each of them
-                    return None
-                parts.append(part.dtype)
-                places.append(at)
-            else:
-                parts.append(_number_of(part))
         try:
-            key = alike, *grid, *options.items(), *parts
-            again = self._launches.get(key)
-            if again is None:
-                if len(self._launches) >= MOST_LAUNCHES:
-                    self._launches.clear()
-                again = self._launches[key] = RepeatedLaunch(places)
-        except TypeError:  # refused later, or not cached
+            again = self._launches.get(layout)
+        except TypeError:
             return None
+        if again is None:
+            if len(self._launches) >= MOST_LAUNCHES:
+                self._launches.clear()
+            again = self._launches[layout] = RepeatedLaunch(places)
         return again, [arguments[at] for at in places]
 
     def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, place: Place) -> None:
@@ -349,22 +338,21 @@ def name_of(kernel: Any) -> str:
     return str(getattr(function, "__name__", type(kernel).__name__))
 
 
-def _key_of(
-    launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
-) -> Key | None:
-    """Return a cache key of all that a launch depends on; None if there is none."""
-    parts: list[Hashable] = [*launch, captured, *options.items()]
-    for part in arguments:
+def _layout_of(
+    grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
+) -> tuple[list[Any], list[int], bool]:
+    """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
+    layout: list[Any] = [*(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
+    places: list[int] = []
+    is_here = True
+    for at, part in enumerate(arguments):
         if isinstance(part, torch.Tensor):
-            parts.append((part.data_ptr(), part.dtype))
+            is_here = is_here and part.device == device  # Triton's launcher looks at each other one
+            layout.append(part.dtype)
+            places.append(at)
         else:
-            parts.append(_number_of(part))
-    key = tuple(parts)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+            layout.append(_number_of(part))
+    return layout, places, is_here
 
 
 def _number_of(part: object) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import forks
@@ -21,7 +22,7 @@ _LIFTED = frozenset({"aten::lift_fresh", "aten::lift"})
 
 
 class HostPlacer:
-    """Implementation of ``pools.Placer`` in host memory.
+    """Places tensors in the memory of a pool on a CPU rank.
 
     Args:
         name: name of the pool.
@@ -95,20 +96,22 @@ class _Placing(TorchDispatchMode):
             fresh = [True]
         if not any(fresh):
             return result
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs)) if _has_storage(tensor)}
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = {
+            each.untyped_storage()._cdata for each in leaves if isinstance(each, torch.Tensor) and _has_storage(each)
+        }
 
-        def place(value: Any, is_fresh: bool) -> Any:
-            if isinstance(value, list | tuple) and is_fresh:
-                return type(value)(place(each, is_fresh) for each in value)
-            if not is_fresh or not isinstance(value, torch.Tensor) or not _fits(value):
+        def place(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not _fits(value):
                 return value
             if value.untyped_storage()._cdata in given and name not in _LIFTED:
                 return value
             return self._place(value, copied=name not in _NO_CONTENT)
 
         if isinstance(result, tuple) and len(fresh) > 1:
-            return tuple(place(value, each) for value, each in zip(result, fresh, strict=True))
-        return place(result, fresh[0])
+            pairs = zip(result, fresh, strict=True)
+            return tuple(pytree.tree_map(place, value) if is_fresh else value for value, is_fresh in pairs)
+        return pytree.tree_map(place, result)
 
     def _place(self, tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
         """Return a tensor of the same shape and strides in a storage of the pool, with the values if ``copied``."""
@@ -133,19 +136,9 @@ def _fits(tensor: torch.Tensor) -> bool:
     )
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+def _has_storage(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
 
 
 def _outputs(func: Any) -> list[str]:
     return [argument.name for argument in func._schema.arguments if argument.is_out]
-
-
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, Mapping):
-        yield from _tensors(list(given.values()))
-    elif isinstance(given, list | tuple):
-        for each in given:
-            yield from _tensors(each)

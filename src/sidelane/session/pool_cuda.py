@@ -18,7 +18,7 @@ from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 
 
 class DevicePlacer:
-    """Implementation of ``pools.Placer`` on a GPU.
+    """Places tensors in the memory of a pool on a GPU.
 
     Args:
         name: name of the pool.
@@ -32,6 +32,7 @@ class DevicePlacer:
 
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> None:
         self._name, self._region, self._gone = name, region, gone
+        self.nbytes: int = region.nbytes
         try:
             self._library = load_arenas()
         except (RuntimeError, ImportError, OSError) as error:
@@ -50,16 +51,11 @@ class DevicePlacer:
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
         self._maker = os.getpid()
-        forks.keeping(self)
+        forks.in_copies_of(self, forks.keep_for_ever)
 
     @property
     def used(self) -> int:
         return int(self._library.used(self._slot))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the region in bytes."""
-        return self._region.nbytes
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

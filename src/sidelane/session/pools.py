@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,22 +17,16 @@ from sidelane.modes import keep_compilers_out, untraced
 from sidelane.session.communicator import Communicator
 from sidelane.sizes import parse_bytes
 
+if TYPE_CHECKING:
+    from sidelane.session.pool_cpu import HostPlacer
+    from sidelane.session.pool_cuda import DevicePlacer
 
-class Placer(Protocol):
-    """Places tensors in the memory of a pool, by the means of its device."""
 
-    @property
-    def used(self) -> int:
-        """Bytes that are taken."""
-        ...
+class _Entered(threading.local):
+    """Context managers through which this thread has entered a pool."""
 
-    def active(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager; inside of it, allocations of this thread are placed in the pool."""
-        ...
-
-    def close(self) -> None:
-        """Note that the pool is not entered any more. Tensors in it stay valid, and keep its memory."""
-        ...
+    def __init__(self) -> None:
+        self.stack: list[contextlib.AbstractContextManager[object]] = []
 
 
 @untraced
@@ -52,21 +45,19 @@ class SymmetricPool:
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
-            self._placer = self._make(name, region, gone, communicator.config.timeout_s)
+            self._placer: HostPlacer | DevicePlacer
+            if region.is_cuda:
+                from sidelane.session.pool_cuda import DevicePlacer
+
+                self._placer = DevicePlacer(name, region, gone, communicator.config.timeout_s)
+            else:
+                from sidelane.session.pool_cpu import HostPlacer
+
+                self._placer = HostPlacer(name, region, gone)
         except BaseException:
             gone()
             raise
-        self._mine = threading.local()
-
-    @staticmethod
-    def _make(name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> Placer:
-        if region.is_cuda:
-            from sidelane.session.pool_cuda import DevicePlacer
-
-            return DevicePlacer(name, region, gone, timeout_s)
-        from sidelane.session.pool_cpu import HostPlacer
-
-        return HostPlacer(name, region, gone)
+        self._entered = _Entered()
 
     @property
     def used(self) -> int:
@@ -80,30 +71,23 @@ class SymmetricPool:
         Raises:
             AttributeError: on CPU ranks.
         """
-        found: tuple[int, int] = self._placer.id  # type: ignore[attr-defined]
-        return found
+        return self._placer.id  # type: ignore[union-attr]
 
     def __enter__(self) -> SymmetricPool:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._placer.active())
-        self._entered().append(stack)
+        active = self._placer.active()
+        active.__enter__()
+        self._entered.stack.append(active)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered().pop().__exit__(kind, error, trace)
+        self._entered.stack.pop().__exit__(kind, error, trace)
 
     def __del__(self) -> None:
         placer = getattr(self, "_placer", None)
         if placer is not None:
             placer.close()
-
-    def _entered(self) -> list[contextlib.ExitStack]:
-        found: list[contextlib.ExitStack] | None = getattr(self._mine, "entered", None)
-        if found is None:
-            found = self._mine.entered = []
-        return found
 
 
 @keep_compilers_out

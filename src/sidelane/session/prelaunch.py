@@ -13,19 +13,17 @@ from types import TracebackType
 
 import torch
 
-from sidelane.choice import Abilities, Candidate, Choice
+from sidelane.choice import Candidate
 from sidelane.choice.candidate import DMA, everything
 from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import check_tensors
 from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.calls import Calls, count_writes
-from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.calls import count_writes
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
-from sidelane.program.ir import Program
 from sidelane.program.shape import Beside
 from sidelane.program.wraparound import WORD_MASK
 from sidelane.session.entry import entry
@@ -46,16 +44,15 @@ class Prelaunched:
 
     def __init__(
         self,
-        calls: Calls,
-        preparer: Preparer,
+        path: CallPath,
         request: Request,
-        plan: tuple[Program, Choice],
-        signature: str,
+        agreement: Agreement,
         tensors: tuple[torch.Tensor, torch.Tensor],
         host_trigger: bool,
     ) -> None:
-        self._calls, self._preparer, self._request, self._signature = calls, preparer, request, signature
-        self._program, self._choice = plan
+        self._calls, self._preparer, self._request = path.calls, path.preparer, request
+        self._program, self._choice = path.preparer.planner.held(agreement)
+        self._signature = f"prelaunched {agreement.text}"
         self._tensors: tuple[torch.Tensor, ...] = tensors
         self._output: tuple[torch.Tensor, ...] = tensors[:1]
         self._host_trigger = host_trigger
@@ -110,7 +107,8 @@ class Prelaunched:
             raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
         call = calls.number()
         with calls.telling_refusals(call, self._signature):
-            _refuse_captures("arm", calls)
+            if calls.backend.place()[1]:
+                raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
         with calls.making_ready():
             self._held = self._load()
@@ -151,6 +149,8 @@ class Prelaunched:
         """
         if not self._is_armed:
             self._require_armed("trigger_from_host")
+        if not self._host_trigger:  # CPU ranks could, but the same code on GPUs could not
+            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
         calls = self._calls
         try:
             self._held.fire_from_host()
@@ -195,14 +195,11 @@ class Prelaunched:
             return
         self._is_closed = True
         calls = self._calls
+        has_failed = calls.failure is not None
         try:
-            with calls.failing_for_good():
-                if self in calls.unfinished and calls.failure is not None:
-                    self._held.drain()
-                elif self._is_armed:
-                    self._held.give_up()
-                elif self in calls.unfinished:
-                    self._held.finish()
+            if self in calls.unfinished:
+                with calls.failing_for_good(), contextlib.suppress(*(SidelaneError,) * has_failed):
+                    self._held.end(armed=self._is_armed and not has_failed)
         finally:
             if self._is_armed:
                 self._is_armed, calls.armed = False, None
@@ -262,7 +259,7 @@ def prepare_prelaunched(
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: see ``Communicator.prepare_all_gather``.
         beside: see ``Communicator.prepare_all_gather``.
-        details: see ``CallRequest``.
+        details: see ``SingleCall``.
 
     Raises:
         Exception: as ``Communicator.prepare_all_gather`` does.
@@ -271,31 +268,18 @@ def prepare_prelaunched(
 
     def check() -> tuple[tuple[Request, Agreement], str]:
         check_tensors(name, *tensors)
-        _check_variant(name, kind, variant, calls.backend.abilities)
+        allowed = prelaunchable(everything(kind, calls.backend.abilities))
+        if variant not in allowed:
+            raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
         request: Request = getattr(path.arguments, kind)(*tensors, *details)
         agreement = Agreement.of((request,), variant, frozen=False, beside=path.hint(name, beside))
-        return (request, agreement), f"{name}: {agreement.text()}"
+        return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        plan = path.preparer.planner.held(agreement)
-        signature = f"prelaunched {agreement.text()}"
-        return Prelaunched(calls, path.preparer, request, plan, signature, tensors, host_trigger)
+        return Prelaunched(path, request, agreement, tensors, host_trigger)
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:
     """Return the variants among candidates that can be prelaunched."""
     return tuple(found.variant for found in candidates if found.implementation == DMA and not found.takes_turns)
-
-
-def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) -> None:
-    allowed = prelaunchable(everything(kind, abilities))
-    if variant not in allowed:
-        raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
-
-
-def _refuse_captures(name: str, calls: Calls) -> None:
-    if calls.backend.place()[1]:
-        raise UnavailableError(
-            f"{name}: not while a graph is captured, which hands all of its commands over at once anyway"
-        )

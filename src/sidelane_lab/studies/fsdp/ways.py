@@ -21,8 +21,7 @@ from sidelane import fsdp
 from sidelane.errors import UnavailableError
 from sidelane.integrations import direct_gather
 from sidelane.integrations.direct_gather import DirectGather
-from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, Tensors
-from sidelane.integrations.ring import Ring
+from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup
 from sidelane.program.shape import Beside
 from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
@@ -113,7 +112,12 @@ class StillLane:
         self._filled: set[int] = set()
 
     def all_gather(
-        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+        self,
+        output: Sequence[torch.Tensor],
+        input: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+        beside: Beside | None = None,
     ) -> dist.Work | None:
         """Gather as a communicator does."""
         outputs, inputs = list(output), list(input)
@@ -128,9 +132,8 @@ class StraightStill:
     """Gathers nothing, straight into the parameters: a gather for each of FSDP2's groups, and one ring for all."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._calls = FsdpGroup(group, device, FsdpCounts())
-        self._calls.gather = StillLane(group)
-        self._calls.ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+        still: Any = StillLane(group)
+        self._calls = FsdpGroup(group, device, FsdpCounts(), (still, still))
 
     def gather(self, params: Any) -> StillGather:
         """For one of FSDP2's groups of parameters."""
