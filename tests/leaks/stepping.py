@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import sidelane
 from sidelane import Config, fsdp
 from sidelane.collectives import call_cache, plan, repeat
+from sidelane.integrations import dispatch
 from sidelane.integrations.nodes import choose
 
 WHERE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -88,6 +89,7 @@ for module, bound, most in (
     (plan, "MOST_PROGRAMS", 50),
     (call_cache, "MOST_BYTES", 1 << 18),
     (repeat, "MOST_BYTES", 1 << 18),
+    (dispatch, "MOST_KEPT", 16),
 ):
     assert hasattr(module, bound)
     setattr(module, bound, most)  # full long before the first look: what grows is no cache
