@@ -15,7 +15,7 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_thread import CallFuture, CallThread
-from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
@@ -218,7 +218,7 @@ class CpuHeld:
         return reached(self._word.value, self._epoch & WORD_MASK)
 
 
-class CpuWork(Work):
+class CpuWork(FutureWork):
     """See :class:`sidelane.collectives.work.Work`."""
 
     def __init__(self, future: CallFuture, backend: CpuBackend) -> None:
@@ -228,23 +228,8 @@ class CpuWork(Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if timeout > NO_TIMEOUT and not self._future.has_ended(timeout.total_seconds()):
             raise PeerTimeoutError(timed_out(timeout, self.outputs))
-        self._backend.result(self._future)
+        self._raise()
         return True
 
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def exception(self) -> BaseException | None:
-        if not self._future.done() or self._future.cancelled():
-            return None
-        return self._future.exception()
-
-    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
-        return tell_end(self._future, function)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        def result() -> list[torch.Tensor]:
-            self._backend.result(self._future)
-            return list(self.outputs)
-
-        return future_of(self._future, result)
+    def _raise(self) -> None:
+        self._backend.result(self._future)
