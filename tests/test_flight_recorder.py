@@ -22,7 +22,7 @@ from ranks import Crew, RankPool
 
 import sidelane
 from sidelane import Config, MismatchError, PeerError, cli, flight_recorder, ranges
-from sidelane.cli.recorder import analyse, describe_recorded, read
+from sidelane.cli.recorder import analyse, describe_recorded, read_dump
 from sidelane.session import session
 
 torchs = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
@@ -90,7 +90,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def findings(folder: Path) -> list[tuple[str, tuple[int, ...], int]]:
-    found = analyse([read(Path(file)) for file in files_of(folder)])
+    found = analyse([read_dump(Path(file)) for file in files_of(folder)])
     return [(one.kind, one.ranks, one.call) for one in found if one.kind != "failed"]
 
 
@@ -137,7 +137,7 @@ def test_a_call_that_differs_is_named(pool: RankPool, tmp_path: Path, caplog: py
     pool.run(one_differs, 3, str(tmp_path))
     assert findings(tmp_path) == [("differs", (0,), 3)]
     assert "SIZE_OR_SYNTAX_MISMATCH" in said_by_torch(tmp_path, caplog)
-    calls = read(tmp_path / "sidelane_trace_rank_2").calls
+    calls = read_dump(tmp_path / "sidelane_trace_rank_2").calls
     texts = [[describe_recorded(entry) for entry in own.values()] for own in calls.values()]
     assert texts[0][:2] == ["all_reduce of Float [4], completed", "all_gather of Float [3], completed"]
     assert texts[0][2:] == ["all_reduce of Float [8], started"]

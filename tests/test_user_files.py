@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "machine": lambda path: load.find(str(path)),
     "results": study.read,
     "times": lambda path: measured_curves.isolated_times(path, "cpu", 2),
-    "recorder": recorder.read,
+    "recorder": recorder.read_dump,
     "chakra": read_chakra,
     "kineto": read_kineto,
 }
@@ -210,7 +210,7 @@ def test_damaged_dumps_are_refused_or_read(tmp_path: Path) -> None:
 def test_what_is_no_dump_is_refused_in_a_sentence(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / "dump_1").write_bytes(damaged)
     with pytest.raises(ValueError, match=r"dump_1: no dump of a flight recorder \([^\x1b]*\)$"):
-        recorder.read(tmp_path / "dump_1")
+        recorder.read_dump(tmp_path / "dump_1")
 
 
 @pytest.mark.usefixtures("bounded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sidelane.cli.output import why_unwritable
+from sidelane_lab.harness.files import why_unwritable
 
 
 def file_to_write(text: str) -> Path:

@@ -57,7 +57,7 @@ MODULES = {
     "src/sidelane/collectives": ("arguments", "call_cache", "heap", "plan", "prepare", "uneven"),
     "src/sidelane/session": ("communicator", "session", "bound_program"),
     "src/sidelane/memory": ("control", "exchange", "liveness"),
-    "src/sidelane/ops": ("gemm", "embedding", "rms_norm", "expert_routes"),
+    "src/sidelane/ops": ("gemm", "embedding", "rms_norm", "experts"),
     "src/sidelane/integrations": ("process_group", "order"),
     "src/sidelane": ("choice/choose", "ranges"),
     "src/sidelane_lab": ("model/device", "sim/simulate"),

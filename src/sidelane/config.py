@@ -47,7 +47,7 @@ from typing import Any, Self
 
 from sidelane import log
 from sidelane.errors import SEE, Page, nearest, see
-from sidelane.fields import Rule, number, optional, several, switch, text, whole
+from sidelane.fields import Rule, number, optional, plain_text, several, switch, whole
 from sidelane.sizes import parse_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -131,13 +131,13 @@ class Config:
 
 def _file(name: str, value: Any) -> str:
     """Check the name of a file."""
-    return text(name, os.fspath(value))
+    return plain_text(name, os.fspath(value))
 
 
 _RULES: tuple[tuple[str, Rule, str], ...] = (
     *((name, number, "a number of seconds") for name in ("timeout_s", "warn_s")),
     *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
-    ("beside", text, ", ".join(BESIDE)),
+    ("beside", plain_text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
     ("memory_bytes", optional(whole), "a whole number of bytes, None"),
     ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),

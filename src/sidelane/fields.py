@@ -68,7 +68,7 @@ def at_least(least: int) -> Rule:
     return rule
 
 
-def text(name: str, value: Any) -> str:
+def plain_text(name: str, value: Any) -> str:
     """Return a plain text; a subclass, such as a member of an enumeration, is converted."""
     if not isinstance(value, str):
         raise TypeError(f"{name} (value={value!r}, allowed=text)")

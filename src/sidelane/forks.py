@@ -10,32 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sidelane.errors import CommunicatorClosedError, made_inside
 
 C = TypeVar("C", bound=Callable[[], object])
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    """An object with a descriptor."""
-
-    def close(self) -> object: ...
-
-
-class Disownable(Protocol):
-    """An object that belongs to the process that made it."""
-
-    def disown(self) -> object:
-        """Mark the object as a copy: this process has been forked from its owner."""
-        ...
 
 
 def lock() -> threading.Lock:
@@ -63,12 +46,7 @@ class Turn:
     """
 
     def __init__(self, names: Callable[[], tuple[str, str]]) -> None:
-        self._names, self._lock, self._is_taken = names, rlock(), False
-        telling(self)
-
-    def disown(self) -> None:
-        """Free the turn in a copy, which has none of the threads that could hold it."""
-        self._is_taken = False
+        self._names, self._lock = names, rlock()
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function when it is this thread's turn.
@@ -76,18 +54,13 @@ class Turn:
         Raises:
             RuntimeError: the thread holds the turn already, further out.
         """
+        self.require_other()
         with self._lock:
-            if self._is_taken:
-                raise made_inside(*self._names())
-            self._is_taken = True
-            try:
-                return function()
-            finally:
-                self._is_taken = False
+            return function()
 
     def is_mine(self) -> bool:
         """Return whether it is the turn of the thread that asks."""
-        return bool(self._is_taken and self._lock._is_owned())
+        return bool(self._lock._is_owned())
 
     def require_other(self) -> None:
         """Raise as :meth:`run` does, before a wait for other threads to have their turn."""
@@ -95,28 +68,22 @@ class Turn:
             raise made_inside(*self._names())
 
 
-def closing(what: Closable) -> None:
-    """Close ``what`` in copies. Its ``close`` must only close descriptors."""
-    _closing.add(what)
-
-
-def keeping(what: object) -> None:
-    """Never finalise ``what`` in a copy: that would reach resources of the parent, or wait for the parent's threads."""
-    _kept.add(what)
-
-
 def keep_for_ever(what: object) -> None:
     """Never finalise ``what``, not at exit either: in a copy, a resource that its parent uses."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
-def telling(what: Disownable) -> None:
-    """Call ``what.disown()`` in copies, as long as it lives."""
-    _told.add(what)
+def in_copies_of(what: T, function: Callable[[T], object]) -> None:
+    """Call ``function(what)`` in copies, once locks are free, as long as ``what`` lives.
+
+    Such as ``close`` of an object that must only close descriptors there, or :func:`keep_for_ever` for one whose end
+    would reach resources of the parent, or wait for the parent's threads.
+    """
+    _objects[what] = function
 
 
 def in_copies(function: C) -> C:
-    """Register a function to call in copies, when locks are free and before objects are disowned."""
+    """Register a function to call in copies, once locks are free."""
     _functions.append(function)
     return function
 
@@ -151,12 +118,10 @@ class Owner:
     """
 
     def __init__(self, what: str) -> None:
-        self.what, self.is_copied = what, False
-        self._maker = os.getpid()
-        telling(self)
+        self.what, self.is_copied, self._maker = what, False, os.getpid()
+        in_copies_of(self, Owner._lose)
 
-    def disown(self) -> None:
-        """Mark this process as a copy."""
+    def _lose(self) -> None:
         self.is_copied = True
 
     def require(self) -> None:
@@ -169,29 +134,6 @@ class Owner:
             raise refusal(self.what, self._maker)
 
 
-class OwnFolder:
-    """A folder that is removed with this object, or at the end of its process; the end of a copy leaves it.
-
-    Args:
-        prefix: prefix of its name.
-        parent: folder that contains it; None for the system's temporary files.
-    """
-
-    def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._remove = weakref.finalize(self, _unless_copied, os.getpid(), _remove, (self.path,))
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def _unless_copied(maker: int, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     if os.getpid() == maker:
         function(*arguments)
@@ -200,22 +142,14 @@ def _unless_copied(maker: int, function: Callable[..., object], arguments: tuple
 def _in_copy() -> None:
     for held in list(_locks):
         held._at_fork_reinit()
-    for what in list(_closing):
-        what.close()
-    _closing.clear()
-    for kept in list(_kept):
-        keep_for_ever(kept)
-    _kept.clear()
     for function in _functions:
         function()
-    for told in list(_told):
-        told.disown()
+    for what, act in list(_objects.items()):
+        act(what)
 
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_closing: weakref.WeakSet[Closable] = weakref.WeakSet()
-_kept: weakref.WeakSet[object] = weakref.WeakSet()
-_told: weakref.WeakSet[Disownable] = weakref.WeakSet()
 _functions: list[Callable[[], object]] = []
+_objects: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_copy)

@@ -14,26 +14,13 @@ def parse_bytes(text: str) -> int:
     """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
 
     A size that is no whole number of bytes, such as ``1.2G``, is rounded to a multiple of 16, whole elements of any
-    dtype; see :func:`rounding`.
+    dtype.
 
     Raises:
         ValueError: the text is no size, or a part of a byte.
     """
-    nbytes = _exact(text)
+    nbytes = exact_bytes(text)
     return int(nbytes) if nbytes == int(nbytes) else max(ROUNDED_TO, round(nbytes / ROUNDED_TO) * ROUNDED_TO)
-
-
-def rounding(text: str) -> str:
-    """Return a note about a size that is rounded; empty if it is taken as it is written.
-
-    >>> rounding("1.2G"), rounding("1.5G")
-    ('1.2G is taken as 1288490192 bytes, whole elements of any dtype', '')
-
-    Raises:
-        ValueError: as for :func:`parse_bytes`.
-    """
-    nbytes = parse_bytes(text)
-    return "" if nbytes == _exact(text) else f"{text} is taken as {nbytes} bytes, whole elements of any dtype"
 
 
 def format_bytes(nbytes: int) -> str:
@@ -45,7 +32,8 @@ def format_bytes(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _exact(text: str) -> float:
+def exact_bytes(text: str) -> float:
+    """Return the number of bytes of a size before it is rounded."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"not a size (value={text!r}, allowed=a number with K, M or G)")

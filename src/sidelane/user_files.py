@@ -62,18 +62,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o644)
         raise
 
 
-def text_of(path: str | os.PathLike[str]) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ValueError: there is no such file, it is a folder, or it cannot be read as UTF-8; the text names the file.
-    """
-    try:
-        return bytes_of(path).decode("utf-8")
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"{os.fspath(path)}: cannot be read as text: {problem}") from problem
-
-
 def json_of(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidelane.c3 import overlap
-from sidelane.c3.launch import described, objection, variant_of
+from sidelane.c3.launch import described, unsupported_reason, variant_of
 from sidelane.c3.strategies import named
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, EVERYTHING
@@ -36,7 +36,9 @@ def test_what_no_kernel_runs() -> None:
     with pytest.raises(ValueError, match="there is no kernel for all_reduce here"):
         variant_of(comm_of(4, Abilities((DMA,))), named("sm_sp"), Kind.ALL_REDUCE, 64, "int32")
     ours = named("sm_sp")
-    assert "CPU ranks" in objection(ours, torch.device("cpu")) and not objection(ours, torch.device("cuda"))
+    assert "CPU ranks" in unsupported_reason(ours, torch.device("cpu")) and not unsupported_reason(
+        ours, torch.device("cuda")
+    )
     assert {"sm_base", "sm_rp", "cta_sp", "cta_target"} < set(overlap.KERNELS) and not set(overlap.KERNELS) & set(
         overlap.NAMES
     )

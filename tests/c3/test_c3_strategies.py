@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sidelane.c3 import overlap
-from sidelane.c3 import strategies as registry
-from sidelane.c3.strategies import Means, Mover, Order, Partition, Strategy, named, register, strategies
+from sidelane.c3.strategies import Means, Mover, Order, Partition, named, strategies
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
 from sidelane_lab.pairs.movers import implementation_of
@@ -80,28 +79,11 @@ def test_units_taken() -> None:
     assert few.applies(memory_bound=True) and not few.applies(memory_bound=False)
 
 
-def test_a_value_that_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match=r"priority \(value=2, allowed=0, 1\)"):
-        dataclasses.replace(named("priority"), priority=2)
-    with pytest.raises(ValueError, match="serial: priority, partition"):
-        dataclasses.replace(named("serial"), partition=Partition())
-    with pytest.raises(ValueError, match=r"means \(value='grid'"):
-        Partition(means="grid")  # type: ignore[arg-type]
+def test_a_serial_strategy_has_nothing_to_give_way_to() -> None:
+    assert all(one.concurrent or (one.priority, one.partition) == (0, None) for one in strategies())
+    assert {one.priority for one in strategies()} == {0, 1}
     with pytest.raises(ValueError, match="allowed=serial, c3_base"):
         named("c4")
-
-
-def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    mine = Strategy(
-        name="mine", order=Order.COLLECTIVE_FIRST, mover=Mover.DMA, recipe="urgent copy engines", priority=1
-    )
-    assert register(mine) is register(mine) is named("mine")
-    with pytest.raises(ValueError, match="allowed=what no strategy has"):
-        register(dataclasses.replace(mine, priority=0))
-    place = [strategy.name for strategy in strategies()].index("mine")
-    assert strategies()[place - 1].name == "conccl_rp" and strategies()[place + 1].name == "conccl_left"
-    assert overlap.possible("mine", CPU).strategy is mine
 
 
 def test_commands_take_every_name() -> None:

@@ -21,12 +21,6 @@ def test_several_computations(pool: RankPool) -> None:
     pool.run(overlap_cases.several_computations, 2, 24)
 
 
-def test_few_workgroups_first(pool: RankPool) -> None:
-    for told in pool.run(overlap_cases.few_workgroups_first, 2, 12):
-        assert len(told) == 4 and all("overlap: workgroups (value=(1" in text for text in told)
-        assert "allowed=2 whole numbers of 0 and more" in told[0]
-
-
 def test_nano_batches_have_gradients(pool: RankPool) -> None:
     pool.run(overlap_cases.nano_batches_have_gradients, 2, 2)
 

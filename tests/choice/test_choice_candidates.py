@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from choices import ALTERNATING, B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
-from sidelane.choice import Abilities, Candidate, candidates, choose, objection
+from sidelane.choice import Abilities, Candidate, candidates, choose, illegal_reason
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.config import COMPUTE
 from sidelane.program import collective as define
@@ -48,7 +48,7 @@ def test_a_narrow_kernel_is_for_calls_beside_compute():
     measured = profile(curve(wide, (1024, 5.0), **given), curve(narrow, (1024, 4.8), **given))
     call = CallShape(Kind.REDUCE_SCATTER, 4, 1024)
     assert choose(measured, call).candidate == wide, "it is the same kernel, and its time chance"
-    assert "nothing runs beside" in objection(call, narrow)
+    assert "nothing runs beside" in illegal_reason(call, narrow)
 
 
 def test_equals_go_by_preference():
@@ -96,9 +96,9 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     ],
 )
 def test_what_is_not_legal_says_why(call: CallShape, candidate: Candidate, reason: str):
-    assert reason in objection(call, candidate)
+    assert reason in illegal_reason(call, candidate)
     assert candidate not in candidates(call)
-    assert not objection(gather(), B2B)
+    assert not illegal_reason(gather(), B2B)
 
 
 def test_a_copy_that_every_program_needs_is_no_objection():
@@ -107,13 +107,13 @@ def test_a_copy_that_every_program_needs_is_no_objection():
         CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES, in_place=True, beside=COMPUTE),
         gather(4 * SLOT_BYTES, captured=True),
     ):
-        assert not objection(call, ALTERNATING), call
+        assert not illegal_reason(call, ALTERNATING), call
 
 
 def test_implementations_that_a_machine_lacks():
     assert {candidate.implementation for candidate in candidates(gather())} == set(IMPLEMENTATIONS)
     assert {candidate.implementation for candidate in candidates(gather(), Abilities())} == {DMA}
-    assert "not available" in objection(gather(), ONE_SHOT, Abilities())
+    assert "not available" in illegal_reason(gather(), ONE_SHOT, Abilities())
 
 
 def test_a_call_is_described_by_what_all_ranks_know():

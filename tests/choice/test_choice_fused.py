@@ -15,7 +15,7 @@ from sidelane.choice.fused import (
     FusedTime,
     choose_method,
 )
-from sidelane.choice.key import Key
+from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import builtin_fused, fused_times
 from sidelane_lab.harness.study import read
@@ -23,7 +23,7 @@ from sidelane_lab.studies.fused.rows import FusedRow, kept_of, times_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = (FUSED, SPLIT, UNFUSED)
-HERE = Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.11.0"),))
+HERE = MachineKey("cuda", "NVIDIA H200", 2, software=(("torch", "2.11.0"),))
 OP = "gemm_all_to_all"
 
 
@@ -123,8 +123,8 @@ def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     assert dict(others) == own and first == path.name == "fused-h200x2.json"
     assert {time.op: time.times[FUSED] for time in found} == {OP: 3.0, "all_gather_gemm": 1.0}
     assert fused_times("builtin", HERE) == own
-    assert fused_times(None, Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == own
-    assert fused_times(None, Key("cpu", "some", 2)) == {}
+    assert fused_times(None, MachineKey("cuda", "NVIDIA H200", 2, software=(("torch", "2.12.0"),))) == own
+    assert fused_times(None, MachineKey("cpu", "some", 2)) == {}
     text = path.read_text()
     older = json.dumps({"format": 2, "key": HERE.to_dict(), "times": [some(fused=1.0).to_dict()]})
     for wrong in ("", "[]", older, text.replace("3.0", "0")):

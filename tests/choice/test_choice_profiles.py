@@ -17,7 +17,7 @@ from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 from sidelane.choice import Candidate, store
 from sidelane.choice.candidate import find
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import Key
+from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import (
     InForce,
@@ -25,8 +25,7 @@ from sidelane.choice.store import (
     builtin_for,
     builtin_names,
     in_force,
-    name_of,
-    read,
+    read_profile,
     user_file,
 )
 from sidelane.config import BUILTIN, Config, from_environment
@@ -61,9 +60,9 @@ def test_a_curve_that_cannot_be_is_refused(times: tuple[tuple[int, float], ...])
 
 def test_a_profile_survives_its_file(tmp_path: Path):
     write_whole(tmp_path / "deep" / "profile.json", CROSSING.to_text().encode())
-    assert read(tmp_path / "deep" / "profile.json") == CROSSING
+    assert read_profile(tmp_path / "deep" / "profile.json") == CROSSING
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
-    assert read(tmp_path / "none.json") is None
+    assert read_profile(tmp_path / "none.json") is None
 
 
 @pytest.mark.parametrize(
@@ -83,10 +82,10 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: dict[str, 
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**json.loads(CROSSING.to_text()), **change}))
     with pytest.raises(ValueError, match="not a profile"):
-        read(path)
+        read_profile(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="not a profile"):
-        read(path)
+        read_profile(path)
 
 
 def test_cached_graphs_of_older_profiles_are_left_out(tmp_path: Path):
@@ -95,7 +94,7 @@ def test_cached_graphs_of_older_profiles_are_left_out(tmp_path: Path):
     rows = [{**row, "launch": "calls", "signals": "memops"} for row in content["curves"]]
     content["curves"] = [*rows, {**rows[0], "launch": "graph"}]
     (tmp_path / "p.json").write_text(json.dumps(content))
-    assert read(tmp_path / "p.json") == CROSSING
+    assert read_profile(tmp_path / "p.json") == CROSSING
 
 
 @pytest.mark.parametrize("field", ["dtype", "variant", "implementation"])
@@ -104,7 +103,7 @@ def test_a_list_where_a_name_belongs_is_refused(tmp_path: Path, field: str):
     content["curves"][0][field] = ["b2b"]
     (tmp_path / "p.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"not a profile: ValueError: curves.0.: ValueError: {field} \(value="):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("times", ["[[1024, Infinity]]", "[[Infinity, 3.0]]", "[[1e999, 3.0]]", "[[1024, NaN]]"])
@@ -113,13 +112,13 @@ def test_times_that_are_no_numbers_are_refused(tmp_path: Path, times: str):
     content["curves"][0]["times"] = "TIMES"
     (tmp_path / "p.json").write_text(json.dumps(content).replace('"TIMES"', times))
     with pytest.raises(ValueError, match="not a profile"):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Path):
     (tmp_path / "p.json").write_text('{"format": ' + "[" * 200_000 + "]" * 200_000 + "}")
     with pytest.raises(ValueError, match="not a profile: ValueError: nested too deeply"):
-        read(tmp_path / "p.json")
+        read_profile(tmp_path / "p.json")
 
 
 def isolated_file() -> dict[str, Any]:
@@ -140,9 +139,9 @@ FUSED_ROW = {
     "times": {"fused": 3.0, "unfused": 4.0},
 }
 GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    "profile": (read, json.loads(CROSSING.to_text())),
+    "profile": (read_profile, json.loads(CROSSING.to_text())),
     "fused": (
-        read,
+        read_profile,
         json.loads(dataclasses.replace(CROSSING, curves=(), operators=(FusedTime.from_dict(FUSED_ROW),)).to_text()),
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),
@@ -247,8 +246,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_users_file_is_for_one_machine(home: Path):
     assert user_file(KEY) == home / "h999x4.json"
-    assert user_file(Key("cpu", "A processor", 2)) == home / "cpu.json"
-    assert name_of(dataclasses.replace(KEY, count=8)) == "h999x8"
+    assert user_file(MachineKey("cpu", "A processor", 2)) == home / "cpu.json"
+    assert dataclasses.replace(KEY, count=8).short_name == "h999x8"
 
 
 def test_the_users_file_is_used_when_its_key_fits(home: Path):
@@ -291,12 +290,12 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
     assert {"h100x2", "h200x2", "h200x4", "cpu"} <= set(builtin_names())
     h200 = builtin("h200x4")
     assert h200 is not None and builtin("nothing") is None
-    newer = Key("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
+    newer = MachineKey("cuda", "NVIDIA H200", 8, "18 to a switch", (("driver", "999"),))
     found = builtin_for(newer)
     assert found is not None and found.profile is not None and found.profile.machine == "h200x4"
     assert [curve for curve in found.profile.curves if curve.world_size == 4] == list(h200.curves)
     assert "8 here" in in_force(BUILTIN, newer).where
-    by_cpu = builtin_for(Key("cpu", "Some processor", 64))
+    by_cpu = builtin_for(MachineKey("cpu", "Some processor", 64))
     assert by_cpu is not None and by_cpu.profile == builtin("cpu")
     for name in builtin_names():
         table = builtin(name)
@@ -306,7 +305,7 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
 
 
 def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeypatch: pytest.MonkeyPatch):
-    asked, quick = [], Key("cuda", "NVIDIA H200", 2)
+    asked, quick = [], MachineKey("cuda", "NVIDIA H200", 2)
     monkeypatch.setattr(store, "quick_key", lambda *_: quick)
     monkeypatch.setattr(store, "key_here", lambda *_: asked.append(1) or dataclasses.replace(KEY, count=2))
     text = store.choice_of_rank(None, "cuda", 2)
@@ -327,7 +326,7 @@ def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeyp
 
 
 def test_ranks_that_a_table_lacks_get_those_of_others():
-    key = Key("cuda", "NVIDIA H200", 4, "18 to a switch")
+    key = MachineKey("cuda", "NVIDIA H200", 4, "18 to a switch")
     for ranks in (2, 3, 4, 8):
         some, every = builtin_for(key, ranks), builtin_for(key)
         assert some is not None and some.profile is not None and every is not None and every.profile is not None
@@ -364,7 +363,7 @@ def test_a_device_without_a_table_goes_by_a_similar_one():
 )
 def test_two_ranks_are_judged_by_what_two_ranks_took(gpus: int, where: str):
     four, two = builtin("h200x4"), builtin("h200x2")
-    found = builtin_for(Key("cuda", "NVIDIA H200", gpus))
+    found = builtin_for(MachineKey("cuda", "NVIDIA H200", gpus))
     assert four is not None and two is not None and found is not None and found.profile is not None
     assert re.search(where, found.where)
     for ranks, measured in ((2, two), (3, four), (4, four), (8, four)):

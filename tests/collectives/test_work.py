@@ -75,7 +75,7 @@ class CompiledCode:
     """Compiled code and a stream of asynchronous calls, as a GPU has them: it notes what it is asked."""
 
     def __init__(self, knows: bool) -> None:
-        self.asynchronous, self.knows, self.is_aside = self, knows, False
+        self.backend, self.knows, self.is_aside = self, knows, False
         self.said: list[tuple[Any, ...]] = []
 
     def run_aside(self, job: Callable[[], Any]) -> Any:

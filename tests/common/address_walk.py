@@ -347,7 +347,7 @@ def main() -> None:
             break
     comm.synchronize()
     found = {"made": walk.made, "refused": walk.refused, "native": sum(made is True for made in native)}
-    found["moved"] = comm._repeats.moved
+    found["moved"] = comm._repeats._replay.moved
     found |= {"checks": checker.checker_checks(), "violations": checker.checker_violations()}
     print(json.dumps(found), flush=True)
     os._exit(0)  # the pool of words is gone before what would be tidied up

@@ -10,7 +10,7 @@ from typing import Any
 from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import Key
+from sidelane.choice.key import MachineKey
 from sidelane.config import BESIDE
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
@@ -18,7 +18,7 @@ from sidelane_lab.studies.fused import kept
 
 B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
 ONE_SHOT = Candidate(SM, "one_shot")
-KEY = Key("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
+KEY = MachineKey("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
 
 
 def curve(candidate: Candidate, *times: tuple[int, float], **others: Any) -> Curve:
@@ -36,7 +36,7 @@ def profile(*curves: Curve) -> Profile:
     return Profile("h999x4", KEY, "2026-01-02T03:04:05+00:00", "sidelane tune", curves)
 
 
-def keep(key: Key, times: Iterable[FusedTime]) -> Path:
+def keep(key: MachineKey, times: Iterable[FusedTime]) -> Path:
     """Write the user's file of a machine with times of fused operators."""
     return kept.keep(Profile("h999x4", key, "2026-01-02T03:04:05+00:00", "sidelane fused --keep", (), tuple(times)))
 

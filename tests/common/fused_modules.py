@@ -17,7 +17,6 @@ from sidelane.ops import (
     ExpertCombine,
     ExpertDispatch,
     RowParallelLinear,
-    expert_routes,
     experts,
     library,
 )
@@ -61,7 +60,6 @@ def results_of_their_own(group: dist.ProcessGroup) -> int:
             made.gemm_all_reduce(number, many, weight) / n,
             made.embedding_all_to_all(number, [many], torch.zeros(2 * n).int(), offsets, None, "sum", n) * 8,
             made.gemm_all_to_all(number, x, weight, counts, 2 * n),
-            made.gemm_all_to_all_evenly(number, x, weight),
             made.rows_there(number, x, counts, 2 * n) * 8,
             made.rows_back(number, x, counts, 2 * n) * 8,
         ]
@@ -368,19 +366,17 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
-            (library.all_gather_gemm_and_rows, (number, x.detach(), weight.detach())),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
             (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),
-            (library.gemm_all_to_all_evenly, (number, even.detach(), weight.detach())),
         ]
         routes = ops.route_experts(comm, torch.arange(3)[:, None], x[:, :1].detach(), experts=2)
         places = routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
         values, parts = torch.randn(len(routes.rows), 8, requires_grad=True), torch.randn(3 * n, 1)
         calls += [
-            (expert_routes.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
-            (expert_routes.places_of, (number, torch.ones(3, 1).int(), torch.ones(3 * n, 1).int(), 2, 3)),
-            (expert_routes.own_sums, (number, parts.detach())),
+            (experts.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
+            (experts.index_tokens, (number, torch.ones(3, 1).int(), torch.ones(3 * n, 1).int(), 2, 3)),
+            (experts.own_sums, (number, parts.detach())),
             (experts.tokens_to_experts, (number, x, *places, False)),
             (experts.tokens_to_experts, (number, x, *places, True)),
             (experts.rows_to_tokens, (number, values.detach(), *places)),
@@ -407,7 +403,7 @@ def reduce_overhead(group: dist.ProcessGroup) -> int:
             y, total = library.all_reduce_rms_norm(number, y, x, scale, 1e-5)
             hidden = library.all_to_all_gemm(number, y, up, counts, 2 * n, 2 * n)
             back = library.gemm_all_to_all(number, hidden, down, counts, 2 * n)
-            evenly = library.gemm_all_to_all_evenly(number, back, up)
+            evenly = library.rows_there(number, back, counts, 2 * n)
             part = library.gemm_reduce_scatter(number, evenly, down)
             return total, back, part, library.all_gather_gemm(number, part, up)
 

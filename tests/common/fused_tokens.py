@@ -135,7 +135,7 @@ def one_step(
 
 
 def worked_example(group: dist.ProcessGroup) -> int:
-    """The example in the docstring of ``expert_routes``, for two ranks."""
+    """The example in the docstring of ``experts``, for two ranks."""
     with communicator(group) as comm:
         chosen = torch.tensor([[[1, 2]], [[2, 3]]][comm.rank], device=comm.device)
         routes = ops.route_experts(comm, chosen, torch.ones(1, 2, device=comm.device), experts=2)

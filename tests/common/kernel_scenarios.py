@@ -17,7 +17,7 @@ from kernel_worlds import World
 from sidelane.device import layout
 from sidelane.device.launch import Launch
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda.kernel_plan import arrange
+from sidelane.execute.cuda.kernel_program import arrange
 from sidelane.kernels.broadcast import TILE_BYTES
 from sidelane.program import collective as define
 from sidelane.program import reduce_chunks

@@ -101,7 +101,7 @@ def driver_of(native: bool) -> FakeDriver:
 def moved(comm: Communicator) -> int:
     """Calls that compiled code has made by their shape."""
     assert comm._repeats is not None
-    return comm._repeats.moved
+    return comm._repeats._replay.moved
 
 
 def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict[str, int]:

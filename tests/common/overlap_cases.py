@@ -19,7 +19,7 @@ from sidelane import (
     nano_batches,
     overlap,
 )
-from sidelane.c3.launch import objection
+from sidelane.c3.launch import unsupported_reason
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
 from sidelane.c3.strategies import strategies
@@ -32,7 +32,7 @@ def all_ways() -> tuple[str, ...]:
     by_kernels = tuple(name for name in KERNELS if name.startswith("sm_"))
     further = PARTITIONED + by_kernels if device.type == "cuda" else ()
     if torch.version.hip is not None:
-        able = {strategy.name for strategy in strategies() if not objection(strategy, device)}
+        able = {strategy.name for strategy in strategies() if not unsupported_reason(strategy, device)}
         further = tuple(name for name in further if name in able)
     return WAYS + further
 
@@ -227,44 +227,6 @@ def several_computations(group: dist.ProcessGroup, rounds: int) -> None:
             except ValueError:
                 continue
             raise AssertionError(wrong)
-
-
-def few_workgroups_first(group: dist.ProcessGroup, rounds: int) -> list[str]:
-    """Three kernels and a collective in the order of their workgroups, whoever the strategy has first; and refusals."""
-    device, told = torch.get_default_device(), []
-    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
-        tensor = torch.empty(700)
-        for step in range(rounds):
-            draw = random.Random(step)  # the same on every rank
-            workgroups = [draw.choice((0, 8, 8, 64, 900)) for _ in range(4)]
-            order: list[int] = []
-            values = [torch.full((50,), float(number + step), requires_grad=True) for number in range(3)]
-            tensor.fill_(step)
-
-            def compute(number: int) -> torch.Tensor:
-                order.append(number)  # noqa: B023
-                return values[number] * 2  # noqa: B023
-
-            def communicate(comm: Any) -> str:
-                order.append(3)  # noqa: B023
-                comm.all_reduce(tensor)
-                return "told"
-
-            way = [name for name in all_ways() if name != "serial"][step % (len(all_ways()) - 1)]
-            computes = [lambda n=number: compute(n) for number in range(3)]
-            computed, last = overlap(computes, communicate, comm, strategy=way, workgroups=workgroups)
-            assert order == sorted(range(4), key=lambda number: workgroups[number]), (way, workgroups)
-            assert last == "told" and tensor.unique().tolist() == [float(step * comm.world_size)]
-            for number, (value, found) in enumerate(zip(values, computed, strict=True)):
-                assert found.unique().tolist() == [2.0 * (number + step)]
-                found.sum().backward()
-                assert value.grad is not None and value.grad.eq(2).all()
-        for strategy, workgroups in (("conccl", (1,)), ("conccl", (1, -1)), ("conccl", (1, 2.5)), ("serial", (1, 2))):
-            try:
-                overlap(_never, _never, comm, strategy=strategy, workgroups=workgroups)
-            except ValueError as error:
-                told.append(str(error))
-    return told
 
 
 def units_on_a_cpu(group: dist.ProcessGroup) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from device_pool import Ranks
 
-from sidelane.cli.recorder import analyse, read
+from sidelane.cli.recorder import analyse, read_dump
 
 CASES = "observed_cases."
 
@@ -31,5 +31,5 @@ def test_sums_and_states(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_the_rank_behind_is_named(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(CASES + "late", str(tmp_path), timeout_s=120)
-    found = analyse([read(file) for file in tmp_path.iterdir()])
+    found = analyse([read_dump(file) for file in tmp_path.iterdir()])
     assert {(one.kind, one.ranks, one.call) for one in found if one.kind in ("behind", "late")} == {("late", (1,), 6)}

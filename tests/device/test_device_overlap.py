@@ -36,11 +36,6 @@ def test_several_computations(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.of", "several_computations", 40)
 
 
-def test_few_workgroups_first(ranks: Ranks) -> None:
-    for told in ranks.run("overlap_device_cases.of", "few_workgroups_first", 40):
-        assert len(told) == 4, told
-
-
 def test_kernels_of_few_blocks(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.few_blocks"):
         assert told == ["one_shot", "one_shot_narrow", "two_shot_narrow"], told

@@ -26,8 +26,7 @@ from sidelane.execute.cuda.calls import MemcpyEveryOther
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.prelaunch import require_free_channel
 from sidelane.execute.hip.cu_mask import CuSplit, mask_words
-from sidelane.execute.hip.executor import LAST_EPOCH
-from sidelane.execute.hip.probe import graph_problem, probe_graphs
+from sidelane.execute.hip.executor import LAST_EPOCH, graph_problem, probe_graphs
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program

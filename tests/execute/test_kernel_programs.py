@@ -18,6 +18,7 @@ from fake_driver import FakeDriver, Stream
 from started import start
 
 from sidelane.device import layout
+from sidelane.device.launch import LaunchSite
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
@@ -346,7 +347,7 @@ def test_every_kernel_gets_its_arguments(rank: Rank, collective: Collective, var
 def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
     rank: Rank, collective: Collective, variant: str, symmetric: bool
 ) -> None:
-    from sidelane.execute.cuda.kernel_program import arranger
+    from sidelane.execute.cuda.kernel_program import arrange
 
     program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
     first, draw = addresses(program), random.Random(variant)
@@ -355,7 +356,8 @@ def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
         buffers = {key: base + step * draw.randrange(-1000, 1000) + (step < 16) for key, base in first.buffers.items()}
         there = dataclasses.replace(first, buffers=buffers)
         moved = rank.executor.load_kernel(program, there, frozen=False)
-        assert moved._launch == arranger(program, rank.executor)(there)
+        site = LaunchSite(0, there.arenas, rank.executor.board, program.blocks, rank.executor.features.shared_bytes)
+        assert moved._launch == arrange(program, site, there, None)
         assert (moved._entry is known._entry) == (step == 16), (
             "kernels are compiled for aligned addresses or for others"
         )

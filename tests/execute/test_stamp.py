@@ -22,7 +22,6 @@ from sidelane.execute.cuda.calls import (
     WaitEvent,
 )
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.probe import round_trip_us
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
@@ -33,6 +32,7 @@ from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane.program.verify import verify
 from sidelane_lab.model.collectives import bare
+from sidelane_lab.studies.phases.rig import round_trip_us
 
 
 def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Collective:

@@ -22,7 +22,7 @@ from shadows.blocks import block_of
 from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.kernel_plan import arrange
+from sidelane.execute.cuda.kernel_program import arrange
 from sidelane.kernels import block_flags, broadcast, direct, ll, staged
 from sidelane.program import reduce_chunks
 from sidelane.program.batch import parts_of

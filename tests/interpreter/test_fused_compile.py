@@ -29,7 +29,6 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
-    expert_routes,
     experts,
     float8_rows,
     gemm,
@@ -340,11 +339,11 @@ def test_rows_without_a_product_compile() -> None:
 
 
 def test_places_of_experts_compile() -> None:
-    count, place, leave = expert_routes.KERNELS
+    count, place, leave = experts.PLACING
     for kernel, kinds, constants, warps in (
-        (count, "*i32 *i32 i32 i32", {"BLOCK": expert_routes.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": expert_routes.BLOCK}, 8),
-        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": expert_routes.TOKENS}, 4),
+        (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
     ):
         for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
             _, registers, stack = compiled(kernel, some, given, warps)

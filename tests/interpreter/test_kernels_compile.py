@@ -22,7 +22,7 @@ from sidelane.device.launch import LaunchSite
 from sidelane.device.target import compiling_for, is_nvidia
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import direct
-from sidelane.kernels.tile_table import KernelPiece, Tiles
+from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.kernel import NARROW_BLOCKS
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -74,6 +74,17 @@ def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, 
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
     assert shared <= max(available, 1024)
     assert shared > available // 2 or not available, "tiles are copied ahead"
+
+
+@pytest.mark.parametrize(("nbytes", "is_branch"), [(MB, False), (MB + 2, True)])
+def test_tiles_that_all_are_aligned_take_no_branch(nbytes: int, is_branch: bool) -> None:
+    """A list of one took 3 to 7% longer with both branches (results/h200x2/kernels-66.txt). Only single elements that
+    are stored to any address go through shared memory.
+    """
+    piece = KernelPiece(16 * MB, 16 * MB, nbytes, groups=((16 * MB,) * 2,) * 2)
+    tiles = TileTable.of([piece], direct.LISTED_TILE_BYTES).at(16 * MB)
+    launch = direct.arrange(site_of(2), tiles, tiles.count, AVERAGE, gather=False)
+    assert (compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared > 0) == is_branch
 
 
 @pytest.mark.parametrize(("what", "odd"), [long(moving, 1), (reducing, 2)])

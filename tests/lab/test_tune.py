@@ -10,7 +10,7 @@ import pytest
 
 from sidelane.choice import Candidate, choose
 from sidelane.choice.key import key_here
-from sidelane.choice.store import InForce, builtin, in_force, read
+from sidelane.choice.store import InForce, builtin, in_force, read_profile
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane_lab.harness.study import Results, write
@@ -84,7 +84,7 @@ def test_lists_are_no_times_to_choose_by() -> None:
 def test_a_table_from_a_result_file(tmp_path: Path) -> None:
     write(tmp_path / "collectives.json", RESULTS)
     made = tune.from_results(tmp_path / "collectives.json", tmp_path / "table.json")
-    assert read(tmp_path / "table.json") == made == profile_of(RESULTS)
+    assert read_profile(tmp_path / "table.json") == made == profile_of(RESULTS)
 
 
 def test_the_built_in_table_is_made_from_the_published_results() -> None:
@@ -119,7 +119,7 @@ def test_tuning_from_end_to_end(tmp_path: Path) -> None:
         collectives=(Kind.ALL_GATHER, Kind.ALL_REDUCE), command="sidelane tune",
     )  # fmt: skip
     profile = tune.main(options)
-    assert profile == read(path)
+    assert profile == read_profile(path)
     assert profile is not None
     assert profile.key == key_here("cpu")
     found = {(curve.kind, curve.in_place, curve.candidate.variant) for curve in profile.curves}

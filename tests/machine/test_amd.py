@@ -10,7 +10,7 @@ import torch
 from hip_world import UNITS, StandinDriver
 
 from sidelane.c3 import overlap, partitions
-from sidelane.c3.launch import BY_KERNELS, objection
+from sidelane.c3.launch import BY_KERNELS, unsupported_reason
 from sidelane.c3.strategies import Means, Partition, strategies
 from sidelane.errors import UnavailableError
 from sidelane.execute import vendor
@@ -76,7 +76,7 @@ def test_without_a_topology_a_note_says_so(rocm: Path) -> None:
 
 
 def test_a_torch_for_cuda_has_no_amd_gpus() -> None:
-    assert torch.version.hip is None and amd.device_count() == 0 and amd.software_versions() == {}
+    assert torch.version.hip is None and amd.device_count() == 0 and local.driver_versions() == {}
 
 
 def test_a_bug_report_names_rocm_and_cuda(rocm: Path) -> None:
@@ -175,7 +175,9 @@ def test_a_machine_without_amdsmi_or_rocm_says_so(rocm: Path, monkeypatch: pytes
 def test_strategies_by_kernels_are_refused(rocm: Path) -> None:
     device = torch.device("cuda", 0)
     by_kernels = [one for one in strategies() if one.mover in BY_KERNELS]
-    assert len(by_kernels) > 3 and all("by kernels on AMD GPUs" in objection(one, device) for one in by_kernels)
+    assert len(by_kernels) > 3 and all(
+        "by kernels on AMD GPUs" in unsupported_reason(one, device) for one in by_kernels
+    )
     with pytest.raises(ValueError, match="'sm_base'.*communicators do not move bytes by kernels on AMD GPUs"):
         overlap.possible("sm_base", device)
 

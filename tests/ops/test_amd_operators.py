@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
-from sidelane.ops import expert_routes, experts, float8_rows
+from sidelane.ops import experts, float8_rows
 from sidelane.program.kernel_call import KernelCall
 
 MOST_SPILLED = 2
@@ -120,17 +120,17 @@ def test_every_fused_kernel_compiles_as_it_is_launched(launches: list[Launch], g
 @pytest.mark.parametrize(
     ("kernel", "kinds", "constants", "warps"),
     [
-        (expert_routes.KERNELS[0], "*i32 *i32 i32 i32", {"BLOCK": expert_routes.BLOCK}, 8),
+        (experts.PLACING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (
-            expert_routes.KERNELS[1],
+            experts.PLACING[1],
             "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
-            {"EP": 128, "BLOCK": expert_routes.BLOCK},
+            {"EP": 128, "BLOCK": experts.BLOCK},
             8,
         ),
         (
-            expert_routes.KERNELS[2],
+            experts.PLACING[2],
             "*i32 *i32 *i32 i32 i32 i32 i32",
-            {"KP": 8, "TOKENS": expert_routes.TOKENS},
+            {"KP": 8, "TOKENS": experts.TOKENS},
             4,
         ),
         (experts.KERNEL, "*bf16 *bf16 *i32 *fp32 i32 i32 i32", {"TERMS": 8, "ROWS": 16, "COLS": experts.COLS}, 4),

@@ -342,7 +342,7 @@ def test_whoever_has_waited_holds_the_last_reference() -> None:
         thread.submit(lambda: None).result()  # callbacks come behind the result
         assert seen == [True]
     finally:
-        thread.close()
+        thread.end()
 
 
 def test_threads_take_turns_in_one_order():

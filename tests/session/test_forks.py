@@ -80,29 +80,6 @@ print(copy, server.address)
         os.kill(int(copy), 9)
 
 
-def test_a_copy_has_a_folder_of_its_own_and_leaves_its_parents(interpreter: Interpreter, tmp_path: Path) -> None:
-    """Copies that end like any program do what a program does at its end."""
-    program = """
-import os, sys
-from sidelane.forks import OwnFolder
-folder = OwnFolder("sidelane-")
-(folder.path / "library.so").touch()
-reading, writing = os.pipe()
-copy = os.fork()
-if copy == 0:
-    kept = OwnFolder("sidelane-")
-    own = kept.path
-    assert own != folder.path and own.is_dir()
-    os.write(writing, str(own).encode())
-    sys.exit(3)
-assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 3
-assert (folder.path / "library.so").exists()
-assert not os.path.exists(os.read(reading, 1000))
-print(folder.path)
-"""
-    assert not Path(interpreter.run(program, tmp_path).strip()).exists()
-
-
 def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
     with crew(4) as ranks:
         ranks.run(leave)
@@ -149,12 +126,13 @@ def test_what_is_finalised_in_a_copy_is_not_the_parents() -> None:
     said: list[str] = []
     things = [Thing(), Thing()]
     forks.finalize(things[0], said.append, "finalised")
-    forks.telling(things[1])
-    forks.keeping(things[1])
+    things.append(Thing())
+    forks.in_copies_of(things[1], Thing.disown)
+    forks.in_copies_of(things[2], forks.keep_for_ever)
 
     def drop() -> list[str]:
         things.clear()
         return said
 
-    assert in_a_forked_copy(drop) == "['disowned', 'deleted']"
-    assert sorted(drop()) == ["deleted", "deleted", "finalised"]
+    assert in_a_forked_copy(drop) == "['disowned', 'deleted', 'deleted']"
+    assert sorted(drop()) == ["deleted", "deleted", "deleted", "finalised"]

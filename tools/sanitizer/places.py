@@ -13,7 +13,7 @@ import torch
 from sanitizer.cases import LOCAL_REDUCE, Case
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda import kernel_plan, reduce
+from sidelane.execute.cuda import kernel_program, reduce
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Kind, ReduceOp
@@ -97,7 +97,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     launches: list[Launch] = []
     for rank in range(n):
         site = LaunchSite(rank, addresses.arenas, memory.board(), program.blocks, memory.shared_bytes)
-        launch = kernel_plan.arrange(program, site, addresses, lambda values: memory.place_table(values).address)
+        launch = kernel_program.arrange(program, site, addresses, lambda values: memory.place_table(values).address)
         assert launch is not None, case
         launches.append(launch)
     inputs, outputs = {}, {}

@@ -29,6 +29,7 @@ from sidelane.ops import gemv, library, rms_norm
 from sidelane.ops.handle import FLOATS
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.session import Communicator
+from sidelane_fusion import operators as operators  # registers what only this pass puts in
 from sidelane_fusion.graph import (
     VIEWS,
     Moved,

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator
 from sidelane.ops import library
-from sidelane_fusion import LOGGER, Fusion
+from sidelane_fusion import LOGGER, Fusion, operators
 
 
 def replaced(group: dist.ProcessGroup) -> int:
@@ -85,6 +85,15 @@ def replaced(group: dist.ProcessGroup) -> int:
             check_close(one, other.double(), "gradient")
         assert "gemm_reduce_scatter" in fusion.replaced
     return 7
+
+
+def checked(group: dist.ProcessGroup) -> int:
+    """PyTorch's own checks of the pass' operators: schema and fake results."""
+    with communicator(group) as comm:
+        number, x, weight = library.number_of(comm), torch.randn(2 * comm.world_size, 8), torch.randn(20, 8)
+        for operator in (operators.all_gather_gemm_and_rows, operators.gemm_all_to_all_evenly):
+            torch.library.opcheck(operator, (number, x, weight))
+    return 2
 
 
 def norms(group: dist.ProcessGroup) -> int:

@@ -34,6 +34,10 @@ def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
     assert four.run(fusion_cases.replaced, world_size, timeout_s=110) == [7] * world_size
 
 
+def test_operators_of_the_pass_are_sound(four: Crew) -> None:
+    assert four.run(fusion_cases.checked, 2, timeout_s=110) == [2, 2]
+
+
 def test_a_pass_on_other_ranks_is_refused(four: Crew) -> None:
     told, *_ = four.run(fusion_cases.other_ranks)
     assert told == "Fusion: ranks of the group (value=[0, 2], allowed=[0, 1], the communicator's)"

@@ -33,7 +33,7 @@ BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
 """Movers that callers' calls select by a variant."""
 
 
-def objection(strategy: Strategy, device: torch.device) -> str:
+def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """Return the reason why a strategy cannot run callers' calls on a device; empty if it can.
 
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs in its fastest way alone.
@@ -69,7 +69,7 @@ def can_run(mode: LaunchMode, device: torch.device) -> bool:
     if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         partitions, _ = partitions_of(device)
         return partitions is not None and partitions.is_ready(partition, mode.units)
-    return not objection(mode.strategy, device) and mode in ways_of(mode.strategy, device)
+    return not unsupported_reason(mode.strategy, device) and mode in ways_of(mode.strategy, device)
 
 
 @functools.cache
@@ -83,7 +83,6 @@ def run(
     computes: Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Sequence[Communicator],
-    released: Sequence[int] = (),
 ) -> tuple[list[T], S]:
     """Run all; the next work on the current stream follows all of them.
 
@@ -92,8 +91,6 @@ def run(
         computes: one computation or several, see ``overlap``.
         collective: function that makes the collectives, see ``overlap``.
         on: communicators on one device.
-        released: numbers of computations, and the one behind them for the collective, in the order of their release;
-            empty for the order of the strategy.
 
     Raises:
         UnavailableError: no such units here, or no streams of theirs yet and a graph is captured.
@@ -102,7 +99,7 @@ def run(
     device, strategy = on[0].device, way.strategy
     numbers = range(len(computes))
     first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and device.type == "cpu")
-    order = released or ((len(computes), *numbers) if first else (*numbers, len(computes)))
+    order = (len(computes), *numbers) if first else (*numbers, len(computes))
     if strategy.concurrent and device.type == "cuda":
         return _on_streams(way, computes, collective, on, device, order)
     comms = [StrategyCommunicator(comm, strategy, None) for comm in on]

@@ -13,9 +13,8 @@ from typing import TypeVar, overload
 
 import torch
 
-from sidelane.c3.launch import BY_KERNELS, can_run, objection, run, ways_of
-from sidelane.c3.rule import choose_strategy
-from sidelane.c3.strategies import LaunchMode, Mover, strategies
+from sidelane.c3.launch import BY_KERNELS, can_run, run, unsupported_reason, ways_of
+from sidelane.c3.strategies import LaunchMode, Mover, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING
@@ -31,7 +30,7 @@ S = TypeVar("S")
 
 AUTO = "auto"
 
-Moves = tuple[str, int] | Sequence[tuple[str, int]]
+SizedCalls = tuple[str, int] | Sequence[tuple[str, int]]
 """Type of a collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an
 all_gather, the local buffer of the others."""
 
@@ -57,8 +56,7 @@ def overlap(
     strategy: str = ...,
     units: int | None = ...,
     beside: Computation | None = ...,
-    moves: Moves = ...,
-    workgroups: Sequence[int] = ...,
+    moves: SizedCalls = ...,
 ) -> tuple[T, S]: ...
 
 
@@ -71,8 +69,7 @@ def overlap(
     strategy: str = ...,
     units: int | None = ...,
     beside: Computation | None = ...,
-    moves: Moves = ...,
-    workgroups: Sequence[int] = ...,
+    moves: SizedCalls = ...,
 ) -> tuple[list[T], S]: ...
 
 
@@ -86,8 +83,7 @@ def overlap(
     strategy: str = NAMES[0],
     units: int | None = None,
     beside: Computation | None = None,
-    moves: Moves = (),
-    workgroups: Sequence[int] = (),
+    moves: SizedCalls = (),
 ) -> tuple[T | list[T], S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
@@ -108,9 +104,6 @@ def overlap(
             all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
         beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
-        workgroups: number of workgroups of each computation's kernels and, last, of the collective's (0 on copy
-            engines). All are then released from few to many, so that none starves (ConCCL paper, V-C and VII-B1),
-            whatever the order of the strategy; equals in the given order.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
@@ -132,7 +125,7 @@ def overlap(
         if beside is not None or moves:
             raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
         way = possible(strategy, comms[0].device, units)
-    return _run(way, compute, collective, comms, workgroups)
+    return _run(way, compute, collective, comms)
 
 
 def _run(
@@ -140,7 +133,6 @@ def _run(
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
     comms: Sequence[Communicator],
-    workgroups: Sequence[int] = (),
 ) -> tuple[T | list[T], S]:
     one = callable(compute)
     computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
@@ -148,7 +140,7 @@ def _run(
         raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
     _check_collective(collective, len(comms))
     computed: list[T]
-    computed, result = run(way, computes, collective, comms, _releases(way, len(computes), workgroups))
+    computed, result = run(way, computes, collective, comms)
     return (computed[0] if one else computed), result
 
 
@@ -170,20 +162,7 @@ def _check_collective(collective: object, count: int) -> None:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
-def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
-    """Return the order of releases, few workgroups first; empty if the strategy has the order."""
-    if not len(workgroups):
-        return ()
-    whole = all(isinstance(each, int) and each >= 0 for each in workgroups)
-    if len(workgroups) != count + 1 or not whole or not way.strategy.concurrent:
-        raise _refused(
-            f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
-            "computation and of the collective; not with serial)"
-        )
-    return tuple(sorted(range(count + 1), key=workgroups.__getitem__))
-
-
-def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Selection[LaunchMode]:
+def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -> Selection[LaunchMode]:
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
     Collectives that only move bytes take ``conccl``. So do reductions, but for large ones beside a compute-bound GEMM,
@@ -216,7 +195,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Sel
     return found
 
 
-def _checked(beside: Computation, moves: Moves) -> tuple[tuple[Kind, int], ...]:
+def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
     if not isinstance(beside, Computation):
         raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
     found = []
@@ -334,7 +313,7 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
         ValueError: there is none, it cannot run callers' calls on that device, or it takes no units.
     """
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
-    reason = "there is none of that name" if found is None else objection(found, device)
+    reason = "there is none of that name" if found is None else unsupported_reason(found, device)
     if found is None or reason:
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")

@@ -1,15 +1,18 @@
-"""Strategies as values, under which a computation and a collective run together, and the registry of all of them.
+"""Strategies as values, under which a computation and a collective run together, the table of all of them, and the rule
+by which ``overlap(..., strategy="auto")`` chooses one.
 
-A new strategy is a new line in one of the tables here. ``c3.launch`` turns the value into launches; studies, the
+A new strategy is a new line of the table here. ``c3.launch`` turns the value into launches; studies, the
 simulator and the commands use it, too. The code that runs a strategy objects if a machine cannot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from sidelane.fields import an, one_of, optional, settle, switch, text, whole
+from sidelane.choice.selection import Selection
+from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 
 class Order(StrEnum):
@@ -61,9 +64,6 @@ class Means(StrEnum):
     TARGET = "target"
 
 
-_MEANS = one_of(Means)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
     """Compute units that the GEMM does without for its whole run: of powers of two the best (ConCCL paper, V-B).
@@ -76,9 +76,6 @@ class Partition:
     memory_bound_only: bool = False
     means: Means = Means.SPLIT
 
-    def __post_init__(self) -> None:
-        settle(self, memory_bound_only=switch, means=_MEANS)
-
     def applies(self, memory_bound: bool) -> bool:
         """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
 
@@ -88,10 +85,7 @@ class Partition:
         return memory_bound or not self.memory_bound_only
 
 
-_ORDER, _MOVER, _PARTITION = one_of(Order), one_of(Mover), optional(an(Partition))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run a pair.
 
@@ -100,12 +94,10 @@ class Strategy:
         order: order of the releases.
         mover: mover of the collective's bytes.
         recipe: description in one line.
-        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules.
+        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules, else
+            0. A serial strategy has neither a priority nor a partition.
         partition: units taken from the GEMM; None: it competes for all.
         preference: rank in the order of trials without measurements; the lowest is first.
-
-    Raises:
-        ValueError: a priority or a partition for a serial strategy, or a priority that is neither 0 nor 1.
     """
 
     name: str
@@ -115,14 +107,6 @@ class Strategy:
     priority: int = 0
     partition: Partition | None = None
     preference: int = 100
-
-    def __post_init__(self) -> None:
-        settle(self, name=text, order=_ORDER, mover=_MOVER, recipe=text)
-        settle(self, priority=whole, partition=_PARTITION, preference=whole)
-        if self.priority not in (0, 1):
-            raise ValueError(f"Strategy: priority (value={self.priority}, allowed=0, 1)")
-        if not self.concurrent and (self.priority or self.partition):
-            raise ValueError(f"Strategy: {self.name}: priority, partition (allowed=none of both where it is serial)")
 
     @property
     def concurrent(self) -> bool:
@@ -141,23 +125,9 @@ class LaunchMode:
         return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
-_registered: dict[str, Strategy] = {}
-
-
-def register(strategy: Strategy) -> Strategy:
-    """Register a strategy.
-
-    Raises:
-        ValueError: another one has that name.
-    """
-    if _registered.setdefault(strategy.name, strategy) != strategy:
-        raise ValueError(f"register: name (value={strategy.name!r}, allowed=what no strategy has)")
-    return strategy
-
-
 def strategies() -> tuple[Strategy, ...]:
     """Return all strategies, serial first, then by mover, and those with the fewest means first."""
-    return tuple(sorted(_registered.values(), key=_place))
+    return tuple(_BY_NAME.values())
 
 
 def named(name: str) -> Strategy:
@@ -166,67 +136,52 @@ def named(name: str) -> Strategy:
     Raises:
         ValueError: there is none.
     """
-    if name not in _registered:
-        allowed = ", ".join(strategy.name for strategy in strategies())
-        raise ValueError(f"strategy: name (value={name!r}, allowed={allowed})")
-    return _registered[name]
+    if name not in _BY_NAME:
+        raise ValueError(f"strategy: name (value={name!r}, allowed={', '.join(_BY_NAME)})")
+    return _BY_NAME[name]
 
 
-def _place(strategy: Strategy) -> tuple[object, ...]:
+def _position(strategy: Strategy) -> tuple[object, ...]:
     movers, orders = list(Mover), list(Order)
     means = (strategy.priority, strategy.partition is not None, orders.index(strategy.order))
     return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
 
 
-register(
-    Strategy(
-        name="serial",
-        order=Order.SERIAL,
-        mover=Mover.LIBRARY,
-        recipe="the GEMM, then the collective, on one stream",
-        preference=50,
-    )
-)
-
 _BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
-_OF_KERNELS: tuple[tuple[str, Order, str, int, Partition | None, int], ...] = (
+
+_OF_KERNELS = (
     # Two streams (ConCCL paper, IV-C); schedule prioritisation (V-A); and both with an urgent stream.
-    ("base", _BASE, "two streams, the GEMM first", 0, None, 40),
-    ("sp", _FIRST, "two streams, the collective first", 0, None, 20),
-    ("priority", _BASE, "the GEMM first, the collective on an urgent stream", 1, None, 30),
+    Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
+    Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
+    Strategy("priority", _BASE, Mover.LIBRARY, "the GEMM first, the collective on an urgent stream", 1, preference=30),
     # Resource partitioning: units of its own for the collective (V-B).
-    ("rp", _BASE, "the GEMM first, the collective on units of its own", 0, Partition(), 100),
-    ("sp_rp", _FIRST, "the collective first, on units of its own", 0, Partition(), 100),
+    Strategy(
+        *("c3_rp", _BASE, Mover.LIBRARY, "the GEMM first, the collective on units of its own"), partition=Partition()
+    ),
+    Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
     # The GEMM's library counts on fewer units: no unit is closed to it.
-    (
-        *("target", _FIRST, "the collective first, a GEMM that leaves it units of its own accord"),
-        *(0, Partition(means=Means.TARGET), 100),
+    Strategy(
+        *("c3_target", _FIRST, Mover.LIBRARY, "the collective first, a GEMM that leaves it units of its own accord"),
+        partition=Partition(means=Means.TARGET),
     ),
 )
-"""Strategies of collectives by kernels: name, order, recipe, priority, partition and preference.
+"""Strategies of collectives by the library's kernels. Each is one of Sidelane's kernels (``sm_``), too.
 
-Each is one of the library's kernels, of Sidelane's, and, without units of its own, of the library's kernels with a
-varied number of CTAs (NCCL's ``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the
-GEMM, and take longer. The GEMM may still use their units; under ``cta_target`` it leaves as many units as there are
-CTAs of its own accord.
+Without units of its own each is also one of the library's kernels with a varied number of CTAs (``cta_``; NCCL's
+``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the GEMM, and take longer. The GEMM
+may still use their units; under ``cta_target`` it leaves as many units as there are CTAs of its own accord.
 """
 
-for _name, _order, _recipe, _priority, _partition, _preference in _OF_KERNELS:
-    _library = Strategy(
-        name=_name if _name == "priority" else f"c3_{_name}",
-        order=_order,
-        mover=Mover.LIBRARY,
-        recipe=_recipe,
-        priority=_priority,
-        partition=_partition,
-        preference=_preference,
-    )
-    _ctas = f"{_recipe}; of the best number of CTAs"
-    register(_library)
-    register(dataclasses.replace(_library, name=f"sm_{_name}", mover=Mover.SM, preference=100))
-    if _partition is None or _partition.means is Means.TARGET:
-        _mover = Mover.LIBRARY_CTAS
-        register(dataclasses.replace(_library, name=f"cta_{_name}", mover=_mover, recipe=_ctas, preference=100))
+
+def _with_mover(prefix: str, mover: Mover, more: str = "") -> list[Strategy]:
+    return [
+        dataclasses.replace(
+            one, name=prefix + one.name.removeprefix("c3_"), mover=mover, recipe=one.recipe + more, preference=100
+        )
+        for one in _OF_KERNELS
+        if mover is Mover.SM or one.partition is None or one.partition.means is Means.TARGET
+    ]
+
 
 # Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
 # would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
@@ -238,15 +193,109 @@ _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on a
 # ranks is a copy of as many bytes.
 _LEFT, _IN_PLACE = "; an all-to-all leaves own parts where they are", "; an all-to-all in place"
 
-for _name, _mover, _recipe, _partition, _preference in (
-    ("nccl_ce", Mover.LIBRARY_DMA, "the library's collective first, on copy engines", None, 100),
-    ("conccl", Mover.DMA, _ENGINES, None, 10),
-    ("conccl_rp", Mover.DMA, _ENGINES + _FEWER, _FEWER_UNITS, 100),
-    ("conccl_left", Mover.DMA_LEFT, _ENGINES + _LEFT, None, 100),
-    ("conccl_rp_left", Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, _FEWER_UNITS, 100),
-    ("conccl_in_place", Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE, None, 100),
-):
-    _strategy = Strategy(
-        name=_name, order=_FIRST, mover=_mover, recipe=_recipe, partition=_partition, preference=_preference
-    )
-    register(_strategy)
+_ALL = (
+    Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
+    *_OF_KERNELS,
+    *_with_mover("sm_", Mover.SM),
+    *_with_mover("cta_", Mover.LIBRARY_CTAS, "; of the best number of CTAs"),
+    Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
+    Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
+    Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+    Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
+    Strategy("conccl_rp_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, partition=_FEWER_UNITS),
+    Strategy("conccl_in_place", _FIRST, Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE),
+)
+_BY_NAME = {strategy.name: strategy for strategy in sorted(_ALL, key=_position)}
+
+# The rule of ``auto``. Copy engines move bytes beside a computation and take no units from it. They cannot add, so the
+# sum of a large all-reduce waits for a GEMM that holds all units; kernels on a few units of their own wait for nobody.
+# The rule was made after a look at 149 pairs of ``results`` (docs/guide/overlap.md, "Let Sidelane choose"), which
+# tests/c3/test_c3_rule.py decides again.
+
+LARGE_BYTES = 256 << 20
+"""Bytes from which on an all-reduce counts as large. Smaller ones than of 512 MiB were not measured beside a GEMM."""
+
+OPERATIONS_A_BYTE = 300
+"""Operations for each byte of its operands from which on a GEMM counts as compute-bound: an H100 does 295 in bfloat16
+in the time of a byte, an H200 206."""
+
+REDUCTION_UNITS = ((0.4, 8), (0.6, 16))
+"""Units for an all-reduce, after the largest ratio of its time to the GEMM's for which they are taken. Longer ones need
+so many that the GEMM loses more: with ordinary tensors 21% of the time (results/h200x2/overlap-reductions.txt)."""
+
+ENGINES, KERNELS, SERIAL = "conccl", "sm_rp", "serial"
+"""Names of the strategies that the rule prefers."""
+
+GemmSizes = tuple[int, int, int, str]
+"""Type of the shape of a GEMM: (m, n, k, dtype)."""
+
+
+def choose_strategy(
+    compute_us: float,
+    product: GemmSizes | None,
+    moves: Sequence[tuple[Kind, int]],
+    *,
+    alone_us: float | None,
+    engines_us: float | None,
+    is_possible: Callable[[LaunchMode], bool],
+) -> Selection[LaunchMode]:
+    """Return a strategy for a computation and collectives, none of which depends on another.
+
+    1. ``serial``, if copy engines take as long as both in turn: hiding then gains nothing.
+    2. ``sm_rp``, if all collectives are large all-reduces and the computation is a GEMM that is compute-bound and long
+       enough, with units after ``REDUCTION_UNITS``.
+    3. ``conccl``, else the first possible strategy in the order of preference.
+
+    Args:
+        compute_us: time of the computation alone in microseconds.
+        product: shape of the computation; None: it is no GEMM, or nobody says.
+        moves: collectives that follow each other, with their bytes: the gathered size of an all_gather, the local
+            buffer of the others.
+        alone_us: time of all collectives alone in microseconds, in the fastest way; None: unknown.
+        engines_us: time of all collectives alone on copy engines; None: unknown.
+        is_possible: function that returns True for a strategy, with its units, that can run.
+
+    Raises:
+        ValueError: no strategy is possible.
+
+    >>> find = lambda kind, us: choose_strategy(
+    ...     5569.0, (16384, 16384, 8192, "bfloat16"), [(kind, 512 << 20)], alone_us=us, engines_us=us,
+    ...     is_possible=lambda mode: True,
+    ... ).reason
+    >>> find(Kind.ALL_GATHER, 765.0)
+    'conccl: copy engines leave all units to the computation'
+    >>> find(Kind.ALL_REDUCE, 1409.0)
+    'sm_rp with 8 units: a large all-reduce beside a compute-bound GEMM, of 0.25 of its time'
+    """
+    serial = LaunchMode(named(SERIAL))
+    if alone_us is not None and engines_us is not None:
+        in_turn_us = compute_us + alone_us
+        if engines_us >= in_turn_us and is_possible(serial):
+            reason = f"{serial}: copy engines take {engines_us:.4g} us, both in turn {in_turn_us:.4g} us"
+            return Selection(serial, reason)
+    large = all(kind is Kind.ALL_REDUCE and nbytes >= LARGE_BYTES for kind, nbytes in moves)
+    if alone_us is not None and large and is_compute_bound(product):
+        ratio = alone_us / compute_us
+        units = next((units for most, units in REDUCTION_UNITS if ratio <= most), 0)
+        kernels = LaunchMode(named(KERNELS), units)
+        if units and is_possible(kernels):
+            reason = f"{kernels}: a large all-reduce beside a compute-bound GEMM, of {ratio:.2f} of its time"
+            return Selection(kernels, reason)
+    for strategy in sorted(strategies(), key=lambda one: one.preference):
+        if is_possible(mode := LaunchMode(strategy)):
+            preferred = "copy engines leave all units to the computation"
+            others = f"the first in order of preference, as {ENGINES} does not run here"
+            return Selection(mode, f"{mode}: {preferred if strategy.name == ENGINES else others}")
+    raise ValueError("choose_strategy: is_possible (value=no strategy, allowed=one or more)")
+
+
+def is_compute_bound(product: GemmSizes | None) -> bool:
+    """Return True for a GEMM that is limited by its operations: with more than ``OPERATIONS_A_BYTE``.
+
+    >>> is_compute_bound((8192, 8192, 8192, "bfloat16")), is_compute_bound((64, 57344, 8192, "bfloat16"))
+    (True, False)
+    """
+    if product is None or product[3] not in ELEMENT_BYTES:
+        return False
+    m, n, k, dtype = product
+    return 2 * m * n * k > OPERATIONS_A_BYTE * (m * k + k * n + m * n) * ELEMENT_BYTES[dtype]

@@ -1,6 +1,6 @@
 """Choice of a way to run a call: candidates, measured profiles, and the choice with its reason."""
 
-from sidelane.choice.candidate import Abilities, Candidate, candidates, objection
+from sidelane.choice.candidate import Abilities, Candidate, candidates, illegal_reason
 from sidelane.choice.choose import Choice, choose
 from sidelane.choice.profile import Curve, Profile
 
@@ -12,5 +12,5 @@ __all__ = [
     "Profile",
     "candidates",
     "choose",
-    "objection",
+    "illegal_reason",
 ]

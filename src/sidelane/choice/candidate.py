@@ -1,8 +1,8 @@
 """Candidates: every way in which a call could run.
 
 Algorithms for copy engines declare for which calls they are legal (``program.builders``). A kernel is added to
-``SM_VARIANTS`` and, if it is not legal for every call, as a line to :func:`objection`. Backends declare which of them
-their machine has (``Abilities``).
+``SM_VARIANTS`` and, if it is not legal for every call, as a line to :func:`illegal_reason`. Backends declare which of
+them their machine has (``Abilities``).
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def candidates(call: CallShape, abilities: Abilities = EVERYTHING) -> tuple[Cand
         call: shape of the call.
         abilities: abilities of this machine.
     """
-    return tuple(found for found in everything(call.kind, abilities) if not objection(call, found, abilities))
+    return tuple(found for found in everything(call.kind, abilities) if not illegal_reason(call, found, abilities))
 
 
-def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVERYTHING) -> str:
+def illegal_reason(call: CallShape, candidate: Candidate, abilities: Abilities = EVERYTHING) -> str:
     """Return the reason why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"

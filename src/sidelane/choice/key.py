@@ -1,4 +1,4 @@
-"""Key of a profile: hardware and software that change its times."""
+"""MachineKey of a profile: hardware and software that change its times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from sidelane.machine.inventory import machine_name
 from sidelane.user_files import whole_in
 
 CPU = "cpu"
@@ -15,7 +16,7 @@ SOFTWARE = ("driver", "cuda", "nccl", "torch", "triton")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Key:
+class MachineKey:
     """Properties of a machine that must be equal for a profile to be used.
 
     Attributes:
@@ -32,7 +33,12 @@ class Key:
     links: str = ""
     software: tuple[tuple[str, str], ...] = ()
 
-    def differences(self, here: Key) -> tuple[str, ...]:
+    @property
+    def short_name(self) -> str:
+        """Short name of the machine, as in the folders under ``results/``."""
+        return CPU if self.device_type == CPU else machine_name(self.device, self.count)
+
+    def differences(self, here: MachineKey) -> tuple[str, ...]:
         """Return the differences on this machine, one phrase each. Properties that a side lacks are not compared."""
         pairs = [
             ("device type", self.device_type, here.device_type),
@@ -49,16 +55,16 @@ class Key:
         return {**dataclasses.asdict(self), "software": dict(self.software)}
 
     @staticmethod
-    def from_dict(content: Mapping[str, Any]) -> Key:
+    def from_dict(content: Mapping[str, Any]) -> MachineKey:
         """Read the result of :meth:`to_dict`."""
         for name in ("device_type", "device", "links"):
             if not isinstance(content.get(name, ""), str):
                 raise TypeError(f"{name} (value={content[name]!r}, allowed=a text)")
         software = tuple(sorted((str(name), str(version)) for name, version in content["software"].items()))
-        return Key(**{**content, "count": whole_in(content, "count"), "software": software})
+        return MachineKey(**{**content, "count": whole_in(content, "count"), "software": software})
 
 
-def key_here(device_type: str, world_size: int = 1) -> Key:
+def key_here(device_type: str, world_size: int = 1) -> MachineKey:
     """Return the key of this machine.
 
     Args:
@@ -69,26 +75,26 @@ def key_here(device_type: str, world_size: int = 1) -> Key:
     return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
 
 
-def quick_key(device_type: str, world_size: int = 1) -> Key:
+def quick_key(device_type: str, world_size: int = 1) -> MachineKey:
     """Return the key of this machine as :func:`key_here` does, without links and software."""
     found = _device_here(device_type)
     return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
 
 
-def _device_here(device_type: str) -> Key:
+def _device_here(device_type: str) -> MachineKey:
     from sidelane.machine import local  # imports torch, which the command line does without
 
     names = local.device_names() if device_type != CPU else ()
     if not names:
-        return Key(device_type, local.processor(), local.cores())
-    return Key(device_type, ", ".join(dict.fromkeys(names)), len(names))
+        return MachineKey(device_type, local.processor(), local.cores())
+    return MachineKey(device_type, ", ".join(dict.fromkeys(names)), len(names))
 
 
 @functools.cache
-def _here(device_type: str) -> Key:
+def _here(device_type: str) -> MachineKey:
     from sidelane.machine import local  # imports torch, which the command line does without
 
-    versions = local.software_versions() if device_type != CPU else {}
+    versions = local.driver_versions() if device_type != CPU else {}
     for name in ("torch", "triton"):
         if name == "triton" and device_type == CPU:
             continue  # no CPU collective runs a kernel

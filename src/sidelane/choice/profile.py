@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sidelane.choice.candidate import Candidate
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import Key
+from sidelane.choice.key import MachineKey
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.shape import CallShape
 from sidelane.user_files import MOST_RANKS, flag_in, json_of, number_in, text_in, whole_in
@@ -101,7 +101,7 @@ class Profile:
     """
 
     machine: str
-    key: Key
+    key: MachineKey
     date: str
     command: str
     curves: tuple[Curve, ...]
@@ -152,7 +152,7 @@ def parse(text: str) -> Profile:
         # Calls of several experts a rank had times of their own once.
         rows = [row for row in content.get("operators", ()) if not (isinstance(row, dict) and "experts" in row)]
         operators = _read_rows("operators", rows, FusedTime.from_dict)
-        key = Key.from_dict(content["key"])
+        key = MachineKey.from_dict(content["key"])
         names = (text_in(content, name) for name in ("machine", "date", "command"))
         machine, date, command = names
         return Profile(machine, key, date, command, curves, operators)

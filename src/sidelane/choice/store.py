@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import CPU, Key, key_here, quick_key
+from sidelane.choice.key import CPU, MachineKey, key_here, quick_key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
 from sidelane.log import UnfailingLogger
-from sidelane.machine.inventory import machine_name
 from sidelane.user_files import bytes_of
 
 logger = UnfailingLogger(logging.getLogger(__name__))
@@ -51,7 +50,7 @@ class InForce:
         return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
 
     @staticmethod
-    def by_table(key: Key, ranks: int | None, notes: tuple[str, ...]) -> InForce:
+    def by_table(key: MachineKey, ranks: int | None, notes: tuple[str, ...]) -> InForce:
         """Return the table of this package for a machine, or None for a profile if there is none."""
         table = builtin_for(key, ranks)
         if table is not None:
@@ -63,12 +62,12 @@ class InForce:
         """Read the result of :meth:`to_text` or :func:`choice_of_rank`."""
         content: dict[str, Any] = json.loads(text)
         if "key" in content:
-            return InForce.by_table(Key.from_dict(content["key"]), content["ranks"], tuple(content["notes"]))
+            return InForce.by_table(MachineKey.from_dict(content["key"]), content["ranks"], tuple(content["notes"]))
         profile = None if content["profile"] is None else parse(content["profile"])
         return InForce(profile, content["where"], tuple(content["notes"]))
 
 
-def in_force(setting: str | None, key: Key) -> InForce:
+def in_force(setting: str | None, key: MachineKey) -> InForce:
     """Find the profile for a machine.
 
     Args:
@@ -97,7 +96,7 @@ def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> st
         ValueError: see :func:`in_force`.
     """
 
-    def whole() -> Key:
+    def whole() -> MachineKey:
         return key_here(device_type, world_size)
 
     key = quick_key(device_type, world_size)
@@ -109,7 +108,9 @@ def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> st
     return json.dumps({"key": key.to_dict(), "ranks": world_size, "notes": notes})
 
 
-def users_profile(setting: str | None, key: Key, whole: Callable[[], Key]) -> tuple[InForce | None, tuple[str, ...]]:
+def users_profile(
+    setting: str | None, key: MachineKey, whole: Callable[[], MachineKey]
+) -> tuple[InForce | None, tuple[str, ...]]:
     """Return the profile in a file, if it is for this machine, and notes why others are not used.
 
     Args:
@@ -124,7 +125,7 @@ def users_profile(setting: str | None, key: Key, whole: Callable[[], Key]) -> tu
     if setting != BUILTIN:
         path = user_file(key) if setting is None else Path(setting)
         try:
-            profile = None if path is None else read(path)
+            profile = None if path is None else read_profile(path)
             if path is None:
                 notes.append(f"no profile of this user is looked for: {NO_HOME}")
             elif profile is not None:
@@ -145,18 +146,13 @@ def users_profile(setting: str | None, key: Key, whole: Callable[[], Key]) -> tu
     return None, tuple(notes)
 
 
-def user_file(key: Key, name: str = "{}.json") -> Path | None:
+def user_file(key: MachineKey, name: str = "{}.json") -> Path | None:
     """Return the file of ``sidelane tune`` for a machine, or a file of another ``name``; None without a home."""
     folder = profile_folder()
-    return None if folder is None else folder / name.format(name_of(key))
+    return None if folder is None else folder / name.format(key.short_name)
 
 
-def name_of(key: Key) -> str:
-    """Return the short name of a machine, as in the folders under ``results/``."""
-    return CPU if key.device_type == CPU else machine_name(key.device, key.count)
-
-
-def read(path: Path) -> Profile | None:
+def read_profile(path: Path) -> Profile | None:
     """Return the profile in a file; None if there is no such file.
 
     Raises:
@@ -200,7 +196,7 @@ def builtin_fused() -> dict[str, Profile]:
     return {name: parse(text) for name, text in _texts("fused").items()}
 
 
-def fused_times(setting: str | None, key: Key) -> dict[str, tuple[FusedTime, ...]]:
+def fused_times(setting: str | None, key: MachineKey) -> dict[str, tuple[FusedTime, ...]]:
     """Return the times of fused operators for choices on a machine, by the names of their tables.
 
     The user's come first, then those of this package for such GPUs. The user's file is left out if it was measured on
@@ -213,7 +209,7 @@ def fused_times(setting: str | None, key: Key) -> dict[str, tuple[FusedTime, ...
     found = {}
     path = None if setting == BUILTIN else user_file(key, FUSED_FILE)
     try:
-        profile = None if path is None else read(path)
+        profile = None if path is None else read_profile(path)
     except ValueError as problem:
         profile = None
         logger.warning("times of fused operators are not used: %s (sidelane fused --keep measures again)", problem)
@@ -233,13 +229,13 @@ def builtin_digest() -> str:
 
 
 @functools.cache
-def _heads() -> dict[str, Key]:
+def _heads() -> dict[str, MachineKey]:
     """Return the key of each table of this package, which is a line of its own (``Profile.to_text``)."""
     lines = {name: re.search(r'^ "key": (.*),$', text, re.MULTILINE) for name, text in _texts().items()}
-    return {name: Key.from_dict(json.loads(line[1])) for name, line in lines.items() if line is not None}
+    return {name: MachineKey.from_dict(json.loads(line[1])) for name, line in lines.items() if line is not None}
 
 
-def builtin_for(key: Key, ranks: int | None = None) -> InForce | None:
+def builtin_for(key: MachineKey, ranks: int | None = None) -> InForce | None:
     """Return the table for a machine: of the same device, whatever its software, and of the nearest count.
 
     World sizes that it lacks get the times of other tables, those of its device first: two ranks on a machine of
@@ -279,12 +275,12 @@ def builtin_for(key: Key, ranks: int | None = None) -> InForce | None:
     )
 
 
-def _alike(measured: Key, here: Key) -> bool:
+def _alike(measured: MachineKey, here: MachineKey) -> bool:
     """Return True if one device's times show what is fastest on the other."""
     return measured.device == here.device or (_vendor(measured) == _vendor(here) and here.links != "none")
 
 
-def _vendor(key: Key) -> str:
+def _vendor(key: MachineKey) -> str:
     return key.device.partition(" ")[0]
 
 

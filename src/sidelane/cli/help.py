@@ -1,57 +1,22 @@
-"""Help in the style of the guide: commands and options in groups, defaults, examples at the end, and a page to read.
-
-This module does for several lists of options and commands what click does for one.
-"""
+"""Help in the style of the guide: commands under headings, examples at the end, and a page to read."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.metadata
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
-from sidelane.cli.errors import MisusedError
-from sidelane.cli.loading import saying_that_pytorch_loads
+from sidelane.cli.output import MisusedError
 from sidelane.errors import nearest
-
-LONGEST_METAVAR = 26
-"""Largest number of characters of a metavar in the column of options. Longer lists of choices stand in the text."""
 
 Example = tuple[str, str]
 """Type of an example: a command line, and its effect."""
-
-
-class Option(click.Option):
-    """Option under a heading. ``group``: the heading; headings stand in the order of ``GROUPS``."""
-
-    def __init__(self, *arguments: Any, group: str, **attributes: Any) -> None:
-        super().__init__(*arguments, **attributes)
-        self.group = group
-
-    def make_metavar(self, ctx: click.Context) -> str:
-        """Return the placeholder for the value: a short word for numbers and for long lists of choices."""
-        if self.metavar is None and isinstance(self.type, click.types.IntParamType | click.types.FloatParamType):
-            return "N"
-        metavar = super().make_metavar(ctx)
-        return "NAME" if isinstance(self.type, click.Choice) and len(metavar) > LONGEST_METAVAR else metavar
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the line of the help, with a long list of choices in its text."""
-        record = super().get_help_record(ctx)
-        if record is None or not isinstance(self.type, click.Choice) or self.make_metavar(ctx) != "NAME":
-            return record
-        text, bracket, extra = record[1].partition("  [")
-        return record[0], f"{text} One of: {', '.join(self.type.choices)}.{bracket}{extra}".lstrip()
-
-    def get_help_extra(self, ctx: click.Context) -> Any:
-        """Return the text in brackets: a default in words without the parentheses that click puts around it."""
-        extra = super().get_help_extra(ctx)
-        if isinstance(self.show_default, str) and "default" in extra:
-            extra["default"] = self.show_default
-        return extra
 
 
 LOOK, PREDICT, MEASURE, CHOOSE, LABORATORY = HEADINGS = (
@@ -64,16 +29,12 @@ LOOK, PREDICT, MEASURE, CHOOSE, LABORATORY = HEADINGS = (
 """Headings of commands: those for users come first."""
 ENTRY_POINTS = "sidelane.commands"
 
-WHAT, HOW, WHERE, OUTPUT, OTHER = GROUPS = ("What", "How", "Where", "Output", "Other")
-
-what = functools.partial(click.option, cls=Option, group=WHAT)
-how = functools.partial(click.option, cls=Option, group=HOW)
-where = functools.partial(click.option, cls=Option, group=WHERE)
-output = functools.partial(click.option, cls=Option, group=OUTPUT)
+PATIENCE_S = 1.5
+"""Seconds of loading after which the notice appears."""
 
 
 class HelpEntry(click.Command):
-    """A command with options in groups.
+    """A command with examples at the end of its help.
 
     Args:
         heading: heading of ``HEADINGS``, under which the tool's help lists it.
@@ -84,18 +45,6 @@ class HelpEntry(click.Command):
         super().__init__(*arguments, **attributes)
         self.heading = heading
         self.examples = tuple(examples)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of options for each group."""
-        shown: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                shown[getattr(parameter, "group", OTHER)].append(record)
-        for group, records in shown.items():
-            if records:
-                with formatter.section(group):
-                    formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
@@ -185,3 +134,22 @@ def _where_to_read() -> Iterator[None]:
         raise
     except click.UsageError as problem:
         raise MisusedError(problem.format_message(), problem.ctx) from problem
+
+
+@contextlib.contextmanager
+def saying_that_pytorch_loads() -> Iterator[None]:
+    """Print a notice on stderr if that is a terminal and PyTorch is still being loaded after a while."""
+    timer = threading.Timer(PATIENCE_S, _say)
+    timer.daemon = True  # the command does not wait for it
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say() -> None:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):  # importlib marks modules under way so
+        click.echo(click.style("loading PyTorch", dim=True), err=True)

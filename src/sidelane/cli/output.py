@@ -1,59 +1,35 @@
-"""Writing the results of a command: to a file, atomically, or to stdout."""
+"""Output of a command: results to a file, atomically, or to stdout; errors to a terminal, with the page to read."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
-from sidelane.cli.help import output
+from sidelane import config
+from sidelane.errors import SEE, Page, SidelaneError, page_of
 from sidelane.user_files import write_whole
-
-
-class Written(click.Path):
-    """Parameter type for an output file or folder; missing folders are made when it is written.
-
-    Args:
-        is_folder: it is a folder; otherwise a file.
-        allow_dash: ``-`` means stdout.
-        exists: it must exist, as it is read before.
-    """
-
-    def __init__(self, *, is_folder: bool = False, allow_dash: bool = False, exists: bool = False) -> None:
-        super().__init__(
-            file_okay=not is_folder, dir_okay=is_folder, exists=exists, path_type=Path, allow_dash=allow_dash
-        )
-        self.is_folder = is_folder
-
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
-        """Refuse a path that cannot be written."""
-        found = super().convert(value, param, ctx)
-        if self.allow_dash and os.fspath(found) in ("-", b"-"):
-            return found
-        problem = why_unwritable(os.fsdecode(found), is_folder=self.is_folder)
-        if problem is not None:
-            self.fail(problem, param, ctx)
-        return found
-
 
 STDOUT = Path("-")
 """Path that stands for stdout."""
 
 
-json_option = output(
+JSON_HELP = "Write the figures here as JSON; - prints them, and nothing else."
+"""Help of the option ``--json`` of all commands."""
+
+json_option = click.option(
     "--json",
-    type=Written(allow_dash=True),
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
     metavar="FILE",
     is_flag=False,
     flag_value="-",
-    help="Write the figures here as JSON; - prints them, and nothing else.",
+    help=JSON_HELP,
 )
 """Option of a command that writes its figures as one JSON object."""
 
@@ -79,7 +55,7 @@ def write_text(target: str | os.PathLike[str], text: str) -> Path:
         sys.stdout.write(text)
         sys.stdout.flush()
         return path
-    if _is_special(path):
+    if is_special(path):
         with path.open("w", encoding="utf-8") as stream:
             stream.write(text)
         return path
@@ -87,31 +63,69 @@ def write_text(target: str | os.PathLike[str], text: str) -> Path:
     return path
 
 
-def why_unwritable(target: str | os.PathLike[str], *, is_folder: bool = False) -> str | None:
-    """Return the reason why a file, or one in a folder, cannot be written; None if it can.
-
-    The function tries it, as permissions do not tell all: it makes a file without a name in the last existing folder.
-
-    Args:
-        target: path; missing folders are allowed.
-        is_folder: files are to be written into it.
-    """
-    path = there = Path(target)
-    ways = (path.absolute(), *path.absolute().parents)
-    try:
-        if not is_folder and path.is_dir():
-            return f"{path} is a folder (allowed=a file)"
-        if not is_folder and _is_special(path):
-            return None if os.access(path, os.W_OK) else f"{path} cannot be written by this user (allowed=one that can)"
-        there = next(each for each in ways[not is_folder :] if each.exists())
-        if not there.is_dir():
-            return f"{path}: {there} is a file (allowed=a folder)"
-        with tempfile.TemporaryFile(dir=there):
-            return None
-    except OSError as problem:
-        return f"{path}: nothing can be written in {there}: {problem.strerror} (allowed=where this user may write)"
-
-
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
     """Return True for a device or a pipe, such as /dev/null, which must not be replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+class FailedError(click.ClickException):
+    """Failure that the user's input did not cause: exit code 1.
+
+    Args:
+        message: description of the failure.
+        page: page to read.
+    """
+
+    def __init__(self, message: str, page: Page) -> None:
+        super().__init__(message)
+        self.page = page
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it to stderr."""
+        click.echo(f"Error: {self.format_message()}\n{SEE}{self.page.shown}", file=file, err=file is None)
+
+
+class MisusedError(click.UsageError):
+    """Invalid input of the user: exit code 2.
+
+    Args:
+        message: given value and allowed values.
+        context: context of the command.
+        page: page to read; None: the help of the command, and the page of all commands.
+    """
+
+    def __init__(self, message: str, context: click.Context | None = None, page: Page | None = None) -> None:
+        super().__init__(message, context)
+        self.page = page
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it to stderr, behind the usage of the command."""
+        path = "" if self.ctx is None else f"{self.ctx.command_path} --help, "
+        usage = "" if self.ctx is None else f"{self.ctx.get_usage()}\n\n"
+        see = f"{path}{Page.COMMANDS.shown}" if self.page is None else self.page.shown
+        click.echo(f"{usage}Error: {self.format_message()}\n{SEE}{see}", file=file, err=file is None)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn errors that have an explanation into one line: exit code 2 for invalid requests, 1 for failures.
+
+    Settings are read first: ranks that cannot read them would take no part in a study, and it would go on without them.
+    """
+    context = click.get_current_context()
+    if context.obj:  # --traceback
+        yield
+        return
+    try:
+        config.current()
+        yield
+    except (ValueError, TypeError) as problem:
+        raise MisusedError(str(problem), context, page_of(problem)) from problem
+    except BrokenPipeError:
+        raise  # the reader of the pipe has closed it, and click prints nothing
+    except OSError as problem:
+        raise FailedError(str(problem), Page.ERRORS) from problem
+    except SidelaneError as problem:
+        if refused := getattr(problem, "refused", ""):  # by a rank of a study: it could not use its arguments
+            raise MisusedError(f"{refused} (sidelane --traceback shows where)", context) from problem
+        raise FailedError(str(problem), page_of(problem) or Page.ERRORS) from problem

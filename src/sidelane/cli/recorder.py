@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,8 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, HelpEntry
-from sidelane.cli.output import STDOUT, json_option, write_json
+from sidelane.cli.output import STDOUT, json_option, plain_errors, write_json
 from sidelane.user_files import bytes_of
 
 LATE_NS = 1_000_000_000
@@ -107,7 +107,7 @@ class _Plain(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read(path: Path) -> Dump:
+def read_dump(path: Path) -> Dump:
     """Read the dump of a rank, of Sidelane or of torch itself.
 
     Raises:
@@ -278,7 +278,7 @@ def recorder(files: tuple[Path, ...], json: Path | None) -> None:
     torch's own are read, too.
     """
     with plain_errors():
-        dumps = [read(path) for path in files]
+        dumps = [read_dump(path) for path in files]
         found = analyse(dumps)
         if json is not None:
             rows = [dataclasses.asdict(finding) for finding in found]
@@ -287,17 +287,10 @@ def recorder(files: tuple[Path, ...], json: Path | None) -> None:
             return
         calls = sum(len(own) for dump in dumps for own in dump.calls.values())
         click.echo(f"{calls} calls of {_ranks(sorted(dump.rank for dump in dumps))}")
-        for group, findings in _grouped(found):
+        for group, findings in itertools.groupby(found, key=lambda finding: finding.group):
             title = group if group.startswith("communicator") else f"process group {group}"
             click.echo(f"\n{title if group else 'errors'}")
             for finding in findings:
                 click.echo(f"  {finding.text}")
         if not found:
             click.echo("nothing is wrong: all ranks have made the same calls")
-
-
-def _grouped(found: Sequence[Finding]) -> list[tuple[str, list[Finding]]]:
-    groups: dict[str, list[Finding]] = {}
-    for finding in found:
-        groups.setdefault(finding.group, []).append(finding)
-    return list(groups.items())

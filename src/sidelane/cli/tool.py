@@ -9,9 +9,8 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, Commands, HelpEntry, how
-from sidelane.cli.output import json_option
+from sidelane.cli.help import LOOK, Commands, HelpEntry
+from sidelane.cli.output import json_option, plain_errors
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
 
@@ -52,8 +51,8 @@ def main(context: click.Context, traceback: bool) -> None:
         ("sidelane info --versions", "what a bug report needs"),
     ),
 )
-@how("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
-@how("--versions", is_flag=True, help="Show only the versions that a bug report needs.")
+@click.option("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
+@click.option("--versions", is_flag=True, help="Show only the versions that a bug report needs.")
 @json_option
 def info(json: Path | None, probe: bool, versions: bool) -> None:
     """Show what this machine offers, and what Sidelane will use of it."""
@@ -63,7 +62,7 @@ def info(json: Path | None, probe: bool, versions: bool) -> None:
         if versions:
             findings.show_versions(json)
         else:
-            findings.main(json, probe=probe)
+            findings.show_machine(json, probe=probe)
 
 
 for _command in (info, recorder):

@@ -202,12 +202,9 @@ class Agreement:
             uniform=len({(part.collective.reduction, part.collective.root) for part in self.parts}) <= 1,
         )
 
-    def text(self) -> str:
-        """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
-        return self._text
-
     @cached_property
-    def _text(self) -> str:
+    def text(self) -> str:
+        """The one-line signature that ranks compare and errors show; its digest covers all attributes."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""

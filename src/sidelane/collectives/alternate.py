@@ -86,21 +86,11 @@ class AlternatingProgram:
         """The program of turn 0."""
         return self._programs[0]
 
-    def repetition(self, place: Place) -> Repetition | None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """Return the repetition of the program that every other call runs (see ``execute.base.Runnable``)."""
-        turns = self._turns
-        turn = 1 - turns.next_eager
-        loaded = self._loaded[turn]
-        found = None if self._captured or loaded is None else loaded.repetition(place)
-        if found is None:
-            return None
-        return dataclasses.replace(found, turn=(turns, "next_eager", turn, 1 - turn))
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """Return the movable form of the program that every other call runs (see ``execute.base.Runnable``)."""
         turn = 1 - self._turns.next_eager
         loaded = self._loaded[turn]
-        found = None if self._captured or loaded is None else loaded.movable(place, buffers)
+        found = None if self._captured or loaded is None else loaded.repetition(place, moving)
         return None if found is None else dataclasses.replace(found, turn=(self._turns, "next_eager", turn, 1 - turn))
 
     def run(self, epoch: int, place: Place) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
-from sidelane.errors import SidelaneError
+from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
@@ -19,8 +19,7 @@ from sidelane.program.kernel_call import KernelCall
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.exported import ExportedMemory
-
-T = TypeVar("T")
+    from sidelane.execute.cuda.virtual import Mirror
 
 
 class SubmittedAhead(Protocol):
@@ -76,27 +75,6 @@ class Arrival(Protocol):
         ...
 
 
-class Marked(Protocol):
-    """A program with triggers or arrivals that is being captured into a graph, where these become dependencies."""
-
-    def mark(self, number: int, place: Place) -> None:
-        """Let the commands that wait for a trigger follow the caller's work so far."""
-        ...
-
-    def follow(self, number: int, place: Place) -> None:
-        """Let the caller's next work follow an arrival."""
-        ...
-
-
-class SecondMapping(Protocol):
-    """A second mapping of a symmetric block, which is unmapped with its last reference."""
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the ranks' parts in this process, at equal distances."""
-        ...
-
-
 class KernelRunnable(Runnable, Protocol):
     """A launch of the caller's own kernel."""
 
@@ -119,64 +97,26 @@ class KernelRunnable(Runnable, Protocol):
         ...
 
 
-class AsyncCalls(Protocol):
-    """Asynchronous calls, as calls on a stream beside the caller's."""
-
-    def run_aside(self, job: Callable[[], T]) -> T:
-        """Run a function with that stream as the current one, behind the caller's work so far. Not in a capture."""
-        ...
-
-    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> Work:
-        """Return the work of the call on these tensors that was queued there last."""
-        ...
-
-
-class HostPath(NamedTuple):
-    """The host's checks in front of a call, as data for compiled code.
+class Backend(abc.ABC):
+    """The device-specific part of a communicator. Its own methods are those of a device without streams.
 
     Attributes:
-        questions: the queries that tell the caller's stream and whether it is captured.
-        last: object and attribute that hold the stream of the last call, None before the first. A call on another
-            stream must be ordered behind that one.
-        lock: lock of the executor, held while commands are submitted.
-        guards: (object, attribute, value) triples; a call may run only while each attribute has its value.
-        asynchronous: makes calls asynchronous.
+        memory: allocator of symmetric memory.
+        executor: executor of programs.
+        abilities: the implementations that ``auto`` may choose among; the same on all ranks.
+        exported: the means by which peers map memory that others have allocated; None where there is none.
+        hosts_meet: every call waits for the hosts of its peers anyway.
     """
 
-    questions: Questions
-    last: tuple[object, str]
-    lock: threading.Lock
-    guards: tuple[tuple[object, str, object], ...]
-    asynchronous: AsyncCalls
+    memory: SymmetricMemory
+    executor: Executor
+    abilities: Abilities
+    exported: ExportedMemory | None = None
+    hosts_meet = False
 
-
-class Backend(Protocol):
-    """The device-specific part of a communicator."""
-
-    @property
-    def memory(self) -> SymmetricMemory: ...
-
-    @property
-    def exported(self) -> ExportedMemory | None:
-        """The means by which peers map memory that others have allocated; None where there is none."""
-        ...
-
-    @property
-    def hosts_meet(self) -> bool:
-        """True if every call waits for the hosts of its peers anyway."""
-        ...
-
-    @property
-    def executor(self) -> Executor: ...
-
-    @property
-    def abilities(self) -> Abilities:
-        """The implementations that ``auto`` may choose among; the same on all ranks."""
-        ...
-
-    def spread(self, block: SymmetricBlock) -> SecondMapping | None:
+    def spread(self, block: SymmetricBlock) -> Mirror | None:
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
-        ...
+        return None
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
@@ -184,13 +124,14 @@ class Backend(Protocol):
         Raises:
             UnavailableError: this device runs no such kernels (see ``abilities``).
         """
-        ...
+        raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     @property
+    @abc.abstractmethod
     def board(self) -> int:
         """Address of the board, the words that kernels and the host exchange (``device/layout.py``)."""
-        ...
 
+    @abc.abstractmethod
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:
         """Prepare the caller's own kernel for its launch. ``compiles``: compile it now, so that a failure shows here.
 
@@ -198,36 +139,36 @@ class Backend(Protocol):
             UnavailableError: this device does not run it.
             Exception: it cannot be compiled.
         """
-        ...
 
+    @abc.abstractmethod
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Trigger:
         """Prepare signals of this rank's flags, (address, value) each, for which the commands of ``loaded`` wait.
 
         Raises:
             UnavailableError: a trigger could not be delivered while ``loaded`` runs: it holds all hardware channels.
         """
-        ...
 
+    @abc.abstractmethod
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Arrival:
         """Prepare waits for this rank's flags, (address, value) each, which ``loaded`` signals on its way."""
-        ...
 
+    @abc.abstractmethod
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> SubmittedAhead:
         """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host may fire it.
 
         Raises:
             UnavailableError: the trigger could not be delivered: the armed program holds all hardware channels.
         """
-        ...
 
+    @abc.abstractmethod
     def place(self) -> Place:
         """Return the caller's current stream, and whether it is captured. Called once per call, since it takes time."""
-        ...
 
     def capture_of(self, place: Place) -> int:
         """Return the number of the capture that ``place`` is in, which is never used twice; 0 outside of captures."""
-        ...
+        return 0
 
+    @abc.abstractmethod
     def run(
         self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
     ) -> Work | None:
@@ -235,49 +176,50 @@ class Backend(Protocol):
 
         ``place``: the caller's stream. If it is being captured, the program was made for a capture.
         """
-        ...
 
-    def host_path(self) -> HostPath | None:
-        """Return the host's checks in front of a repeated call; None if their time does not matter on this device."""
-        ...
+    def questions(self) -> Questions | None:
+        """Return the queries in front of a repeated call; None if their time does not matter on this device."""
+        return None
 
     def follow_all(self) -> None:
         """Order the caller's next work behind all calls, and behind the work of streams that were noted."""
-        ...
+        return
 
     def note_stream(self) -> None:
         """Note that memory is allocated for the work of the caller's stream (see :meth:`follow_all`)."""
-        ...
+        return
 
     def engine_streams(self) -> Sequence[int]:
         """Return the handles of the streams that run copy engines beside the caller's stream."""
-        ...
+        return ()
 
+    @abc.abstractmethod
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time-out of the waits of calls, in seconds."""
-        ...
 
+    @abc.abstractmethod
     def synchronize(self) -> None:
         """Block the host until every call has finished. Raises the error of a call that failed."""
-        ...
 
     def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
         """Touch flag memories of this rank no more, whose calls have ended: the caller drops the block around them."""
-        ...
+        return
 
+    @abc.abstractmethod
     def settle(self) -> None:
         """Return once all stores that torch has submitted so far are in memory."""
-        ...
 
+    @abc.abstractmethod
     def renew(self, call: int) -> None:
         """Set the backend's own flag words as if ``call`` had set them; return once all stores so far are in memory.
 
         No call may be under way.
         """
-        ...
 
+    @abc.abstractmethod
     def disown(self, error: SidelaneError) -> None:
         """Disable this backend in a forked copy of the process: waits raise ``error``, and no memory is touched."""
-        ...
 
-    def close(self) -> None: ...
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release streams, threads and memory."""

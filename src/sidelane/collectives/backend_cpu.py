@@ -13,30 +13,29 @@ from datetime import timedelta
 import torch
 
 from sidelane.choice import Abilities
+from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_thread import CallFuture, CallThread
-from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
-from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError, anew
+from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
+from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
 from sidelane.memory import ending
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
-from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """See :class:`sidelane.collectives.backend.Backend`."""
 
+    executor: CpuExecutor
     abilities = Abilities()
-    exported = None
     hosts_meet = True
 
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
@@ -49,12 +48,6 @@ class CpuBackend:
         self._last: CallFuture | None = None
         self._disowned: SidelaneError | None = None
         ending.at_exit(self)
-
-    def spread(self, block: SymmetricBlock) -> None:
-        return None
-
-    def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
-        raise UnavailableError(f"{program.collective}: variant {program.variant!r} runs on GPUs only")
 
     @functools.cached_property
     def _board(self) -> Board:
@@ -78,9 +71,6 @@ class CpuBackend:
 
     def place(self) -> Place:
         return NO_STREAM
-
-    def capture_of(self, place: Place) -> int:
-        return 0
 
     def run(
         self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
@@ -107,12 +97,6 @@ class CpuBackend:
             raise
         return CpuWork(self._last, self)
 
-    def host_path(self) -> None:
-        """Return None: threads move the bytes, which takes longer than any check of the host."""
-
-    def engine_streams(self) -> Sequence[int]:
-        return ()
-
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
 
@@ -137,15 +121,6 @@ class CpuBackend:
         if error is not None:
             raise anew(error)
 
-    def follow_all(self) -> None:
-        """Do nothing: callers wait for their calls, and an asynchronous call keeps its tensors."""
-
-    def note_stream(self) -> None:
-        """Do nothing: there are no streams."""
-
-    def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
-        """Do nothing: nobody but a call's own threads touches its flags."""
-
     def settle(self) -> None:
         full_fence()
 
@@ -164,7 +139,8 @@ class CpuBackend:
 
     def close(self) -> None:
         self.executor.close()  # first: this ends the waits of the thread's call
-        self._thread.close()
+        self._thread.cancel()
+        self._thread.end()
         self._last = None
 
 
@@ -242,7 +218,7 @@ class CpuHeld:
         return reached(self._word.value, self._epoch & WORD_MASK)
 
 
-class CpuWork(Work):
+class CpuWork(FutureWork):
     """See :class:`sidelane.collectives.work.Work`."""
 
     def __init__(self, future: CallFuture, backend: CpuBackend) -> None:
@@ -252,23 +228,8 @@ class CpuWork(Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if timeout > NO_TIMEOUT and not self._future.has_ended(timeout.total_seconds()):
             raise PeerTimeoutError(timed_out(timeout, self.outputs))
-        self._backend.result(self._future)
+        self._raise()
         return True
 
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def exception(self) -> BaseException | None:
-        if not self._future.done() or self._future.cancelled():
-            return None
-        return self._future.exception()
-
-    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
-        return tell_end(self._future, function)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        def result() -> list[torch.Tensor]:
-            self._backend.result(self._future)
-            return list(self.outputs)
-
-        return future_of(self._future, result)
+    def _raise(self) -> None:
+        self._backend.result(self._future)

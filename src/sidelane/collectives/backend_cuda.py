@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, SM
-from sidelane.collectives.backend import HostPath
+from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
-from sidelane.execute.base import Addresses, Place, Runnable
+from sidelane.execute.base import Addresses, Place, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
@@ -44,7 +44,7 @@ T = TypeVar("T")
 _POLL_S = 50e-6
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """See :class:`sidelane.collectives.backend.Backend`.
 
     Attributes:
@@ -52,7 +52,7 @@ class CudaBackend:
         channels: hardware channels of the streams of a process.
     """
 
-    hosts_meet = False
+    executor: CudaExecutor
     kernels_move_bytes = True
     channels = CUDA_CHANNELS
 
@@ -76,7 +76,7 @@ class CudaBackend:
         self._side: SideStream | None = None  # of asynchronous calls
         self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams
-        self._last: int | None = None  # handle of the stream of the last call
+        self.last_stream: int | None = None  # handle of that of the last call, which compiled code reads and sets
         self._last_captured: int | None = None
 
     def _probe(self, exchange: Exchange, device: torch.device) -> DriverFeatures:
@@ -134,16 +134,13 @@ class CudaBackend:
     ) -> CudaWork | None:
         if async_op:
             return self._run_aside(loaded, epoch, tensors, place)
-        if place[0] != (self._last_captured if place[1] else self._last):
+        if place[0] != (self._last_captured if place[1] else self.last_stream):
             self._order_after_last(place)
         loaded.run(epoch, place)
         return None
 
-    def host_path(self) -> HostPath | None:
-        questions = self.executor.driver.questions()
-        if questions is None:
-            return None
-        return HostPath(questions, (self, "_last"), self.executor.lock, ((self.executor.watch, "failure", None),), self)
+    def questions(self) -> Questions | None:
+        return self.executor.driver.questions()
 
     def _aside(self) -> SideStream:
         """Return the stream of asynchronous calls."""
@@ -152,6 +149,10 @@ class CudaBackend:
         return self._side
 
     def run_aside(self, job: Callable[[], T]) -> T:
+        """Run a function with the stream of asynchronous calls as the current one, behind the caller's work so far.
+
+        Not in a capture.
+        """
         return self._aside().run(job)
 
     def _run_aside(
@@ -171,6 +172,7 @@ class CudaBackend:
         return CudaWork(self, stream, caller, [tensor for tensor in tensors if tensor is not None])
 
     def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
+        """Return the work of the call on these tensors that was queued last on the stream of asynchronous calls."""
         return self.work_on(self._aside(), tensors, outputs)
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
@@ -232,21 +234,25 @@ class CudaBackend:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream
         # they do. A graph under capture cannot wait for work outside, only for what it has captured itself.
         handle, capturing = place
-        last = self._last_captured if capturing else self._last
+        last = self._last_captured if capturing else self.last_stream
         if last is not None and last != handle and self.executor.driver.is_capturing(last) == capturing:
             self.executor.order(last, handle)
         if capturing:
             self._last_captured = handle
         else:
-            self._last = handle
+            self.last_stream = handle
 
     def follow(self, handle: int) -> None:
         """Order the next call behind the work of this stream."""
-        self._last = handle
+        self.last_stream = handle
 
     def last_handle(self) -> int | None:
         """Return the handle of the stream behind whose work the last call ends; None before the first call."""
-        return None if self._last is None or self.executor.driver.is_capturing(self._last) else self._last
+        return (
+            None
+            if self.last_stream is None or self.executor.driver.is_capturing(self.last_stream)
+            else self.last_stream
+        )
 
 
 class CudaHeld:

@@ -263,7 +263,7 @@ class ShapeProgram:
     @property
     def signature(self) -> str:
         """Text that the ranks compare."""
-        return self.agreement.text()
+        return self.agreement.text
 
     def at(self, addresses: Sequence[int]) -> Addresses:
         """Return the addresses of the program for tensors at other addresses."""

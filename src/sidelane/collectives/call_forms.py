@@ -94,7 +94,7 @@ class CallForm(abc.ABC):
 
     def posted(self, agreement: Agreement) -> tuple[str, str]:
         """Return the signature of a request that was made, which the ranks compare, and what else they exchange."""
-        return agreement.text(), ""
+        return agreement.text, ""
 
     def settled(
         self, control: ControlBlock, number: int, posts: Sequence[PostedCall], requests: Requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from sidelane import log
 from sidelane.collectives.arguments import Arguments
@@ -28,6 +28,9 @@ from sidelane.execute.base import Place
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside
+
+if TYPE_CHECKING:
+    from sidelane.collectives.backend_cuda import CudaBackend
 
 T = TypeVar("T")
 
@@ -67,7 +70,7 @@ class CallPath:
         self.repeats: Repeats | None = None
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
-        self._host_path = calls.backend.host_path() if gains else None
+        self._questions = calls.backend.questions() if gains else None
         self._places = arguments.places
         self._find_code()
 
@@ -76,15 +79,16 @@ class CallPath:
 
         No rank can tell which of them have it: a call posts and does the same in Python.
         """
-        path, found = self._host_path, None
-        if path is not None and (found := load_replays_soon()) is not None:
-            self._host_path = None
+        questions = self._questions
+        if questions is not None and (found := load_replays_soon()) is not None:
+            self._questions = None
             if found.module is not None:
-                self.repeats = Repeats.of(found.module, path, self.calls, self.arguments, self.preparer)
+                backend = cast("CudaBackend", self.calls.backend)
+                self.repeats = Repeats(found.module, questions, backend, self.calls, self.arguments, self.preparer)
 
     def code(self) -> Repeats | None:
         """Return compiled code's calls; None as long as there is no compiled code."""
-        if self._host_path is not None:
+        if self._questions is not None:
             self._find_code()
         return self.repeats
 
@@ -104,7 +108,7 @@ class CallPath:
             Exception: as ``Communicator.all_gather`` does.
         """
         calls = self.calls
-        if self._host_path is not None:
+        if self._questions is not None:
             self._find_code()
         number = calls.number()
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond

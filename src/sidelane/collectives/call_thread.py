@@ -94,23 +94,19 @@ class CallThread:
         thread.join()
         self._thread = None
 
-    def close(self) -> None:
-        """Wait for the call under way, cancel those behind it, and let callbacks end."""
-        self._is_closed = True
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._jobs.put(None)
-            thread.join()
-            self.callbacks.join()
+    def end(self, until: float | None = None) -> bool:
+        """Make the submitted calls, waiting for them and their callbacks. Return whether the calls have ended.
 
-    def end(self, until: float) -> bool:
-        """Make the submitted calls, waiting until a moment of ``time.monotonic``. Return whether they have ended."""
-        if self._thread is None:
+        Args:
+            until: moment of ``time.monotonic`` until which to wait; None: without end.
+        """
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
             return True
         self._jobs.put(None)
-        self._thread.join(max(until - time.monotonic(), 0))
+        thread.join(None if until is None else max(until - time.monotonic(), 0))
         self.callbacks.join(until)
-        return not self._thread.is_alive()
+        return not thread.is_alive()
 
     def cancel(self) -> None:
         """Cancel all calls that have not begun."""

@@ -85,7 +85,9 @@ class SymmetricHeap:
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
         self._lock = forks.rlock()
-        _know(self)
+        global _heaps_there
+        with _heaps_lock:
+            _heaps_there = (*(known for known in _heaps_there if known() is not None), weakref.ref(self))
 
     def add(self, number: int, block: SymmetricBlock) -> None:
         """Add a block that all ranks have allocated."""
@@ -202,7 +204,6 @@ class SymmetricHeap:
         with self._lock:
             self._blocks, self._places, self._pools = {}, [], {}
             self._kept.clear()
-        _forget(self)
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
         """Return the heap of another communicator that holds an address; None if there is none."""
@@ -321,15 +322,3 @@ _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
 """All heaps of this process; the tuple is replaced as a whole, so that readers need no lock."""
 
 _heaps_lock = forks.rlock()  # communicators may be made and closed on several threads
-
-
-def _know(heap: SymmetricHeap) -> None:
-    global _heaps_there
-    with _heaps_lock:
-        _heaps_there = (*(known for known in _heaps_there if known() is not None), weakref.ref(heap))
-
-
-def _forget(heap: SymmetricHeap) -> None:
-    global _heaps_there
-    with _heaps_lock:
-        _heaps_there = tuple(known for known in _heaps_there if known() not in (None, heap))

@@ -247,7 +247,7 @@ class Preparer:
         if frozen:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
             self._kept.append(loaded)
-        prepared = PreparedCall(loaded, agreement.text(), frozen, plan.choice)
+        prepared = PreparedCall(loaded, agreement.text, frozen, plan.choice)
         if not was_known:
             choice = plan.choice
             log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
-from sidelane.collectives.backend import HostPath, KernelRunnable
+from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
-from sidelane.execute.base import Place, Repetition
+from sidelane.execute.base import Place, Questions, Repetition
 from sidelane.native import Effect
 from sidelane.program.footprint import loaded_bytes
+
+if TYPE_CHECKING:
+    from sidelane.collectives.backend_cuda import CudaBackend
 
 MOST_TENSORS = 128
 """Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""
@@ -41,24 +44,45 @@ class Repeats:
     Threads may share it, as they share a communicator.
 
     Args:
-        calls, arguments, preparer: those of the communicator.
-        replay: a ``Replay`` object of ``native/replay.c``.
-        path: the host's checks, which compiled code makes.
+        module: ``native/replay.c``.
+        questions: the queries that tell the caller's stream and whether it is captured.
+        backend, calls, arguments, preparer: those of the communicator, which is between two calls.
 
     Attributes:
-        submitting: lock that is held while a call is made again.
-        asynchronous: makes calls asynchronous.
+        backend: backend of the communicator.
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
             anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
             inside a capture, behind work on another stream, or while another thread submits. Python makes the call
             then, or raises the error.
     """
 
-    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any, path: HostPath) -> None:
-        self.submitting, self.asynchronous = path.lock, path.asynchronous
+    def __init__(
+        self,
+        module: ModuleType,
+        questions: Questions,
+        backend: CudaBackend,
+        calls: Calls,
+        arguments: Arguments,
+        preparer: Preparer,
+    ) -> None:
+        self.backend = backend
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
-        self._replay = replay
-        self.run = replay.run
+        control, posts, lock = calls.control, calls.control.own_posts(), backend.executor.lock
+        guards = (
+            (calls, "closed", False),
+            (calls, "failure", None),
+            (calls, "armed", None),
+            (backend.executor.watch, "failure", None),
+        )
+        self._replay = module.Replay(
+            guards,
+            *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
+            *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
+            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
+            *(control, control.post_call, posts.lock, lock.acquire, lock.release),
+            *(count_writes, torch.Tensor),
+        )
+        self.run = self._replay.run
         self._forgotten = 0  # how often
         self._nbytes = 0  # of what was passed since then
         preparer.cache.keepers.append(self.forget)
@@ -73,31 +97,6 @@ class Repeats:
     def comes_again(self) -> bool:
         """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
         return bool(self._replay.again)
-
-    @property
-    def moved(self) -> int:
-        """Number of calls that compiled code made by their shape."""
-        return int(self._replay.moved)
-
-    @staticmethod
-    def of(module: ModuleType, path: HostPath, calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats:
-        """Make one for a communicator, between two calls; ``module`` is ``native/replay.c``."""
-        control, posts, questions = calls.control, calls.control.own_posts(), path.questions
-        guards = (
-            (calls, "closed", False),
-            (calls, "failure", None),
-            (calls, "armed", None),
-            *path.guards,
-        )
-        replay = module.Replay(
-            guards,
-            *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
-            *(heap.generation_cell, path.last, (calls, "numbers")),
-            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
-            *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
-            *(count_writes, torch.Tensor),
-        )
-        return Repeats(calls, arguments, preparer, replay, path)
 
     def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
@@ -148,7 +147,7 @@ class Repeats:
         if len(known.repeated) >= MOST_REPEATED:
             known.repeated.clear()
         known.repeated.add(given)
-        repetition = prepared.loaded.movable(place, [buffer for buffer, _ in known.places])
+        repetition = prepared.loaded.repetition(place, [buffer for buffer, _ in known.places])
         tensor_of = dict(known.places)
         rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
         admits = functools.partial(all_ordinary, self._arguments)

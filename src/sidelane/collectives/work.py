@@ -85,30 +85,47 @@ class Work(dist.Work):
         return list(self.outputs)
 
 
-def tell_end(ended: CallFuture, function: Callable[[BaseException | None], None]) -> bool:
-    """Call a function when a future is done, with its error; see :meth:`Work.when_ended`."""
-    ended.add_done_callback(lambda done: None if done.cancelled() else function(done.exception()))
-    return True
+class FutureWork(Work):
+    """A collective that a thread makes, which tells its end by a future. A subclass sets ``_future``."""
 
+    _future: CallFuture
 
-def future_of(ended: CallFuture, result: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
-    """Make a torch future for the end of a call. Callbacks run after those of earlier calls (``Callbacks``).
+    @abc.abstractmethod
+    def _raise(self) -> None:
+        """Wait for the future, and raise the error of a call that has failed."""
 
-    A failure is raised inside of a callback of the future, not set by ``set_exception``: C++ code (DDP's) takes an
-    exception that was set from Python for a result, and reads it as tensors. Waits raise a RuntimeError with its text.
+    def is_completed(self) -> bool:
+        return self._future.done()
 
-    Args:
-        ended: future that is done when the collective has ended.
-        result: called then; it returns the outputs or raises the error.
-    """
-    begun: torch.futures.Future[None] = torch.futures.Future()
-    future = begun.then(lambda _: result())
-    if ended.done():
-        begun.set_result(None)
-    else:
-        complete = functools.partial(begun.set_result, None)
-        ended.add_done_callback(lambda _: ended.thread.callbacks.run(complete))
-    return future
+    def exception(self) -> BaseException | None:
+        if not self._future.done() or self._future.cancelled():
+            return None
+        return self._future.exception()
+
+    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
+        self._future.add_done_callback(lambda done: None if done.cancelled() else function(done.exception()))
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """See :meth:`Work.get_future`. Callbacks run after those of earlier calls (``Callbacks``).
+
+        A failure is raised inside of a callback of the future, not set by ``set_exception``: C++ code (DDP's) takes an
+        exception that was set from Python for a result, and reads it as tensors. Waits raise a RuntimeError with its
+        text.
+        """
+        begun: torch.futures.Future[None] = torch.futures.Future()
+
+        def outputs(_: object) -> list[torch.Tensor]:
+            self._raise()
+            return list(self.outputs)
+
+        future = begun.then(outputs)
+        if self._future.done():
+            begun.set_result(None)
+        else:
+            complete, callbacks = functools.partial(begun.set_result, None), self._future.thread.callbacks
+            self._future.add_done_callback(lambda _: callbacks.run(complete))
+        return future
 
 
 def timed_out(timeout: timedelta, outputs: Sequence[torch.Tensor]) -> str:

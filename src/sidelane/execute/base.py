@@ -206,7 +206,7 @@ class Repetition:
         failed: raises; called with the index of a step and the error that it returned or raised.
         turn: (object, attribute, its value when it is the turn of this repetition, its next value); None if every call
             does the same.
-        followers: values that follow addresses, for :meth:`Runnable.movable`, whose steps no other code uses.
+        followers: values that follow addresses of buffers that may move; no other code uses the steps then.
     """
 
     steps: tuple[DriverCall, ...]
@@ -234,12 +234,13 @@ class Runnable(Protocol):
         """
         ...
 
-    def repetition(self, place: Place) -> Repetition | None:
-        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None."""
-        ...
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None.
 
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """Return a repetition with the values that follow the addresses of buffers; None if more than these changes."""
+        Args:
+            place: the stream of that run.
+            moving: buffers that may lie elsewhere in later runs, which have ``followers`` then; None: none may.
+        """
         ...
 
 

@@ -79,13 +79,12 @@ class Submitted:
     counts: Counts
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Entry:
     """The commands that a loaded program submits, with the counter of such submissions."""
 
-    __slots__ = ("submitted", "tally")
-
-    def __init__(self, submitted: Submitted, tally: list[int]) -> None:
-        self.submitted, self.tally = submitted, tally
+    submitted: Submitted
+    tally: list[int]
 
 
 class SubmissionLedger:

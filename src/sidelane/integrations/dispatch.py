@@ -22,7 +22,7 @@ from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import GroupCall, GroupOperation, Key
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
-from sidelane.integrations.order import RepeatedCall, are_plain
+from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, OtherWork
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -67,9 +67,9 @@ class GroupDispatcher:
         life.forgets = (self._kept.clear, self._repeated.clear, self.memory.clear)
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
-        forks.telling(self)
+        forks.in_copies_of(self, GroupDispatcher.forget_repeated)
 
-    def disown(self) -> None:
+    def forget_repeated(self) -> None:
         """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
         self._repeated.clear()
 
@@ -157,12 +157,16 @@ class GroupDispatcher:
         self.life.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.life.uses(device) or self._across(call) or self._slower_staged(call, device)
-        if (call.refusal or self.life.nodes.spans) and settings.current().deterministic and call.adds_floats:
-            why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
-            raise in_no_order(call.operation.name, why if call.refusal else "it adds up sums of several nodes")
         if self._captures():
             self._refuse_in_graph(call, device)
         order = self.life.orders.get(device)
+        if (
+            isinstance(order, StreamOrder)
+            and not call.refusal
+            and self.life.communicator(call.tensors[0].device) is None
+        ):
+            call.refusal = self.life.refusals[device]  # on the host, calls find that out in their turn
+        self._require_order(call, device)
         if order is None:
             work = self._make_other(call, device)
         elif call.refusal:
@@ -176,6 +180,12 @@ class GroupDispatcher:
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
         return work
+
+    def _require_order(self, call: GroupCall, device: str) -> None:
+        """Raise for a sum whose terms are added in no fixed order, if the settings ask for one."""
+        if (call.refusal or self.life.nodes.spans) and settings.current().deterministic and call.adds_floats:
+            why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
+            raise in_no_order(call.operation.name, why if call.refusal else "it adds up sums of several nodes")
 
     def _across(self, call: GroupCall) -> str:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
@@ -257,6 +267,7 @@ class GroupDispatcher:
         communicator = self.life.communicator(call.tensors[0].device if call.tensors else torch.device(device))
         if communicator is None:
             call.refusal = self.life.refusals[device]
+            self._require_order(call, device)
             self._make_other(call, device).wait()
             return
         try:

@@ -22,7 +22,6 @@ from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.works import StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
 
@@ -34,7 +33,7 @@ ABORTED = "was aborted"
 
 
 class GroupLifetime:
-    """Maker and end of a group's communicators. Waiting calls query it (``order.Guard``).
+    """Maker and end of a group's communicators. Waiting calls query it (``works.Guard``).
 
     Args:
         group: group that torch knows; this object does not keep it alive.
@@ -46,6 +45,7 @@ class GroupLifetime:
 
     Attributes:
         other, ranks, nodes, witness, timeout: see above.
+        rank: number of this rank in the group.
         name: name that torch gives the group.
         names: names of the other group's backends, by device.
         asked: devices and backends that the caller asked torch for, short and in full, both as torch writes them; None
@@ -66,7 +66,7 @@ class GroupLifetime:
         nodes: Nodes,
         timeout: timedelta,
     ) -> None:
-        self._whose, self._rank, self.other = weakref.ref(group), group.rank(), other
+        self._whose, self.rank, self.other = weakref.ref(group), group.rank(), other
         self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
         self.name = ""
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
@@ -100,7 +100,7 @@ class GroupLifetime:
             raise self._told()
 
     def _told(self) -> PeerError:
-        return PeerError(f"process group {self.name} {self._ended} on rank {self._rank}", (self._rank,))
+        return PeerError(f"process group {self.name} {self._ended} on rank {self.rank}", (self.rank,))
 
     def require(self) -> None:
         """Raise if the group can make no calls.
@@ -258,24 +258,14 @@ class GroupLifetime:
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
 
-    def interrupted(self, error: KeyboardInterrupt) -> None:
-        """End the communicator, whose thread would wait on."""
-        self._leave(error)
-
-    def ends(self) -> None:
-        """End the communicator at the interpreter's exit, and tell its peers."""
-        self._leave(PeerError(f"rank {self._rank} ended without waiting for its asynchronous calls", (self._rank,)))
-
-    def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
+    def leave(self, error: PeerError | KeyboardInterrupt) -> None:
+        """End the communicator, whose thread would wait on, because of this rank, and tell its peers."""
         if (communicator := self.communicators.get("cpu")) is not None:
             _leave(communicator, error)
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a call that is queued on a stream, which uses these tensors."""
-        communicator = self.communicators.get("cuda")
-        if communicator is None:
-            return StreamWork(side.stream, tensors, outputs)
-        backend: Any = communicator.lane.backend
+        backend: Any = self.communicators["cuda"].lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ from sidelane.collectives.call_forms import own_part
 from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.errors import CommunicatorClosedError
+from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.calls import GroupCall, name_of
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.works import EndedWork, HostWork
+from sidelane.integrations.works import EndedWork, Guard, HostWork
 from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -89,26 +89,6 @@ def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch
     return True
 
 
-class Guard(Protocol):
-    """Interface of the group for calls that wait."""
-
-    def late(self) -> tuple[str, Sequence[int]]:
-        """Return the ranks that have not come: text for a time-out, and their numbers."""
-        ...
-
-    def interrupted(self, error: KeyboardInterrupt) -> None:
-        """Handle Ctrl-C in a thread that waits."""
-        ...
-
-    def ends(self) -> None:
-        """Make waiting calls fail, because the interpreter exits."""
-        ...
-
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """Return the work of everything queued on a stream, which uses these tensors."""
-        ...
-
-
 class HostOrder:
     """Calls on CPU tensors. A synchronous one runs in its caller's thread, behind the asynchronous ones.
 
@@ -145,7 +125,7 @@ class HostOrder:
             RuntimeError: a signal handler or a finaliser calls inside of a call of its own thread.
         """
         if is_async or timeout > NO_TIMEOUT:
-            return HostWork(self._submit(job), outputs, timeout, self._guard.late, self._guard.interrupted)
+            return HostWork(self._submit(job), outputs, timeout, self._guard)
         self.alone(job)
         return EndedWork(outputs)
 
@@ -176,7 +156,8 @@ class HostOrder:
         if not self._thread.end(until):
             self._gives_up = True
             ending.give_up()
-            self._guard.ends()
+            rank = self._guard.rank
+            self._guard.leave(PeerError(f"rank {rank} ended without waiting for its asynchronous calls", (rank,)))
             self._thread.end(time.monotonic() + ending.LEAVING_S)
 
     def _submit(self, job: Job) -> CallFuture:

@@ -83,8 +83,8 @@ class SidelaneGroup(dist.ProcessGroup):
         self._dispatcher = GroupDispatcher(self._lifetime)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
-        forks.keeping(self)
-        forks.keeping(self._other)
+        for group in (self, self._other):
+            forks.in_copies_of(group, forks.keep_for_ever)
 
     # --- interface of a group for torch -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.call_thread import CallFuture
-from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
-from sidelane.errors import PeerTimeoutError, SidelaneError, anew
+from sidelane.collectives.side_stream import SideStream
+from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
+from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
 
@@ -42,32 +43,49 @@ class EndedWork(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return finished(self.outputs)
+        """Return a future that is done; on GPUs, its callbacks come behind the current stream."""
+        devices: list[Any] = list({tensor.device for tensor in self.outputs if tensor.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result(list(self.outputs))
+        return future
 
 
-class HostWork(Work):
+class Guard(Protocol):
+    """Interface of a group for its calls that wait.
+
+    Attributes:
+        rank: number of this rank in the group.
+    """
+
+    rank: int
+
+    def late(self) -> tuple[str, Sequence[int]]:
+        """Return the ranks that have not come: text for a time-out, and their numbers."""
+        ...
+
+    def leave(self, error: PeerError | KeyboardInterrupt) -> None:
+        """Make waiting calls fail, here and on the other ranks: by Ctrl-C, or because the interpreter exits."""
+        ...
+
+    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """Return the work of everything queued on a stream, which uses these tensors."""
+        ...
+
+
+class HostWork(FutureWork):
     """A call that runs on a thread of this process.
 
     Args:
         future: future of the call.
         outputs: tensors that it writes.
         timeout: time-out of a ``wait`` without one; 0 for none.
-        late: function that returns the ranks that have not come, as text for a time-out and as numbers.
-        interrupted: function called if Ctrl-C reaches a thread that waits.
+        guard: group that a wait queries.
     """
 
-    def __init__(
-        self,
-        future: CallFuture,
-        outputs: Sequence[torch.Tensor],
-        timeout: timedelta,
-        late: Callable[[], tuple[str, Sequence[int]]],
-        interrupted: Callable[[KeyboardInterrupt], None],
-    ) -> None:
+    def __init__(self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: Guard) -> None:
         super().__init__()
         self.outputs = tuple(outputs)
-        self._future, self._timeout, self._late, self._interrupted = future, timeout, late, interrupted
-        self._maker = os.getpid()
+        self._future, self._timeout, self._guard, self._maker = future, timeout, guard, os.getpid()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._future.done():
@@ -76,29 +94,13 @@ class HostWork(Work):
         try:
             done = self._future.has_ended(limit.total_seconds() if limit > NO_TIMEOUT else None)
         except KeyboardInterrupt as error:
-            self._interrupted(error)
+            self._guard.leave(error)
             raise
         if not done:
-            text, ranks = self._late()
+            text, ranks = self._guard.late()
             raise PeerTimeoutError(f"{timed_out(limit, self.outputs)}{text}", ranks)
         self._raise()
         return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def exception(self) -> BaseException | None:
-        return self._future.exception() if self._future.done() else None
-
-    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
-        return tell_end(self._future, function)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        def result() -> list[torch.Tensor]:
-            self._raise()
-            return list(self.outputs)
-
-        return future_of(self._future, result)
 
     def _raise(self) -> None:
         error = self._future.exception()
@@ -247,41 +249,3 @@ class JoinedWork(Work):
     def get_future(self) -> Any:
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
         return joined.then(lambda futures: [output for each in futures.value() for output in each.value()])
-
-
-class StreamWork(EndedWork):
-    """A call of the other group that is queued on a stream of this one."""
-
-    def __init__(
-        self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        super().__init__(outputs)
-        self._stream, self._event = stream, torch.cuda.Event()
-        self._event.record(stream)
-        for tensor in tensors:
-            tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        return self._stream
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        side = torch.cuda.Stream(self._stream.device)
-        side.wait_event(self._event)
-        with torch.cuda.stream(side):
-            return super().get_future()  # the future remembers this stream, and makes those of callbacks wait for it
-
-
-def finished(outputs: Sequence[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-    """Return a future that is done; on GPUs, its callbacks come behind the current stream."""
-    devices: list[Any] = list({tensor.device for tensor in outputs if tensor.is_cuda})
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
-    future.set_result(list(outputs))
-    return future

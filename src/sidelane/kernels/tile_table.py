@@ -219,10 +219,13 @@ def at_tile(
     table, ends, _, whole, part, nbytes = call
     if TABLE:
         row, offset, there, wide = _find_tile(table, ends, tile, TABLE, WORDS, TILE)
-        if wide:
+        if NARROW == UNIT:  # a branch for tiles that do not come would double the code, and its registers
             act(part_of(row, offset), 0, there, UNIT, ALIGNED, TILE, False, *given)
         else:
-            act(part_of(row, offset), 0, there, NARROW, False, TILE, False, *given)
+            if wide:
+                act(part_of(row, offset), 0, there, UNIT, ALIGNED, TILE, False, *given)
+            else:
+                act(part_of(row, offset), 0, there, NARROW, False, TILE, False, *given)
     else:
         if tile < whole:
             act(part, tile, nbytes, UNIT, ALIGNED, TILE, True, *given)

@@ -49,14 +49,9 @@ def inspect() -> Accelerators:
     )
 
 
-def software_versions() -> dict[str, str]:
-    """Return the versions of ROCm and RCCL; empty without a GPU."""
-    return {"rocm": str(torch.version.hip), "rccl": _rccl_version()} if device_count() else {}
-
-
 def reported_versions() -> dict[str, str | None]:
     """Return what torch was built with, also where no GPU can be used; None with any other torch."""
-    return {"rocm": torch.version.hip}
+    return {"rocm": torch.version.hip, "rccl": _rccl_version() if torch.version.hip else None}
 
 
 @functools.cache

@@ -57,15 +57,6 @@ def nccl_uses_copy_engines() -> bool:
     return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and nccl_version() >= COPY_ENGINE_NCCL
 
 
-def software_versions() -> dict[str, str]:
-    """Return the versions of CUDA, NCCL and the driver; empty without a GPU."""
-    if not device_count():
-        return {}
-    with _nvml([]) as nvml:
-        driver = _driver_version(nvml)
-    return {"driver": driver, "cuda": str(torch.version.cuda), "nccl": _nccl_version_text()}
-
-
 def reported_versions() -> dict[str, str | None]:
     """Return the driver's version and what torch was built with, also where no GPU can be used; None if missing."""
     with _nvml([]) as nvml:

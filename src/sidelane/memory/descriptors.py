@@ -67,7 +67,7 @@ class DescriptorServer:
         self.pid = os.getpid()
         self.address = f"@sidelane-{self.pid}-{os.urandom(4).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.closing(self._socket)  # clients notice the end of this process only if no copy keeps the socket open
+        forks.in_copies_of(self._socket, socket.socket.close)  # with it open, clients would not notice this one's end
         self._socket.bind(_bound(self.address))
         self._socket.listen(64)
         threading.Thread(target=self._serve, name="sidelane-descriptors", daemon=True).start()
@@ -81,7 +81,7 @@ class DescriptorServer:
                     return  # it was closed
                 time.sleep(_PAUSE_S)  # out of descriptors, or the client has gone
                 continue
-            forks.closing(peer)
+            forks.in_copies_of(peer, socket.socket.close)
             if _user_of(peer) != os.geteuid():
                 peer.close()
                 continue
@@ -120,7 +120,7 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
-            forks.closing(owner)
+            forks.in_copies_of(owner, socket.socket.close)
             owner.settimeout(TIMEOUT_S)
             owner.connect(_bound(address))
             if (user := _user_of(owner)) != os.geteuid():  # anyone may take an address whose owner has gone

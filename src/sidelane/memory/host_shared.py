@@ -157,7 +157,7 @@ class _Opened:
     def __init__(self) -> None:
         self._descriptor = -1
         self._unlink, self._maker = "", os.getpid()
-        forks.closing(self)
+        forks.in_copies_of(self, _Opened.close)
 
     def open(self, nbytes: int) -> int:
         """Make the file, and return its descriptor. The others find it by ``name`` if it is not anonymous."""

@@ -71,7 +71,7 @@ def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for pid in sorted(set(pids)):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            forks.closing(lock)  # a forked copy would keep the lock
+            forks.in_copies_of(lock, socket.socket.close)  # a forked copy would keep the lock
             while not _took(lock, pid):
                 if time.monotonic() > deadline:
                     raise LockTimeoutError(pid)

@@ -25,15 +25,15 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 from sidelane import log, ranges
 from sidelane.config import cache_folder
-from sidelane.forks import OwnFolder
 from sidelane.user_files import open_regular, write_whole
 
 MODULE = "sidelane_replay"
@@ -136,7 +136,7 @@ def load_or_compile(
             return _load_whole(kept / name, load), "compiled before"
     if not compiler:
         return None, "no C compiler (looked for CC, cc, gcc, clang)"
-    with OwnFolder("sidelane-") as own:  # where nobody else can put a file under the compiler
+    with _own_folder() as own:  # where nobody else can put a file under the compiler
         content = _compile(own, source, compiler)
         places = [own] if kept is None else [kept, own]
         while True:
@@ -147,6 +147,16 @@ def load_or_compile(
             except (ImportError, OSError):  # the home folder is full, read-only or mounted noexec
                 if not places:
                     raise
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Make a folder, and remove it. A forked copy, which has none of the other threads, does not come to the end."""
+    path = Path(tempfile.mkdtemp(prefix="sidelane-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_compiler() -> tuple[str, ...]:

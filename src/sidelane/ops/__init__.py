@@ -10,8 +10,7 @@ from sidelane.ops.attention import (
 from sidelane.ops.dispatch_gemm import all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import embedding_all_to_all_backward
-from sidelane.ops.expert_routes import ExpertRoutes, route_experts
-from sidelane.ops.experts import combine_tokens, dispatch_tokens
+from sidelane.ops.experts import ExpertRoutes, combine_tokens, dispatch_tokens, route_experts
 from sidelane.ops.gemm import gemm_all_to_all
 from sidelane.ops.gemv import gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear

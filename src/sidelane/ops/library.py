@@ -73,10 +73,10 @@ def communicator_of(number: int) -> Communicator | ScaleOut:
     return found
 
 
-def _in_turn(ranks: Communicator | ScaleOut) -> BufferTurn:
+def turn_of(ranks: Communicator | ScaleOut) -> BufferTurn:
     """Return the turns of operators that copy a result from where the next call, of another stream, puts its own."""
     comm = ranks if isinstance(ranks, Communicator) else ranks.near
-    return kept(comm, _in_turn, lambda: in_turn(comm))
+    return kept(comm, turn_of, lambda: in_turn(comm))
 
 
 def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
         filled[:tokens, :columns] = x
     if not columns:
         factor = weight.new_zeros(rows, 1)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         return pipelined_gemm.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
@@ -217,7 +217,7 @@ def embedding_all_to_all(
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, embedding.embedding_all_to_all)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         found: Tensor = call(ranks, tables, indices, offsets, **options)
         return found.clone()
 
@@ -288,15 +288,6 @@ def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return pipelined_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
-@operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
-def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
-    ranks = communicator(comm)
-    rows = x.new_empty(x.shape[0] * ranks.world_size, x.shape[1])
-    product = pipelined_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
-    return product, rows
-
-
 @operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
 def all_gather_rows(comm: int, x: Tensor) -> Tensor:
     """Return the rows of all ranks, for gradients of weights."""
@@ -309,7 +300,7 @@ def all_gather_rows(comm: int, x: Tensor) -> Tensor:
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         result = pipelined_gemm.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
         return result.clone()  # the next call writes into it
 
@@ -338,18 +329,9 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
         return _with_zeros(came, counts[:, ranks.rank].sum())
-
-
-@operator(_product_like)
-def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
-    ranks, rows = communicator(comm), x.shape[0]
-    given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
-    with _in_turn(ranks):
-        return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -392,7 +374,7 @@ def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
     ranks = communicator(comm)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         came = all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows)
         return _with_zeros(came, counts[:, ranks.rank].sum())
 
@@ -410,7 +392,7 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     back = rows.new_zeros(sent, rows.shape[1])
     call: Any = _of_nodes(ranks, all_to_all_rows)
     some = min(sent, n * most)
-    with _in_turn(ranks):
+    with turn_of(ranks):
         came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
         back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back

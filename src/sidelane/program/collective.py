@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 
-from sidelane.fields import an, one_of, optional, put, settle, several, switch, text, whole
+from sidelane.fields import an, one_of, optional, plain_text, put, settle, several, switch, whole
 
 MAX_WORLD_SIZE = 4096
 """Largest number of ranks of a description: it may be simulated, verified, or spread over several nodes."""
@@ -65,7 +65,7 @@ _BUFFERS = {str(buffer): buffer for buffer in Buffer}
 
 def _buffer(name: str, value: object) -> str:
     """Check the name of a buffer; the names that every rank has become members of the enumeration."""
-    plain = text(name, value)
+    plain = plain_text(name, value)
     return _BUFFERS.get(plain, plain)
 
 
@@ -108,7 +108,7 @@ class Reduction:
     dtype: str
 
     def __post_init__(self) -> None:
-        settle(self, op=_REDUCE_OP, dtype=text)
+        settle(self, op=_REDUCE_OP, dtype=plain_text)
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"Reduction: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
 

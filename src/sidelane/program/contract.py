@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
-from sidelane.fields import an, optional, settle, several, text, whole
+from sidelane.fields import an, optional, plain_text, settle, several, whole
 from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Reduction, Span
 
 
@@ -36,7 +36,7 @@ class Result:
 
 
 _SPAN, _SPANS, _REDUCTION = an(Span), several(an(Span), Span), optional(an(Reduction))
-_NAMES, _SIZES = several(text, str), several(whole, int)
+_NAMES, _SIZES = several(plain_text, str), several(whole, int)
 _RESULTS = several(an(Result), Result)
 
 
@@ -44,7 +44,7 @@ def _buffer(name: str, value: object) -> tuple[str, tuple[int, ...]]:
     """Check the name of a buffer and its bytes on each rank."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} (value={value!r}, allowed=a name, and bytes on each rank)")
-    return text(name, value[0]), _SIZES(f"{name}: bytes of {value[0]!r}", value[1])
+    return plain_text(name, value[0]), _SIZES(f"{name}: bytes of {value[0]!r}", value[1])
 
 
 _BUFFERS = several(_buffer)
@@ -78,7 +78,7 @@ class Contract:
     used: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        settle(self, name=text, world_size=whole, sizes=_BUFFERS, results=_RESULTS)
+        settle(self, name=plain_text, world_size=whole, sizes=_BUFFERS, results=_RESULTS)
         settle(self, scratch=_NAMES, computed=_NAMES, used=_NAMES)
         self._check_buffers()
         self._check_results()

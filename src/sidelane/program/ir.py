@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.fields import an, at_least, one_of, put, settle, several, switch, text, whole
+from sidelane.fields import an, at_least, one_of, plain_text, put, settle, several, switch, whole
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.contract import Contract
@@ -266,7 +266,7 @@ class Program:
     engines_add: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_DEFINITION, variant=text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
+        settle(self, collective=_DEFINITION, variant=plain_text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
         settle(self, prelaunched=switch, alone=switch, engines_add=switch)
 
     @property

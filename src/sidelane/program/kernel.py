@@ -20,7 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
-from sidelane.fields import an, at_least, one_of, settle, text
+from sidelane.fields import an, at_least, one_of, plain_text, settle
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.reduce_chunks import chunks_of
@@ -112,7 +112,7 @@ class KernelProgram:
     prelaunched = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_DEFINITION, variant=text, protocol=_PROTOCOL, blocks=_BLOCKS)
+        settle(self, collective=_DEFINITION, variant=plain_text, protocol=_PROTOCOL, blocks=_BLOCKS)
 
     @property
     def world_size(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
-from sidelane.fields import at_least, number, one_of, optional, settle, text
+from sidelane.fields import at_least, number, one_of, optional, plain_text, settle
 from sidelane.program.collective import Collective, Kind
 
 _KIND, _COUNT, _BYTES = one_of(Kind), at_least(1), at_least(0)
@@ -17,7 +17,7 @@ def _gemm_of(name: str, value: object) -> tuple[int, int, int, str]:
     if not isinstance(value, tuple | list) or len(value) != 4:
         raise TypeError(f"{name} (value={value!r}, allowed=(m, n, k, dtype))")
     m, n, k = (_COUNT(name, size) for size in value[:3])
-    return m, n, k, text(name, value[3])
+    return m, n, k, plain_text(name, value[3])
 
 
 _GEMM = optional(_gemm_of)
@@ -117,7 +117,7 @@ class CallShape:
     resharded: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=text, beside=text)
+        settle(self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=plain_text, beside=plain_text)
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: Beside) -> CallShape:

@@ -8,14 +8,13 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Set
 from types import TracebackType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.arguments import Arguments, check_tensors
-from sidelane.collectives.backend import Marked
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
@@ -34,6 +33,9 @@ from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, t
 from sidelane.program.verify import check_structure, verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
+
+if TYPE_CHECKING:
+    from sidelane.collectives.backend_cuda import CudaMarkedWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +229,7 @@ class BoundProgram:
         place = self._place_of_call("trigger")
         with self._calls.failing_for_good():
             if place[1]:
-                cast(Marked, self._captured_work).mark(number, place)
+                cast("CudaMarkedWork", self._captured_work).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
         self._unfired.discard(number)
@@ -274,7 +276,7 @@ class BoundProgram:
         place = self._place_of_call("wait_for_arrival")
         with self._calls.failing_for_good():
             if place[1]:
-                cast(Marked, work).follow(number, place)
+                cast("CudaMarkedWork", work).follow(number, place)
             else:
                 self._arrivals[number].follow(self._epoch, place, work)
 

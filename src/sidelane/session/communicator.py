@@ -631,7 +631,7 @@ class Communicator:
         if async_op and not is_aside and repeats is not None:
             if not self._backend.place()[1]:
                 call = kind, tensors, details, variant, beside, async_op
-                return repeats.asynchronous.run_aside(lambda: self._call(*call, is_aside=True))
+                return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
             repeats = None  # a captured call is Python's
         if repeats is not None:
             try:
@@ -662,7 +662,7 @@ class Communicator:
 def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
     """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
     columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
-    return repeats.asynchronous.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
+    return repeats.backend.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class DevicePlacer:
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
         self._maker = os.getpid()
-        forks.keeping(self)
+        forks.in_copies_of(self, forks.keep_for_ever)
 
     @property
     def used(self) -> int:

@@ -52,7 +52,7 @@ class Prelaunched:
     ) -> None:
         self._calls, self._preparer, self._request = path.calls, path.preparer, request
         self._program, self._choice = path.preparer.planner.held(agreement)
-        self._signature = f"prelaunched {agreement.text()}"
+        self._signature = f"prelaunched {agreement.text}"
         self._tensors: tuple[torch.Tensor, ...] = tensors
         self._output: tuple[torch.Tensor, ...] = tensors[:1]
         self._host_trigger = host_trigger
@@ -273,7 +273,7 @@ def prepare_prelaunched(
             raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
         request: Request = getattr(path.arguments, kind)(*tensors, *details)
         agreement = Agreement.of((request,), variant, frozen=False, beside=path.hint(name, beside))
-        return (request, agreement), f"{name}: {agreement.text()}"
+        return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():

@@ -11,10 +11,11 @@ import click
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.cli.help import HOW, MEASURE, WHAT, what
-from sidelane.cli.output import Written
+from sidelane.cli.help import MEASURE
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import HOW, WHAT, what
 from sidelane_lab.harness.options import (
     Declared,
     Decorator,

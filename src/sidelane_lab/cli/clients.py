@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW
+from sidelane_lab.harness.help import HOW
 from sidelane_lab.harness.options import StudyOptions, count, names, option, require_file_to_resume, study_command
 
 PROGRAMS = ("ddp", "fsdp", "tensor")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sidelane.cli.help import HOW, MEASURE, OUTPUT, WHAT
+from sidelane.cli.help import MEASURE
 from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane_lab.harness.help import HOW, OUTPUT, WHAT
 from sidelane_lab.harness.options import (
     LAUNCHES,
     MACHINE_NAME,

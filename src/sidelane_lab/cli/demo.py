@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, HelpEntry, output
-from sidelane.cli.output import Written, json_option
+from sidelane.cli.help import LOOK
+from sidelane.cli.output import plain_errors
 from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import GroupedCommand, json_option, output
 from sidelane_lab.harness.options import loaded, run
 from sidelane_lab.harness.parameters import device_option, ranks_option
 
@@ -17,7 +18,7 @@ DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=LOOK,
     examples=(
         ("sidelane demo", "everything, and a page in the folder report"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW, OUTPUT
+from sidelane_lab.harness.help import HOW, OUTPUT
 from sidelane_lab.harness.options import (
     StudyOptions,
     count,

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW, MEASURE
+from sidelane.cli.help import MEASURE
+from sidelane_lab.harness.help import HOW
 from sidelane_lab.harness.options import StudyOptions, count, loaded, names, option, study_command, word
 
 DEFAULT = ("8b:2x4096", "8b:1x4096", "8b:1x8192", "70b:1x2048", "70b:1x4096")

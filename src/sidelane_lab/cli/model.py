@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LABORATORY, LOOK, PREDICT, HelpEntry, how, output, what, where
-from sidelane.cli.output import Written, json_option
+from sidelane.cli.help import LABORATORY, LOOK, PREDICT
+from sidelane.cli.output import plain_errors
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import GroupedCommand, how, json_option, output, what, where
 from sidelane_lab.harness.options import MACHINE_NAME, loaded
 from sidelane_lab.harness.parameters import VERSIONS, NameChoice, given, report_option
 
@@ -24,7 +25,7 @@ SHORT |= {name.removeprefix("llama-"): full for name, full in SHORT.items()}
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=LOOK,
     examples=(
         ("sidelane machines", "names for --machine"),
@@ -39,7 +40,7 @@ def machines(json: Path | None) -> None:
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=LABORATORY,
     examples=(
         ("sidelane claims --no-ranges", "every published figure, in seconds"),
@@ -99,7 +100,7 @@ def claims(
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=LABORATORY,
     examples=(
         ("sidelane figure", "all figures and tables, and who predicts and measures each"),
@@ -163,7 +164,7 @@ def figure(
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=LABORATORY,
     examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
@@ -180,7 +181,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=PREDICT,
     examples=(
         ("sidelane plan --model 70b --machine h100x8", "I train 70 B with FSDP2 on eight H100s"),
@@ -257,7 +258,7 @@ def plan(
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=PREDICT,
     examples=(
         ("sidelane replay rank.0.et --machine mi300x8", "serial, beside with kernels, beside with copy engines"),

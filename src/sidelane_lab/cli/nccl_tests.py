@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import MEASURE, HelpEntry, how, what, where
-from sidelane.cli.output import json_option
+from sidelane.cli.help import MEASURE
+from sidelane.cli.output import plain_errors
+from sidelane_lab.harness.help import GroupedCommand, how, json_option, what, where
 from sidelane_lab.harness.options import loaded
 from sidelane_lab.harness.parameters import NameChoice, names, size, timeout_option
 
@@ -64,7 +64,7 @@ def _checked(context: click.Context, option: click.Parameter, value: int) -> Non
 
 @click.command(
     "nccl-tests",
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=MEASURE,
     examples=(
         (

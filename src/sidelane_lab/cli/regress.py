@@ -7,16 +7,16 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import CHOOSE, HelpEntry, how
-from sidelane.cli.output import json_option
+from sidelane.cli.help import CHOOSE
+from sidelane.cli.output import plain_errors
+from sidelane_lab.harness.help import GroupedCommand, how, json_option
 from sidelane_lab.harness.options import loaded
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(
-    cls=HelpEntry,
+    cls=GroupedCommand,
     heading=CHOOSE,
     examples=(
         ("sidelane regress before.json after.json", "two runs of one study on one machine"),

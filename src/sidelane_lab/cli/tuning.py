@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what
-from sidelane.cli.output import Written, json_option
+from sidelane.cli.help import CHOOSE, PREDICT
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import HOW, OUTPUT, WHERE, json_option, output, what
 from sidelane_lab.harness.options import (
     MACHINE_NAME,
     CommandOptions,

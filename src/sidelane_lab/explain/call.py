@@ -11,10 +11,10 @@ import rich.console
 import torch
 
 from sidelane import config as settings
-from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
+from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, illegal_reason
 from sidelane.choice.candidate import EVERYTHING, everything
-from sidelane.choice.key import CPU, Key, key_here
-from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
+from sidelane.choice.key import CPU, MachineKey, key_here
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
@@ -156,7 +156,7 @@ def explain(options: ExplainOptions) -> Explanation:
         by = _simulated(described, agreement)
     chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else described, abilities)
     choice = chooses(agreement)
-    reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
+    reasons = [(found, illegal_reason(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
     program: Program | KernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
@@ -246,7 +246,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
     if options.profile is not None or name in builtin_names():
-        profile = builtin(name) if name is not None else read(Path(str(options.profile)))
+        profile = builtin(name) if name is not None else read_profile(Path(str(options.profile)))
         if profile is None:
             raise ValueError(
                 f"explain: no such profile (value={str(options.profile)!r}, allowed=a file of sidelane tune)"
@@ -263,7 +263,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
         links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
-        key = Key("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
+        key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
         # What a communicator would choose by there, until somebody has measured.
         tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
         return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
@@ -289,11 +289,11 @@ def _described(name: str) -> Machine:
         ) from None
 
 
-def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
+def _placed(by: InForce, where: str, key: MachineKey, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
     return by, where, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
 
 
-def _devices(key: Key, ranks: int) -> str:
+def _devices(key: MachineKey, ranks: int) -> str:
     return f"{ranks} CPU process{'es' * (ranks > 1)}" if key.device_type == CPU else f"{ranks} x {key.device}"
 
 
@@ -368,7 +368,7 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
         program = fit(program) if takes_packets(machine) else program
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
-    profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
+    profile = Profile(machine.name, MachineKey("", machine.title, machine.gpus), "", "", tuple(curves))
     return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
 
 

@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import click
 from click.shell_completion import CompletionItem
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Example, HelpEntry, Option, where
-from sidelane.cli.output import STDOUT, Written, json_option
+from sidelane.cli.help import LABORATORY, Example
+from sidelane.cli.output import STDOUT, plain_errors
 from sidelane.program.collective import Kind
 from sidelane.sizes import parse_bytes
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import HOW, OUTPUT, WHAT, GroupedCommand, Option, json_option, where
 from sidelane_lab.harness.parameters import (
     NameChoice,
     device_option,
@@ -442,7 +443,7 @@ def study_command(
     predict: Predict | None = None,
     beside: Sequence[str] = (),
     heading: str = LABORATORY,
-) -> HelpEntry:
+) -> GroupedCommand:
     """Make the command that runs a study.
 
     Args:
@@ -474,7 +475,7 @@ def command(
     classes: Sequence[type[CommandOptions]],
     besides: Sequence[Decorator] = (),
     heading: str = LABORATORY,
-) -> HelpEntry:
+) -> GroupedCommand:
     """Make a command with some options, the first class of which says what it does.
 
     Args:
@@ -494,4 +495,4 @@ def command(
         made = decorator(made)
     first = classes[0]
     text = inspect.cleandoc(first.__doc__ or "")
-    return click.command(name, cls=HelpEntry, heading=heading, examples=first.examples, help=text)(made)
+    return click.command(name, cls=GroupedCommand, heading=heading, examples=first.examples, help=text)(made)

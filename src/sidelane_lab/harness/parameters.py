@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from sidelane.choice.store import NO_HOME
-from sidelane.cli.help import how, output, where
-from sidelane.cli.output import STDOUT, Written, why_unwritable
+from sidelane.cli.output import STDOUT
 from sidelane.errors import Page, see
 from sidelane.program.collective import Kind
-from sidelane.sizes import format_bytes, parse_bytes, rounding
+from sidelane.sizes import exact_bytes, format_bytes, parse_bytes
+from sidelane_lab.harness.files import Written, why_unwritable
+from sidelane_lab.harness.help import how, output, where
 
 DEVICES = ("auto", "gpu", "cpu")
 ALL = "all"
@@ -60,6 +61,19 @@ def say_rounding(*texts: str) -> None:
     """
     for text in filter(None, map(rounding, texts)):
         click.echo(f"note: {text}", err=True)
+
+
+def rounding(text: str) -> str:
+    """Return a note about a size that is rounded; empty if it is taken as it is written.
+
+    >>> rounding("1.2G"), rounding("1.5G")
+    ('1.2G is taken as 1288490192 bytes, whole elements of any dtype', '')
+
+    Raises:
+        ValueError: as for :func:`parse_bytes`.
+    """
+    nbytes = parse_bytes(text)
+    return "" if nbytes == exact_bytes(text) else f"{text} is taken as {nbytes} bytes, whole elements of any dtype"
 
 
 def names(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:

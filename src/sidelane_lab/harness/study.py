@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from sidelane.cli.output import write_json
 from sidelane.machine.inventory import machine_name
-from sidelane.user_files import json_of, text_of
+from sidelane.user_files import json_of
 from sidelane_lab.harness import provenance
+from sidelane_lab.harness.files import text_of
 from sidelane_lab.harness.launch import LaunchTarget
 from sidelane_lab.harness.options import require
 from sidelane_lab.harness.table import Table

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.errors import nearest
-from sidelane.user_files import json_of, text_of
+from sidelane.user_files import json_of
+from sidelane_lab.harness.files import text_of
 from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, NumberSource, Quantity, RunStatus
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base", "runs")

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
-from sidelane.user_files import bytes_of, json_of, text_of
+from sidelane.user_files import bytes_of, json_of
+from sidelane_lab.harness.files import text_of
 from sidelane_lab.pairs.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane_lab.pairs.workload import GemmColumns, gemm_of
 

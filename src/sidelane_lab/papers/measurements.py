@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane.user_files import text_of
 from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
+from sidelane_lab.harness.files import text_of
 from sidelane_lab.harness.study import studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means

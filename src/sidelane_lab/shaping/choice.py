@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from sidelane.program.collective import Kind
-from sidelane.user_files import json_of, text_of
+from sidelane.user_files import json_of
+from sidelane_lab.harness.files import text_of
 
 LEAST_SAVED = 0.01
 """Share of the time that shaping must save: below it a kernel that is slower alone is not worth it."""

@@ -259,10 +259,7 @@ class CpuProgram:
         self._executor.ledger.count(self._entry)
         return invocation
 
-    def repetition(self, place: Place) -> None:
-        """Return None: compiled code cannot run Python threads."""
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: compiled code cannot run Python threads."""
 
     def run(self, epoch: int, place: Place) -> None:

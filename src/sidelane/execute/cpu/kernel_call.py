@@ -58,10 +58,7 @@ class CpuKernelCall:
         """False: the interpreter reads the arguments at each launch."""
         return False
 
-    def repetition(self, place: Place) -> None:
-        """Return None: compiled code cannot run the interpreter."""
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
     def following(self, place: Place, arguments: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ class CudaExecutor(CudaSite):
             raise UnavailableError(
                 f"no GPU's copy engines add (value={program.variant!r}); CPU ranks and the simulator run such programs"
             )
-        known: CudaProgram | None = None if captured else self.programs.find(program, addresses)
+        known: CudaProgram | None = None if captured else self.loaded.find(program, addresses)
         if known is not None:
             return known.at(addresses)
         if len(addresses.flags) != program.world_size:
@@ -65,7 +65,7 @@ class CudaExecutor(CudaSite):
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             loaded = CudaProgram(self, program, addresses, captured=captured)
         if loaded.moves:
-            self.programs.keep(loaded)
+            self.loaded.keep(loaded)
         return loaded
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> Runnable:
@@ -77,10 +77,9 @@ class CudaExecutor(CudaSite):
                 the peers are told.
         """
         self.check_open("load_kernel")
-        known = None if frozen else self.kernels.find(program, addresses)
-        moved: Runnable | None = None if known is None else known.at(addresses)
-        if moved is not None:
-            return moved
+        known: CudaKernel | None = None if frozen else self.loaded.find(program, addresses)
+        if known is not None:
+            return known.at(addresses)
         from sidelane.execute.cuda.kernel_program import CudaKernel  # with all kernels: copy engines do without
 
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
@@ -89,6 +88,6 @@ class CudaExecutor(CudaSite):
             except DriverError as error:  # the peers launch their kernels: generations would differ from here on
                 self.fail_submission(f"{program.collective} {program.variant}", error, captured=frozen)
                 raise
-        if loaded.moves and (another := loaded.at(addresses)) is not None:
-            self.kernels.keep(another)  # a copy that never has a graph
+        if loaded.moves:
+            self.loaded.keep(loaded.at(addresses))  # a copy that never has a graph
         return loaded

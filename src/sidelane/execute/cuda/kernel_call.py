@@ -20,10 +20,9 @@ import torch
 from sidelane.device.language import COMPILE_OPTIONS
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place, Repetition
-from sidelane.execute.cuda.native import Bound, steps_of
+from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.native import Effect
 from sidelane.program.kernel_call import KernelCall
 
 _INTEGERS = ("i32", "u32", "i64", "u64")
@@ -74,11 +73,8 @@ class CudaKernelCall:
 
             raise OutOfResources(needed, most, "shared memory")
 
-    def repetition(self, place: Place) -> None:
-        """Return None: the first launch is Triton's."""
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
-        """Return None: any argument may change."""
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+        """Return None: the first launch is Triton's, and any argument may change."""
 
     def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
         """See :class:`sidelane.collectives.backend.KernelRunnable`."""
@@ -91,12 +87,9 @@ class CudaKernelCall:
             return None
         bound, values = packed.bind(executor, handle)
         first, distance = ctypes.addressof(values), ctypes.sizeof(values) // len(values)
-        notes = (
-            (Effect.SET, executor, "kernel_stream", handle),
-            *executor.watch.launch_notes(self.program),
-            *executor.ledger.notes(self._entries[False]),
-        )
-        repetition = Repetition(steps_of([bound]), (), notes, executor.failing([bound], self.program))
+        notes = executor.kernel_notes(handle, self.program, self._entries[False])
+        repetition = executor.repetition([bound], self.program, notes)
+        assert repetition is not None, "its addresses are fixed"
         return repetition, tuple(0 if word is None else first + distance * word for word in words)
 
     def run(self, epoch: int, place: Place) -> None:

@@ -7,25 +7,30 @@ graph. A kernel reports to the host only if it waits for long (``watch``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from sidelane.device.launch import Launch, LaunchSite
+from sidelane.device.launch import Launch, LaunchSite, unit_bytes
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.kernel_plan import PlaceTable, arrange
-from sidelane.execute.cuda.native import Bound, Located, locate, movable_steps, steps_of
+from sidelane.execute.cuda.native import Bound, Located, locate
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
-from sidelane.native import Effect
-from sidelane.program.kernel import KernelProgram
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
+from sidelane.program.collective import Buffer, Collective, Reduction, Span
+from sidelane.program.kernel import KernelProgram, Protocol
+
+PlaceTable = Callable[[npt.NDArray[np.int64]], int]
+"""Function that copies a table to device memory, and returns its address there."""
+
+Groups = Callable[[int, Collective, int], tuple[tuple[int, ...], ...]]
+"""Function of a part's number, the part and its bytes, which returns the groups of addresses that a kernel uses."""
 
 _MOST_CALLERS = 64  # streams for which launches are remembered
-
-FAR = 1 << 20
-"""Bytes by which a buffer is moved to find its arguments: a multiple of every alignment that kernels depend on."""
 
 
 class CudaKernel:
@@ -44,33 +49,32 @@ class CudaKernel:
         self._executor = executor
         self._frozen = frozen
         self._table: DeviceTable | None = None
-        self._launch = arranger(program, executor, self._place_table)(addresses)
+        shared_bytes = executor.features.shared_bytes
+        site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks, shared_bytes)
+        made = arrange(program, site, locate(addresses, addresses.buffers), self._place_table)
+        self._made = None if made is None else (made, addresses)
+        self._launch = None if made is None else _moved(made, addresses, addresses)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._graph: ExecutableGraph | None = None
-        self._places: Places | None = None
         if self._launch is not None:
             self._bind(executor.internal)  # compiles and loads it; inside a capture it would be too late
         self._entry = self._enter(Counts() if self._launch is None else Counts(kernels=1, calls=1))
 
     @property
     def moves(self) -> bool:
-        """True if :meth:`at` may work: only arguments of the kernel depend on the addresses."""
+        """True if :meth:`at` works: only arguments of the kernel depend on the addresses."""
         return not self.program.listed and self._launch is not None and not self._frozen
 
-    def at(self, addresses: Addresses) -> CudaKernel | None:
-        """Return the same kernel at other addresses of its buffers, without calls to the driver.
+    def at(self, addresses: Addresses) -> CudaKernel:
+        """Return the same kernel at other addresses of its buffers, moved by multiples of ``UNIT``.
 
-        None if more of the launch than arguments changes with the addresses.
+        It makes no calls to the driver.
         """
-        if self._places is None:
-            self._places = Places(arranger(self.program, self._executor), self.addresses)
-        launch = self._places.move(addresses)
-        if launch is None:
-            return None
+        assert self._made is not None, "something moves"
         moved = CudaKernel.__new__(CudaKernel)
-        moved.program, moved.addresses, moved._executor, moved._frozen = self.program, addresses, self._executor, False
-        moved._launch, moved._table, moved._by_stream, moved._graph, moved._places = launch, None, {}, None, None
-        moved._entry = self._entry
+        moved.__dict__.update(self.__dict__)
+        moved.addresses, moved._launch = addresses, _moved(*self._made, addresses)
+        moved._by_stream, moved._graph = {}, None
         return moved
 
     def run(self, epoch: int, place: Place) -> None:
@@ -90,11 +94,15 @@ class CudaKernel:
                 with executor.driver.current():
                     self._submit(epoch, place[0])
 
-    def repetition(self, place: Place) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`."""
-        if self._frozen or self._launch is None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+        """See :class:`sidelane.execute.base.Runnable`. What moves is a plain launch: a graph has fixed arguments."""
+        if self._frozen or self._launch is None or (moving is not None and not self.moves):
             return None
         handle, executor = place[0], self._executor
+        if moving is not None:
+            calls = self.at(locate(self.addresses, moving))._bind(handle)
+            notes = executor.kernel_notes(handle, self.program, self._entry)
+            return executor.repetition(calls, self.program, notes, moving=self.addresses)
         calls, entry = self._bind(handle), self._entry
         with executor.lock, executor.driver.current():
             # Nodes of a graph have the priority of the captured stream, not of the stream on which it is launched.
@@ -103,29 +111,7 @@ class CudaKernel:
                 self._graph = executor.launch_graph(self._bind(executor.internal))
         if normal and self._graph is not None:
             calls, entry = (self._graph.bind(handle),), self._enter(Counts(kernels=1, graph_launches=1, calls=1))
-        notes = (
-            (Effect.SET, executor, "kernel_stream", handle),
-            *executor.watch.launch_notes(self.program),
-            *executor.ledger.notes(entry),
-        )
-        return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program))
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`. It uses a plain launch: a graph has fixed arguments."""
-        moved = self.at(locate(self.addresses, buffers)) if self.moves else None
-        if moved is None:
-            return None
-        executor, calls = self._executor, moved._bind(place[0])
-        found = movable_steps(calls, self.addresses)
-        if found is None:
-            return None
-        steps, followers = found
-        notes = (
-            (Effect.SET, executor, "kernel_stream", place[0]),
-            *executor.watch.launch_notes(self.program),
-            *executor.ledger.notes(self._entry),
-        )
-        return Repetition(steps, (), notes, executor.failing(calls, self.program), followers=followers)
+        return executor.repetition(calls, self.program, executor.kernel_notes(handle, self.program, entry))
 
     def _submit(self, epoch: int, handle: int) -> None:
         executor = self._executor
@@ -165,62 +151,217 @@ class CudaKernel:
         return calls
 
 
-def arranger(
-    program: KernelProgram, executor: CudaSite, place_table: PlaceTable | None = None
-) -> Callable[[Addresses], Launch | None]:
-    """Return the function that makes the launch of a program for any addresses. ``place_table``: for that of a list."""
-
-    def at(addresses: Addresses) -> Launch | None:
-        shared_bytes = executor.features.shared_bytes
-        site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks, shared_bytes)
-        return arrange(program, site, addresses, place_table)
-
-    return at
+def _moved(launch: Launch, before: Addresses, after: Addresses) -> Launch:
+    """Return a launch whose arguments know their buffers (``native.Located``) at other addresses of these."""
+    arguments = tuple(
+        after.buffers[value.buffer] + (int(value) - before.buffers[value.buffer]) if type(value) is Located else value
+        for value in launch.arguments
+    )
+    return Launch(launch.kernel, launch.blocks, launch.warps, arguments, launch.constants)
 
 
-class Places:
-    """The arguments of a launch that follow the address of each buffer, found once by moving one buffer at a time.
+def arrange(
+    program: KernelProgram, site: LaunchSite, addresses: Addresses, place_table: PlaceTable | None
+) -> Launch | None:
+    """Make the launch of one rank; None if there are no bytes to move.
 
     Args:
-        arrange: makes the launch for addresses.
-        addresses: addresses of the first launch.
+        program: the program.
+        site: rank, arenas and blocks of the launch.
+        addresses: addresses of the program's buffers.
+        place_table: places the table of a list, which stays as long as the launch; None for calls without lists.
+
+    Raises:
+        ValueError: an address is missing.
+        DriverError: the device has no memory for the table.
     """
+    if not program.part_bytes:
+        return None
+    return ARRANGE[program.protocol, program.root is not None](_Kernel(program, site, addresses, place_table))
 
-    def __init__(self, arrange: Callable[[Addresses], Launch | None], addresses: Addresses) -> None:
-        self._arrange, self._addresses = arrange, addresses
-        self._launch = arrange(addresses)
-        self._followers: dict[tuple[int, str], tuple[int, ...] | None] = {}
 
-    def move(self, addresses: Addresses) -> Launch | None:
-        """Return the launch at other addresses, moved by multiples of ``UNIT``; None if it must be made anew."""
-        launch, before = self._launch, self._addresses.buffers
-        if launch is None:
-            return None
-        arguments = list(launch.arguments)
-        for key, address in addresses.buffers.items():
-            by, is_located = address - before[key], isinstance(address, Located)
-            if not (by or is_located):
-                continue
-            if key not in self._followers:
-                self._followers[key] = self._find(key)
-            followers = self._followers[key]
-            if followers is None:
-                return None
-            for index in followers:
-                value = arguments[index] + by
-                arguments[index] = Located.of(value, key) if is_located else value
-        return Launch(launch.kernel, launch.blocks, launch.warps, tuple(arguments), launch.constants)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A program at addresses. Attributes: see :func:`arrange`."""
 
-    def _find(self, key: tuple[int, str]) -> tuple[int, ...] | None:
-        """Return the indices of the arguments that follow a buffer; None if more depends on its address."""
-        launch, addresses = self._launch, self._addresses
-        assert launch is not None
-        buffers = {**addresses.buffers, key: addresses.buffers[key] + FAR}
-        there = self._arrange(dataclasses.replace(addresses, buffers=buffers))
-        if there is None or (there.kernel, there.blocks, there.warps, there.constants) != (
-            *(launch.kernel, launch.blocks, launch.warps),
-            launch.constants,
-        ):
-            return None
-        distances = [after - before for before, after in zip(launch.arguments, there.arguments, strict=True)]
-        return tuple(i for i, by in enumerate(distances) if by) if {*distances} <= {0, FAR} else None
+    program: KernelProgram
+    site: LaunchSite
+    addresses: Addresses
+    place_table: PlaceTable | None
+
+    @property
+    def reduction(self) -> Reduction:
+        assert self.program.reduction is not None
+        return self.program.reduction
+
+    @property
+    def root(self) -> int:
+        assert self.program.root is not None
+        return self.program.root
+
+    @property
+    def stagings(self) -> tuple[int, ...]:
+        """Address of each rank's staging."""
+        return tuple(self._found(rank, Buffer.STAGING, 0) for rank in range(self.site.world_size))
+
+    @property
+    def own(self) -> int:
+        """Number of the part of an input, in parts, that peers read or write here: of this rank, or 0 for all."""
+        return self.site.rank if self.program.distinct else 0
+
+    def address(self, number: int, span: Span) -> int:
+        """Return the address of a part's bytes. Raises ValueError without one."""
+        there = self.program.placed(number, span)
+        return self._found(there.rank, there.buffer, there.offset)
+
+    def everyone(self, number: int, span_of: Callable[[int, int, int], Span], offset: int) -> tuple[int, ...]:
+        """Return the addresses of a part's bytes from an offset on, on all ranks."""
+        return tuple(self.address(number, span_of(rank, offset, 0)) for rank in range(self.site.world_size))
+
+    def pieces(self, groups: Groups | None = None) -> list[KernelPiece]:
+        """Return the parts that have bytes, with their addresses on this rank. Raises ValueError without one."""
+        program, rank = self.program, self.site.rank
+        gathers = program.reduction is None and program.root is None  # an output has a part of every rank
+        strided = gathers or (program.distinct and program.two_shot)
+        return [
+            KernelPiece(
+                input=self.address(number, part.input_span(rank, 0, 0)),
+                output=self.address(number, part.output_span(rank, 0, 0)),
+                nbytes=nbytes,
+                input_stride=nbytes if program.distinct else 0,
+                output_stride=nbytes if strided else 0,
+                place=program.places[number],
+                groups=() if groups is None else groups(number, part, nbytes),
+            )
+            for number, (part, nbytes) in enumerate(zip(program.parts, program.sizes, strict=True))
+            if nbytes
+        ]
+
+    def tiles(self, tile_bytes: int, groups: Groups | None = None) -> Tiles:
+        """Return the tiles of the one piece, or of a list's pieces, whose table is placed in device memory."""
+        program, pieces = self.program, self.pieces(groups)
+        if program.listed:
+            assert self.place_table is not None
+            table = TileTable.of(pieces, tile_bytes)
+            return table.at(self.place_table(table.values))
+        if program.reduction is None:
+            return Tiles.of(pieces[0], tile_bytes)
+        total = program.parts[0].input_bytes(self.site.rank)
+        return Tiles.of_reduction(pieces[0], tile_bytes, total, gather=program.two_shot)
+
+    def _found(self, rank: int, buffer: str, offset: int) -> int:
+        found = self.addresses.find(rank, buffer, offset)
+        if found is None:
+            program = self.program
+            raise ValueError(
+                f"load: no address of buffer {buffer} of rank {rank} ({program.collective}, {program.variant})"
+            )
+        return found
+
+
+def _ll(kernel: _Kernel) -> Launch:
+    (piece,), program = kernel.pieces(), kernel.program
+    given = (piece.output, piece.input, piece.nbytes, program.reduction)
+    return ll.arrange(kernel.site, *given, distinct=program.distinct)
+
+
+def _ll_broadcast(kernel: _Kernel) -> Launch:
+    (piece,) = kernel.pieces()
+    return ll.arrange_broadcast(kernel.site, piece.output, piece.nbytes, kernel.root)
+
+
+def _block_flags(kernel: _Kernel) -> Launch:
+    program, tiles = kernel.program, kernel.tiles(block_flags.TILE_BYTES)
+    return block_flags.arrange(kernel.site, tiles, program.reduction, distinct=program.distinct)
+
+
+def _block_flags_broadcast(kernel: _Kernel) -> Launch:
+    return block_flags.arrange_broadcast(kernel.site, kernel.tiles(block_flags.TILE_BYTES), kernel.root)
+
+
+def _relay(kernel: _Kernel) -> Launch:
+    (piece,) = kernel.pieces()
+    return broadcast.arrange_relay(kernel.site, piece.output, piece.nbytes, kernel.root)
+
+
+def _broadcast_push(kernel: _Kernel) -> Launch:
+    def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        return (broadcast.from_root(kernel.everyone(number, part.output_span, 0), kernel.root),)
+
+    return broadcast.arrange_push(kernel.site, kernel.tiles(broadcast.TILE_BYTES, groups), kernel.root, None)
+
+
+def _broadcast_stage(kernel: _Kernel) -> Launch:
+    return broadcast.arrange_push(kernel.site, kernel.tiles(broadcast.TILE_BYTES), kernel.root, kernel.stagings)
+
+
+def _push(kernel: _Kernel) -> Launch:
+    site = kernel.site
+
+    def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        return (site.rotated(kernel.everyone(number, part.output_span, site.rank * nbytes)),)
+
+    tiles = kernel.tiles(direct.MOVED_TILE_BYTES, groups)
+    return direct.arrange_push(site, tiles, distinct=kernel.program.distinct)
+
+
+def _staged(kernel: _Kernel) -> Launch:
+    program, part = kernel.program, kernel.program.parts[0]
+    tiles = kernel.tiles(staged.tile_bytes(program.reduction))
+    sizes = (program.places[-1], part.input_bytes(kernel.site.rank))
+    options = {"distinct": program.distinct, "gather": program.two_shot}
+    return staged.arrange(kernel.site, tiles, kernel.stagings, *sizes, program.reduction, **options)
+
+
+def _direct(kernel: _Kernel) -> Launch:
+    program, site = kernel.program, kernel.site
+    tile_bytes = direct.tile_bytes(site, listed=program.listed)
+    n, gather = site.world_size, program.two_shot
+
+    def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        own = nbytes * kernel.own
+        inputs = kernel.everyone(number, part.input_span, own)
+        if not gather:
+            return (inputs,)
+        return inputs, site.rotated(kernel.everyone(number, part.output_span, own))
+
+    if program.listed:
+        tiles = kernel.tiles(tile_bytes, groups)
+        largest = -(-tiles.count // n) if gather else tiles.count
+    else:
+        (piece,) = kernel.pieces(groups)
+        largest = -(-piece.nbytes // tile_bytes)
+        mine = program.parts[0].input_bytes(site.rank) - piece.nbytes * kernel.own
+        inputs, *outputs = piece.groups
+        piece = dataclasses.replace(piece, nbytes=max(0, min(mine, piece.nbytes)))
+        tiles = Tiles.of(
+            piece, tile_bytes, unit_bytes(*inputs), unit_bytes(*(outputs[0] if gather else (piece.output,)))
+        )
+    return direct.arrange(site, tiles, largest, kernel.reduction, gather=gather)
+
+
+def _send(kernel: _Kernel) -> Launch:
+    program, (part,) = kernel.program, kernel.program.parts
+    (piece,), total = kernel.pieces(), part.input_bytes(kernel.site.rank)
+    outputs = kernel.everyone(0, part.output_span, 0)
+    given = (outputs, piece.input, kernel.stagings, program.part_bytes, total, kernel.reduction)
+    return direct.arrange_send(kernel.site, *given)
+
+
+ARRANGE: Mapping[tuple[Protocol, bool], Callable[[_Kernel], Launch]] = MappingProxyType(
+    {
+        (Protocol.LL, False): _ll,
+        (Protocol.LL, True): _ll_broadcast,
+        (Protocol.BLOCK_FLAGS, False): _block_flags,
+        (Protocol.BLOCK_FLAGS, True): _block_flags_broadcast,
+        (Protocol.RELAY, True): _relay,
+        (Protocol.PUSH, False): _push,
+        (Protocol.PUSH, True): _broadcast_push,
+        (Protocol.STAGE, True): _broadcast_stage,
+        (Protocol.PULL, False): _staged,
+        (Protocol.REDUCE, False): _staged,
+        (Protocol.DIRECT, False): _direct,
+        (Protocol.SEND, False): _send,
+    }
+)
+"""Functions that make the launches of a protocol; True for those of broadcasts."""

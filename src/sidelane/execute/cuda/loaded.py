@@ -10,7 +10,7 @@ from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.native import Bound, locate, movable_steps, steps_of
+from sidelane.execute.cuda.native import Bound, locate
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
@@ -129,29 +129,17 @@ class CudaProgram:
                 with executor.driver.current():
                     self._submit(epoch, place)
 
-    def repetition(self, place: Place) -> Repetition | None:
+    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None:
+        if way is None or way.words is None or (moving is not None and self.addresses.pieces):
             return None
         executor = self._executor
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
-        return Repetition(steps_of(way.calls), way.words, notes, executor.failing(way.calls, self.program))
-
-    def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`."""
-        way = self._ways.get(place)
-        if way is None or way.words is None or self.addresses.pieces:
-            return None
-        executor, handle = self._executor, place[0]
-        calls = executor.bind_on(handle, self._bound.at(locate(self.addresses, buffers)).steps)
-        found = movable_steps(calls, self.addresses)
-        if found is None:
-            return None
-        steps, followers = found
-        notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
-        failing = executor.failing(calls, self.program)
-        return Repetition(steps, way.words, notes, failing, followers=followers)
+        if moving is None:
+            return executor.repetition(way.calls, self.program, notes, way.words)
+        calls = executor.bind_on(place[0], self._bound.at(locate(self.addresses, moving)).steps)
+        return executor.repetition(calls, self.program, notes, way.words, self.addresses)
 
     @property
     def marks(self) -> int:

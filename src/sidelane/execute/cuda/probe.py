@@ -6,50 +6,12 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.exchange import Exchange
-
-_SETTLE_S = 50e-6  # until the stream surely waits
-_LONGEST_S = 1.0
-
-
-def round_trip_us(driver: Driver, trips: int = 50) -> float:
-    """Return the median time in which the host writes a word for which a stream waits, and sees the stream idle.
-
-    The stream writes a word to the host in between, like the executor's last batch. Neither half can be measured alone,
-    since the clocks of host and device do not agree to a microsecond.
-
-    Args:
-        driver: driver of the device.
-        trips: number of measurements.
-
-    Raises:
-        UnavailableError: the stream did not proceed.
-    """
-    words = driver.host_words(2)
-    stream = driver.create_stream()
-    taken = []
-    with driver.current():
-        for number in range(1, trips + 1):
-            ops = driver.memory_ops()
-            ops.wait(words.address, number, equal=False)
-            ops.write(words.address + 4, number)
-            driver.submit([driver.bind_memory_ops(ops, stream)])
-            time.sleep(_SETTLE_S)
-            begin = time.perf_counter_ns()
-            words.array[0] = number
-            while not driver.is_idle(stream):
-                if time.perf_counter_ns() - begin > _LONGEST_S * 1e9:
-                    raise UnavailableError("round_trip_us: a stream does not see what the host writes within a second")
-            taken.append((time.perf_counter_ns() - begin) / 1e3)
-        driver.destroy_stream(stream)
-    return float(np.median(taken))
-
 
 _WORD_BYTES = 4
 _PATIENCE_S = 5.0

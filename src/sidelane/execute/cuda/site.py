@@ -6,7 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +14,20 @@ import torch
 
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
-from sidelane.execute.base import Addresses
+from sidelane.execute.base import Addresses, Repetition
+from sidelane.execute.cuda.bind import Moving
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan, counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.cuda.native import Bound, movable_steps, steps_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
-from sidelane.execute.submitted import Counts, SubmissionLedger
+from sidelane.execute.submitted import Counts, Entry, SubmissionLedger
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
+from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_call import KernelCall
@@ -71,43 +73,25 @@ class Plans:
         )
 
 
-MOST = 256
-"""Largest number of programs of which a loaded one is kept; the oldest is dropped first."""
+MOST = 512
+"""Largest number of programs and kernels of which a loaded one is kept; the oldest is dropped first."""
 
 UNIT = 16
 """Largest alignment in bytes for which kernels are compiled."""
 
 
-class Movable(Protocol):
-    """A loaded program or kernel.
-
-    Attributes:
-        program: the program.
-        addresses: addresses to which it is bound.
-    """
-
-    @property
-    def program(self) -> object: ...
-
-    @property
-    def addresses(self) -> Addresses: ...
-
-
-T = TypeVar("T", bound=Movable)
-
-
-class Alike(Generic[T]):
-    """Cache of one loaded program per program object, by identity: callers keep programs and pass the same objects."""
+class Alike:
+    """Cache of one loaded program or kernel per program object, by identity: callers pass the same objects."""
 
     def __init__(self) -> None:
-        self._by_program: dict[int, T] = {}
+        self._by_program: dict[int, Any] = {}
 
-    def find(self, program: object, addresses: Addresses) -> T | None:
-        """Return a loaded program that differs only in the addresses of its buffers, by multiples of ``UNIT``."""
+    def find(self, program: object, addresses: Addresses) -> Any:
+        """Return what differs only in the addresses of its buffers, by multiples of ``UNIT``; None if there is none."""
         known = self._by_program.get(id(program))
         return known if known is not None and differ_by_places(known.addresses, addresses) else None
 
-    def keep(self, loaded: T) -> None:
+    def keep(self, loaded: Any) -> None:
         """Keep a loaded program in place of an earlier one of the same program."""
         if len(self._by_program) >= MOST:
             del self._by_program[next(iter(self._by_program))]
@@ -172,8 +156,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.programs: Alike[Any] = Alike()  # of copy engines; the code that loads them knows their types
-        self.kernels: Alike[Any] = Alike()
+        self.loaded = Alike()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that may have waited for a trigger
@@ -204,7 +187,7 @@ class CudaSite:
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
-        forks.keeping(self)  # with its words and streams
+        forks.in_copies_of(self, forks.keep_for_ever)  # with its words and streams
         # For an executor that is dropped without close. The thread holds the watch, not this object.
         self._end_watch = weakref.finalize(self, self.watch.stop)
 
@@ -276,8 +259,7 @@ class CudaSite:
             self.synchronize()
         except SidelaneError:
             self.drain()
-        self.programs.clear()
-        self.kernels.clear()
+        self.loaded.clear()
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:
@@ -362,6 +344,37 @@ class CudaSite:
         self.check_open(method)
         if self.watch.failure is not None:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
+
+    def repetition(
+        self,
+        calls: Sequence[Bound],
+        program: Program | KernelProgram | KernelCall,
+        notes: tuple[Note, ...],
+        words: Moving = (),
+        moving: Addresses | None = None,
+    ) -> Repetition | None:
+        """Return an invocation as data for compiled code.
+
+        Args:
+            calls: its calls to the driver.
+            program: the program.
+            notes: side effects on Python objects.
+            words: words that depend on the number of the call.
+            moving: addresses of which the calls were prepared at :func:`native.locate`; None: no value of them moves.
+
+        Returns:
+            The invocation; None if its values move, and Python must make one of the calls.
+        """
+        found = (steps_of(calls), ()) if moving is None else movable_steps(calls, moving)
+        if found is None:
+            return None
+        steps, followers = found
+        return Repetition(steps, words, notes, self.failing(calls, program), followers=followers)
+
+    def kernel_notes(self, handle: int, program: KernelProgram | KernelCall, entry: Entry) -> tuple[Note, ...]:
+        """Return the side effects of a launch on a stream that is not captured, for compiled code."""
+        launched = self.watch.launch_notes(program)
+        return ((Effect.SET, self, "kernel_stream", handle), *launched, *self.ledger.notes(entry))
 
     def failing(
         self, calls: Sequence[Bound], program: Program | KernelProgram | KernelCall

@@ -39,7 +39,7 @@ class NodesCommunicator:
     """Collectives among nodes of one size by recipes (``collectives.py``), on contiguous tensors and on lists.
 
     Every rank of the group makes it, and makes the same calls in one order. Asynchronous calls run on a thread, or on a
-    stream of a GPU; all others come behind them, and those that wait query it (``order.Guard``). A call that fails, or
+    stream of a GPU; all others come behind them, and those that wait query it (``works.Guard``). A call that fails, or
     that one rank refuses, ends it: some of its steps may have run.
 
     Args:
@@ -184,16 +184,8 @@ class NodesCommunicator:
                 forks.keep_for_ever(rail)  # Gloo aborts nothing, and its end would wait for peers that may never come
         self._order.close()
 
-    def interrupted(self, error: KeyboardInterrupt) -> None:
-        """See ``order.Guard``."""
-        self.leave(error)
-
-    def ends(self) -> None:
-        """See ``order.Guard``."""
-        self.leave(PeerError(f"rank {self.rank} ended without waiting for its asynchronous calls", (self.rank,)))
-
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """See ``order.Guard``."""
+        """See ``works.Guard``."""
         backend: Any = self.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work

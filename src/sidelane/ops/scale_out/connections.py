@@ -200,7 +200,7 @@ class _Callers:
 def _prepared(made: socket.socket) -> socket.socket:
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    forks.closing(made)  # in a copy of the process it would keep the connection after the end of this one
+    forks.in_copies_of(made, socket.socket.close)  # else a copy keeps the connection after the end of this process
     return made
 
 

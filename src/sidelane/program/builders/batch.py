@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
-from sidelane.fields import an, one_of, several, text
+from sidelane.fields import an, one_of, plain_text, several
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.flags import FlagPlan, FlagRole
@@ -61,7 +61,7 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
         TypeError: an argument has another type.
         ValueError: the variant does not exist for a part, or cannot run with its transport.
     """
-    batch, variant = _BATCH("build_batch: batch", batch), text("build_batch: variant", variant)
+    batch, variant = _BATCH("build_batch: batch", batch), plain_text("build_batch: variant", variant)
     transports = _TRANSPORTS("build_batch: transports", transports)
     built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
     programs = []

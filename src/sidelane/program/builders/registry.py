@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from sidelane.fields import an, one_of, settle, several, text, whole
+from sidelane.fields import an, one_of, plain_text, settle, several, whole
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.transport import Transport
 from sidelane.program.collective import Collective, Kind
@@ -56,7 +56,7 @@ class Algorithm:
     thumb: Callable[[CallShape], str] = no_objection
 
     def __post_init__(self) -> None:
-        settle(self, name=text, kinds=_KINDS, preference=whole)
+        settle(self, name=plain_text, kinds=_KINDS, preference=whole)
 
 
 _registered: dict[tuple[Kind, str], Algorithm] = {}
@@ -83,7 +83,7 @@ def algorithms(kind: Kind) -> tuple[Algorithm, ...]:
 
 def find_algorithm(kind: Kind, name: str) -> Algorithm | None:
     """Return the algorithm of that name for a collective; None if there is none."""
-    return _registered.get((_KIND("find_algorithm: kind", kind), text("find_algorithm: name", name)))
+    return _registered.get((_KIND("find_algorithm: kind", kind), plain_text("find_algorithm: name", name)))
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
         ValueError: the variant does not exist for this collective, or cannot run with this transport.
     """
     collective, transport = _COLLECTIVE("build: collective", collective), _TRANSPORT("build: transport", transport)
-    algorithm = find_algorithm(collective.kind, text("build: variant", variant))
+    algorithm = find_algorithm(collective.kind, plain_text("build: variant", variant))
     if algorithm is None or algorithm.assemble is None:
         allowed = ", ".join(variants(collective.kind))
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={allowed})")

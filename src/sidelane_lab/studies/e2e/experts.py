@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.ops.expert_routes import ExpertRoutes
-from sidelane.ops.experts import sum_rows
+from sidelane.ops.experts import ExpertRoutes, sum_rows
 from sidelane.ops.float8_rows import SCALED, dequantized_rows, quantized_rows
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from sidelane.choice import Profile
-from sidelane.choice.store import FUSED_FILE, read, user_file
+from sidelane.choice.store import FUSED_FILE, read_profile, user_file
 from sidelane.user_files import write_whole
 from sidelane_lab.harness.parameters import required
 
@@ -15,7 +15,7 @@ def keep(measured: Profile) -> Path:
     """Write the user's file of a machine; times of shapes that it has already are replaced, others stay."""
     path = required("fused", user_file(measured.key, FUSED_FILE))
     try:
-        before = read(path)
+        before = read_profile(path)
     except ValueError:  # of another format: it is replaced
         before = None
     stay = before.operators if before is not None and not before.key.differences(measured.key) else ()

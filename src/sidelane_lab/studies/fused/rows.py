@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERS, ROUTED, SPLIT, UNFUSED, WITHOUT_KERNEL, FusedTime
-from sidelane.choice.key import CPU, SOFTWARE, Key
+from sidelane.choice.key import CPU, SOFTWARE, MachineKey
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.options import LAUNCHES
@@ -256,5 +256,5 @@ def kept_of(results: Results) -> Profile:
     if not times:
         raise ValueError(f"fused: --results (value={results.command}, allowed=a file of sidelane fused)")
     software = tuple(sorted((name, results.software[name]) for name in SOFTWARE if name in results.software))
-    key = Key(device_type, results.device, results.gpus, software=software)
+    key = MachineKey(device_type, results.device, results.gpus, software=software)
     return Profile(results.machine, key, results.date, results.command, (), times)

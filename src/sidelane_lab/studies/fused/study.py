@@ -21,7 +21,6 @@ import torch.distributed as dist
 from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERS, FusedTime
 from sidelane.choice.key import key_here
-from sidelane.choice.store import name_of
 from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
@@ -107,7 +106,7 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
     if options.keep and rank.rank == 0:
         key, now = key_here(rank.device.type, rank.world_size), datetime.datetime.now(datetime.UTC)
         command = options.command or provenance.command_line()
-        measured = Profile(name_of(key), key, now.isoformat(timespec="seconds"), command, (), tuple(times))
+        measured = Profile(key.short_name, key, now.isoformat(timespec="seconds"), command, (), tuple(times))
         sender.note(f"kept for auto: {keep(measured)}")
 
 

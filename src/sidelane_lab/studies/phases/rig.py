@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 
 from sidelane import config as settings
 from sidelane.config import BUILTIN
-from sidelane.errors import PeerTimeoutError, SidelaneError
+from sidelane.errors import PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
@@ -30,6 +31,9 @@ from sidelane_lab.studies.phases.split import Sample
 
 FLAGS = 4096
 """Flags in each of two regions: programs with epochs, and frozen ones that reset their flags."""
+
+_SETTLE_S = 50e-6  # until the stream surely waits
+_LONGEST_S = 1.0
 
 
 class Rig:
@@ -58,8 +62,6 @@ class Rig:
             self._measure_notify()
 
     def _measure_notify(self) -> None:
-        from sidelane.execute.cuda.probe import round_trip_us
-
         try:
             self.notify_us = round_trip_us(self.executor.driver) / 2
             self.notice = f"a stream needs {self.notify_us:.1f} us to tell the host (half of there and back)"
@@ -98,6 +100,39 @@ class Rig:
         """Release everything. Not after a failure."""
         self._session.close()
         self._blocks.clear()
+
+
+def round_trip_us(driver: Any, trips: int = 50) -> float:
+    """Return the median time in which the host writes a word for which a stream waits, and sees the stream idle.
+
+    The stream writes a word to the host in between, like the executor's last batch. Neither half can be measured alone,
+    since the clocks of host and device do not agree to a microsecond.
+
+    Args:
+        driver: driver of the device.
+        trips: number of measurements.
+
+    Raises:
+        UnavailableError: the stream did not proceed.
+    """
+    words = driver.host_words(2)
+    stream = driver.create_stream()
+    taken = []
+    with driver.current():
+        for number in range(1, trips + 1):
+            ops = driver.memory_ops()
+            ops.wait(words.address, number, equal=False)
+            ops.write(words.address + 4, number)
+            driver.submit([driver.bind_memory_ops(ops, stream)])
+            time.sleep(_SETTLE_S)
+            begin = time.perf_counter_ns()
+            words.array[0] = number
+            while not driver.is_idle(stream):
+                if time.perf_counter_ns() - begin > _LONGEST_S * 1e9:
+                    raise UnavailableError("round_trip_us: a stream does not see what the host writes within a second")
+            taken.append((time.perf_counter_ns() - begin) / 1e3)
+        driver.destroy_stream(stream)
+    return float(np.median(taken))
 
 
 class TimedCall(Protocol):

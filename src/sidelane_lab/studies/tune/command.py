@@ -17,9 +17,8 @@ import torch
 
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
-from sidelane.choice.key import CPU, SOFTWARE, Key, key_here
-from sidelane.choice.store import InForce, in_force, name_of, user_file
-from sidelane.choice.store import read as read_profile
+from sidelane.choice.key import CPU, SOFTWARE, MachineKey, key_here
+from sidelane.choice.store import InForce, in_force, read_profile, user_file
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
@@ -130,9 +129,9 @@ def profile_of(results: Results) -> Profile:
     versions = results.software
     software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
     key = (
-        Key(CPU, results.device.partition(",")[0], 0, software=software)
+        MachineKey(CPU, results.device.partition(",")[0], 0, software=software)
         if results.on_cpu
-        else Key("cuda", results.device, results.gpus, software=software)
+        else MachineKey("cuda", results.device, results.gpus, software=software)
     )
     return Profile(results.machine, key, results.date, results.command, curves)
 
@@ -189,7 +188,7 @@ def main(options: TuneOptions) -> Profile | None:
     previous = _previous(path, key)
     before = in_force(BUILTIN, key) if previous is None else InForce(previous, str(path))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fresh = Profile(name_of(key), key, now, options.command or provenance.command_line(), ())
+    fresh = Profile(key.short_name, key, now, options.command or provenance.command_line(), ())
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
     profile = dataclasses.replace(fresh, curves=replacing((previous or fresh).curves, curves))
     write_text(path, profile.to_text())
@@ -223,7 +222,7 @@ def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
     return profile
 
 
-def _previous(path: Path, key: Key) -> Profile | None:
+def _previous(path: Path, key: MachineKey) -> Profile | None:
     """Return what a file has of the same machine and software."""
     try:
         found = read_profile(path)
