@@ -20,7 +20,7 @@ from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
+from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool_places import Reached
@@ -397,7 +397,8 @@ class Communicator:
         """
         from sidelane.session.prelaunch import prepare_prelaunched
 
-        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
+        asked = SingleCall(Kind.ALL_GATHER, (output, input), ())
+        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
 
     @entry
     def prepare_all_to_all(
@@ -413,9 +414,8 @@ class Communicator:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
         from sidelane.session.prelaunch import prepare_prelaunched
 
-        details = own_part(copy_own_part)
-        tensors = output, input
-        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
+        asked = SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part))
+        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
@@ -643,11 +643,9 @@ class Communicator:
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
-        asked: CallForm
-        if kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors):
-            asked = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
-        else:
-            asked = SingleCall(kind, tensors, details)
+        single = SingleCall(kind, tensors, details)
+        is_listed = kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors)
+        asked = ListedCall(kind, [single], self.world_size) if is_listed else single
         return self._run(asked, variant, beside, async_op, remember=repeats is not None)
 
     def _run(
