@@ -265,7 +265,7 @@ def prepare_prelaunched(
             raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
         (request,) = asked.requests(path.arguments)
         agreement = asked.agreement((request,), variant, False, path.hint(name, beside))
-        return (request, agreement), f"{name}: {agreement.text()}"
+        return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
