@@ -23,7 +23,7 @@ import sidelane
 from interpreter import Interpreter
 from sidelane import Communicator, Session, config, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
-from sidelane.cli.errors import FailedError
+from sidelane.cli.output import FailedError
 from sidelane.config import VARIABLES, Config, from_environment
 from sidelane.errors import PACKAGES, Page, last_line, missing, page_of, see
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidelane.c3.rule import LARGE_BYTES, choose_strategy, is_compute_bound
-from sidelane.c3.strategies import LaunchMode, named
+from sidelane.c3.strategies import LARGE_BYTES, LaunchMode, choose_strategy, is_compute_bound, named
 from sidelane.program.collective import Kind
 
 RESULTS = Path(__file__).parents[2] / "results"

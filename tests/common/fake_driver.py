@@ -34,25 +34,25 @@ class FakeHostWords:
 
 class FakeMemoryOps:
     def __init__(self) -> None:
-        self.ops: list[list[Any]] = []
+        self.ops: list[tuple[str, int, ctypes.c_uint32]] = []
 
     def write(self, address: int, value: int) -> None:
-        self.ops.append(["write", address, value & WORD])
+        self.ops.append(("write", address, ctypes.c_uint32(value)))
 
     def wait(self, address: int, value: int, *, equal: bool) -> None:
-        self.ops.append(["equal" if equal else "reached", address, value & WORD])
+        self.ops.append(("equal" if equal else "reached", address, ctypes.c_uint32(value)))
 
     def __len__(self) -> int:
         return len(self.ops)
 
-    def places(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
-        return self.setters(indices)
+    def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(ctypes.addressof(self.ops[index][2]), 4, 1) for index in indices]
 
     def setters(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
         def set_all(word: int) -> None:
             assert 0 <= word <= WORD, "memory operations have 32 bits"
             for index in indices:
-                self.ops[index][2] = word
+                self.ops[index][2].value = word
 
         return [set_all]
 
@@ -144,7 +144,7 @@ class FakeDriver:
         def submit() -> None:
             if stream == LEGACY:
                 raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuStreamBatchMemOp")
-            now = [tuple(op) for op in ops.ops[part]]
+            now = [(kind, address, word.value) for kind, address, word in ops.ops[part]]
             self._put("memory_ops", stream, lambda: _run_memory_ops(now))
 
         return submit, ()

@@ -371,16 +371,16 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),
         ]
         routes = ops.route_experts(comm, torch.arange(3)[:, None], x[:, :1].detach(), experts=2)
-        places = routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
+        places = [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
         values, parts = torch.randn(len(routes.rows), 8, requires_grad=True), torch.randn(3 * n, 1)
         calls += [
             (experts.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
             (experts.index_tokens, (number, torch.ones(3, 1).int(), torch.ones(3 * n, 1).int(), 2, 3)),
             (experts.own_sums, (number, parts.detach())),
-            (experts.tokens_to_experts, (number, x, *places, False)),
-            (experts.tokens_to_experts, (number, x, *places, True)),
-            (experts.rows_to_tokens, (number, values.detach(), *places)),
-            (experts.experts_to_tokens, (number, values, parts.requires_grad_(), *places)),
+            (experts.tokens_to_experts, (number, x, places, False, 2)),
+            (experts.tokens_to_experts, (number, x, places, True, 2)),
+            (experts.experts_to_tokens, (number, values.detach(), None, places, 2)),
+            (experts.experts_to_tokens, (number, values, parts.requires_grad_(), places, 2)),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)

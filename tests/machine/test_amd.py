@@ -76,7 +76,7 @@ def test_without_a_topology_a_note_says_so(rocm: Path) -> None:
 
 
 def test_a_torch_for_cuda_has_no_amd_gpus() -> None:
-    assert torch.version.hip is None and amd.device_count() == 0 and local.software_versions() == {}
+    assert torch.version.hip is None and amd.device_count() == 0 and local.driver_versions() == {}
 
 
 def test_a_bug_report_names_rocm_and_cuda(rocm: Path) -> None:

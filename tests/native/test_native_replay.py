@@ -119,13 +119,13 @@ def test_steps_run_in_order_in_c_and_in_python(host: Host) -> None:
 def test_words_follow_the_number_before_the_steps(host: Host) -> None:
     memory = (ctypes.c_uint32 * 12)(*[7] * 12)
     first = ctypes.addressof(memory)
-    words = ((5, 2, (first, 12, 3)), (0xFFFF_FFFF, 1, (first + 4, 4, 1)), (1, 0xFFFF_FFFF, host.log.append))
+    words = ((5, 2, (first, 12, 3)), (0xFFFF_FFFF, 1, (first + 4, 4, 1)), (1, 0xFFFF_FFFF, (first + 44, 0, 1)))
     host.remember(((lambda: host.log.append(list(memory)), (), None),), words)
     assert host.run()
     assert host.run()
     # Call 1: 5 + 2, 2**32, 1 - 1 in a circle of 2**32; then call 2.
-    first_call, second_call = [7, 0, 7, 7] + [7] * 8, [9, 1, 7, 9, 7, 7, 9, 7, 7, 7, 7, 7]
-    assert host.log == [0, first_call, 0xFFFF_FFFF, second_call]
+    first_call, second_call = [7, 0, 7, 7] + [7] * 7 + [0], [9, 1, 7, 9, 7, 7, 9, 7, 7, 7, 7, 0xFFFF_FFFF]
+    assert host.log == [first_call, second_call]
 
 
 def test_notes_are_taken_after_the_steps(host: Host) -> None:

@@ -14,8 +14,7 @@ from typing import TypeVar, overload
 import torch
 
 from sidelane.c3.launch import BY_KERNELS, can_run, run, unsupported_reason, ways_of
-from sidelane.c3.rule import choose_strategy
-from sidelane.c3.strategies import LaunchMode, Mover, strategies
+from sidelane.c3.strategies import LaunchMode, Mover, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING

@@ -94,7 +94,7 @@ def _device_here(device_type: str) -> MachineKey:
 def _here(device_type: str) -> MachineKey:
     from sidelane.machine import local  # imports torch, which the command line does without
 
-    versions = local.software_versions() if device_type != CPU else {}
+    versions = local.driver_versions() if device_type != CPU else {}
     for name in ("torch", "triton"):
         if name == "triton" and device_type == CPU:
             continue  # no CPU collective runs a kernel

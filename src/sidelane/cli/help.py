@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.errors import MisusedError
+from sidelane.cli.output import MisusedError
 from sidelane.errors import nearest
 
 Example = tuple[str, str]

@@ -24,10 +24,10 @@ from sidelane import config as settings
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
 from sidelane.cli.output import STDOUT, write_json
-from sidelane.cli.versions import commit, installed_version, processor_name, software_versions
 from sidelane.errors import last_line
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
+from sidelane.machine.local import commit, installed_version, processor_name, software_versions
 from sidelane.native import load_replays
 from sidelane.native.build import compiler_version
 from sidelane.version import VERSION

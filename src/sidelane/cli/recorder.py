@@ -14,9 +14,8 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, HelpEntry
-from sidelane.cli.output import STDOUT, json_option, write_json
+from sidelane.cli.output import STDOUT, json_option, plain_errors, write_json
 from sidelane.user_files import bytes_of
 
 LATE_NS = 1_000_000_000

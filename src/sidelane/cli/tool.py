@@ -9,9 +9,8 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Commands, HelpEntry
-from sidelane.cli.output import json_option
+from sidelane.cli.output import json_option, plain_errors
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import operator
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,20 +25,6 @@ from sidelane.memory.posts import PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
-
-
-class CallRequest(NamedTuple):
-    """The arguments of a collective on one or many tensors.
-
-    Attributes:
-        kind: kind of the collective.
-        given: outputs and inputs, or the one argument that is both.
-        details: root or reduction.
-    """
-
-    kind: Kind
-    given: tuple[Any, ...]
-    details: tuple[Hashable, ...] = ()
 
 
 def own_part(copied: object) -> tuple[Hashable, ...]:
@@ -72,7 +58,7 @@ class CallForm(abc.ABC):
         """The caller's tensors; None where this rank has none."""
 
     @property
-    def repeated_as(self) -> CallRequest | None:
+    def repeated_as(self) -> SingleCall | None:
         """Key by which compiled code finds the call again; None for one collective on single tensors."""
         return None
 
@@ -113,14 +99,20 @@ class CallForm(abc.ABC):
 
 
 class SingleCall(CallForm):
-    """One collective on a tensor or a pair of tensors: the common case. Making it takes a fraction of a microsecond."""
+    """One collective on a tensor or a pair of tensors: the common case. Making it takes a fraction of a microsecond.
+
+    Args:
+        name: kind of the collective.
+        tensors: output and input, or the one argument that is both; lists of these as a part of ``ListedCall``.
+        details: root or reduction.
+    """
 
     __slots__ = ("details", "name", "tensors")
     name: Kind
     tensors: tuple[Any, ...]
     details: tuple[Hashable, ...]
 
-    def __init__(self, name: Kind, tensors: tuple[Any, ...], details: tuple[Hashable, ...]) -> None:
+    def __init__(self, name: Kind, tensors: tuple[Any, ...], details: tuple[Hashable, ...] = ()) -> None:
         self.name, self.tensors, self.details = name, tensors, details
 
     def requests(self, arguments: Arguments) -> Requests:

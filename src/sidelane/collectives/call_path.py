@@ -129,8 +129,13 @@ class CallPath:
                 else:
                     prepared, comes_again = self._prepare(found, known, remember)
             work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.place)
-            if remember and self.repeats is not None:
-                self._remember(asked, found, prepared, self.repeats, comes_again)
+            # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
+            if remember and self.repeats is not None and not found.is_pooled:
+                program = known if isinstance(known, ShapeProgram) else None
+                if comes_again:
+                    self.repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
+                elif program is not None:
+                    self.repeats.remember(found.key, prepared, found.place, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -223,17 +228,6 @@ class CallPath:
         except Exception:
             with self.calls.making_ready():
                 raise
-
-    def _remember(
-        self, asked: CallForm, found: _Found, prepared: PreparedCall, repeats: Repeats, comes_again: bool
-    ) -> None:
-        """Let compiled code remember a call that may come again, by its addresses or by its shape."""
-        if found.is_pooled:
-            return  # compiled code knows tensors by their addresses only
-        if comes_again:
-            repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
-        elif found.shape is not None and isinstance(found.known, ShapeProgram):
-            repeats.remember_shape(found.key, found.shape, found.known, prepared, found.place)
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
         """Start an action that all ranks take together outside of graphs, such as loading a program.

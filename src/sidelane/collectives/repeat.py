@@ -13,7 +13,7 @@ from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
-from sidelane.collectives.call_forms import CallRequest
+from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Questions, Repetition
@@ -110,7 +110,9 @@ class Repeats:
         prepared: PreparedCall,
         place: Place,
         *,
-        asked: CallRequest | None = None,
+        asked: SingleCall | None = None,
+        shape: Shape | None = None,
+        program: ShapeProgram | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -119,43 +121,40 @@ class Repeats:
             prepared: the prepared call that ran.
             place: the stream on which it ran.
             asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
+            shape: shape of the call, to make calls of it again at any addresses; None: only at these.
+            program: program of the shape.
         """
         if not self.knows_by_address(key):
             return
-        repetition = prepared.loaded.repetition(place)
-        if (
-            self._give(key, prepared, place, repetition, asked) and self._preparer.cache.prepared(key) is not prepared
-        ):  # another thread has moved staging, maybe before it was remembered
+        form: object = None
+        if shape is not None and program is not None:
+            if not self._is_new(shape, program, prepared, place):
+                return
+            tensor_of = dict(program.places)
+            repetition = prepared.loaded.repetition(place, [*tensor_of])
+            rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
+            admits = functools.partial(all_ordinary, self._arguments)
+            form = admits, shape.distance is not None, shape.distance or 0, rows
+        else:
+            repetition = prepared.loaded.repetition(place)
+        if not self._give(key, prepared, place, repetition, asked, shape=form):
+            return
+        preparer = self._preparer
+        is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
+        if not is_there:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
-    def remember_shape(self, key: Key, shape: Shape, known: ShapeProgram, prepared: PreparedCall, place: Place) -> None:
-        """Remember the shape of a call, so that calls of the shape are made again at any addresses.
-
-        Args:
-            key: as in :meth:`remember`.
-            shape: shape of the call.
-            known: the program of the shape.
-            prepared: the program, loaded at the addresses of the call.
-            place: the stream on which it ran.
-        """
-        if not shape.ordinary or not self.knows_by_address(key) or len(shape.addresses) > MOST_MOVED:
-            return
-        turn = None if prepared.choice.candidate.takes_turns is False else self._preparer.turn
-        given = (self._forgotten, place, turn)
-        if given in known.repeated:
-            return
-        if len(known.repeated) >= MOST_REPEATED:
-            known.repeated.clear()
-        known.repeated.add(given)
-        repetition = prepared.loaded.repetition(place, [buffer for buffer, _ in known.places])
-        tensor_of = dict(known.places)
-        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
-        admits = functools.partial(all_ordinary, self._arguments)
-        form = admits, shape.distance is not None, shape.distance or 0, rows
-        if (
-            self._give(key, prepared, place, repetition, shape=form) and self._preparer.program_of(shape) is not known
-        ):  # another thread has moved staging
-            self.forget()
+    def _is_new(self, shape: Shape, program: ShapeProgram, prepared: PreparedCall, place: Place) -> bool:
+        """Return True if compiled code may be given a shape, and was not given it for this place and turn."""
+        if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
+            return False
+        given = (self._forgotten, place, self._preparer.turn if prepared.choice.candidate.takes_turns else None)
+        if given in program.repeated:
+            return False
+        if len(program.repeated) >= MOST_REPEATED:
+            program.repeated.clear()
+        program.repeated.add(given)
+        return True
 
     def launch(
         self,
@@ -199,7 +198,7 @@ class Repeats:
         prepared: PreparedCall,
         place: Place,
         repetition: Repetition | None,
-        asked: CallRequest | None = None,
+        asked: SingleCall | None = None,
         *,
         shape: object = None,
     ) -> bool:
@@ -211,7 +210,7 @@ class Repeats:
         kind, variant, beside, details, _, _, identities = key
         lists = 0
         if asked is not None:
-            details, lists = asked.details, len(asked.given)
+            details, lists = asked.details, len(asked.tensors)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         if self._nbytes > MOST_BYTES:

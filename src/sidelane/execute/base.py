@@ -173,8 +173,8 @@ DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]
 """A prepared call: the address of a C function of integers, or a Python function; its arguments; an object that keeps
 the memory to which they point. The function returns an int, 0 for success (a Python function may return None)."""
 
-Places = tuple[int, int, int] | Callable[[int], Any]
-"""Places of one 32-bit word (first address, distance in bytes, number), or a function that stores it there."""
+Places = tuple[int, int, int]
+"""Places of one 32-bit word: first address, distance in bytes, number."""
 
 
 class Follower(NamedTuple):

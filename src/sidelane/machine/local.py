@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import shutil
+import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +15,7 @@ import torch
 
 from sidelane.machine import amd, nvidia
 from sidelane.machine.inventory import Accelerators, Inventory
+from sidelane.version import VERSION
 
 
 class Vendor(Protocol):
@@ -71,7 +74,7 @@ def processor() -> str:
     return name.group(1).strip() if name else platform.machine()
 
 
-def software_versions() -> dict[str, str]:
+def driver_versions() -> dict[str, str]:
     """Return the versions of drivers and vendor libraries of the devices here, by name."""
     found = _vendor()
     return {} if found is None else {name: text or "unknown" for name, text in found.reported_versions().items()}
@@ -80,6 +83,52 @@ def software_versions() -> dict[str, str]:
 def reported_versions() -> dict[str, str | None]:
     """Return the same for a bug report: also where no device can be used, and None for what is missing."""
     return {name: version for vendor in VENDORS for name, version in vendor.reported_versions().items()}
+
+
+def commit() -> str:
+    """Return ``SIDELANE_COMMIT`` if set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
+    package = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    if given := os.environ.get("SIDELANE_COMMIT"):
+        return given
+    try:
+        # An installed copy may lie inside another repository.
+        if Path(git("rev-parse", "--show-toplevel")) == package.parent.parent:
+            dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+            return git("rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return "unknown"
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of all software that may change a figure."""
+    versions = {
+        "sidelane": VERSION,
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.machine()}",
+    }
+    for name in ("torch", "triton", "numpy", "cuda-bindings"):
+        if (version := installed_version(name)) is not None:
+            versions[name] = version
+    return versions | driver_versions()
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """Return the name of the processor and the number of cores that this process may use."""
+    return f"{processor()}, {cores()} cores"
 
 
 def _vendor() -> Vendor | None:

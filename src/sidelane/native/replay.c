@@ -52,12 +52,11 @@ typedef struct {
     PyObject *callable, *tuple;
 } Step;
 
-/* 32-bit values `base + per_call * number`, at `count` places `stride` bytes apart, or given to a Python callable. */
+/* 32-bit values `base + per_call * number`, at `count` places `stride` bytes apart. */
 typedef struct {
     uint32_t base, per_call;
     char *first;
     Py_ssize_t stride, count;
-    PyObject *setter;
 } Words;
 
 typedef struct {
@@ -293,19 +292,11 @@ static int read_words(Entry *entry, PyObject *words)
         return PyErr_NoMemory(), -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         Words *word = &entry->word[i];
-        PyObject *where;
         unsigned long base, per_call;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "kkO", &base, &per_call, &where))
+        unsigned long long first;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "kk(Knn)", &base, &per_call, &first, &word->stride, &word->count))
             return -1;
-        word->base = (uint32_t)base, word->per_call = (uint32_t)per_call;
-        if (!PyTuple_Check(where)) {
-            word->setter = where;
-        } else {
-            unsigned long long first;
-            if (!PyArg_ParseTuple(where, "Knn", &first, &word->stride, &word->count))
-                return -1;
-            word->first = (char *)(uintptr_t)first;
-        }
+        word->base = (uint32_t)base, word->per_call = (uint32_t)per_call, word->first = (char *)(uintptr_t)first;
         entry->words++;
     }
     return 0;
@@ -675,7 +666,7 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     return 0;
 }
 
-static int set_words(Entry *entry, uint64_t number)
+static void set_words(Entry *entry, uint64_t number)
 {
     for (int i = 0; i < entry->words; i++) {
         Words *word = &entry->word[i];
@@ -683,16 +674,7 @@ static int set_words(Entry *entry, uint64_t number)
         char *place = word->first;
         for (Py_ssize_t n = 0; n < word->count; n++, place += word->stride)
             memcpy(place, &value, sizeof value);
-        if (word->setter != NULL) {
-            PyObject *object = PyLong_FromUnsignedLong(value);
-            PyObject *done = object == NULL ? NULL : PyObject_CallOneArg(word->setter, object);
-            Py_XDECREF(object);
-            Py_XDECREF(done);
-            if (done == NULL)
-                return -1;
-        }
     }
-    return 0;
 }
 
 typedef uint64_t U;
@@ -809,7 +791,8 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
-    failed = failed || set_words(entry, value);
+    if (!failed)
+        set_words(entry, value);
     for (int i = 0; i < entry->shape.followers; i++) {
         const Follower *follower = &entry->shape.follower[i];
         *follower->where = request->tensor[follower->tensor].address + follower->delta;

@@ -153,7 +153,7 @@ def dispatch_tokens(
             raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
         if wire not in (None, torch.float8_e4m3fn):
             raise ValueError(f"{DISPATCH}: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
-    found: Tensor = tokens_to_experts(number_of(comm), tokens, *_places(routes), wire is not None, len(routes.ends))
+    found: Tensor = tokens_to_experts(number_of(comm), tokens, _places(routes), wire is not None, len(routes.ends))
     return found
 
 
@@ -178,7 +178,7 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
         if len(rows) != len(routes.rows):
             raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")
-    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes), len(routes.ends))
+    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, _places(routes), len(routes.ends))
     return found
 
 
@@ -196,8 +196,8 @@ def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Te
     return output
 
 
-def _places(routes: ExpertRoutes) -> tuple[Tensor, ...]:
-    return routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
+def _places(routes: ExpertRoutes) -> list[Tensor]:
+    return [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
 
 
 class _Exchange:
@@ -232,7 +232,25 @@ def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: in
     return kept(comm, (_Exchange, *shape), lambda: _Exchange(comm, *shape))
 
 
-def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool, experts: int) -> Tensor:
+def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.comm, _, places, _, ctx.experts = inputs
+    ctx.save_for_backward(*places)
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    places = list(ctx.saved_tensors)
+    return None, experts_to_tokens(ctx.comm, grad, None, places, ctx.experts), [None] * len(places), None, None
+
+
+@operator(
+    lambda comm, tokens, places, *_: tokens.new_empty(len(places[2]), tokens.shape[1]),
+    _dispatch_backward,
+    _dispatch_saves,
+)
+def tokens_to_experts(comm: int, tokens: Tensor, places: list[Tensor], quantized: bool, experts: int) -> Tensor:
+    """See :func:`dispatch_tokens`; ``places``: :func:`_places`; ``quantized``: tokens travel in float8; ``experts``: E,
+    which ranks compare.
+    """
     leaving, _, rows, results, counts = places
     sent = quantized_rows(in_rows(tokens)) if quantized else in_rows(tokens)
     exchange = _exchange(DISPATCH, comm, sent, results, experts)
@@ -241,92 +259,41 @@ def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool, experts
         return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
 
 
-def _to_tokens(comm: int, rows: Tensor, places: Any, experts: int, gates: Tensor | None = None) -> Tensor:
-    _, returned, _, results, counts = places
-    sent = in_rows(rows)
-    exchange = _exchange(COMBINE, comm, sent, results, experts)
-    with exchange.in_turn:  # until its rows have been added up
-        return sum_rows(exchange.send(sent, counts, results, gates, sends_zeros=True), returned)
-
-
-def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm, ctx.experts = inputs[0], inputs[8]
-    ctx.save_for_backward(*inputs[2:7])
-
-
 def _combine_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm, ctx.experts = inputs[0], inputs[8]
-    ctx.save_for_backward(*inputs[1:8])
+    ctx.comm, values, gates, places, ctx.experts = inputs
+    ctx.save_for_backward(values, gates, *places)
 
 
-def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (None, rows_to_tokens(ctx.comm, grad, *ctx.saved_tensors, ctx.experts), *[None] * 7)
-
-
-@operator(lambda comm, tokens, leaving, returned, rows, *_: tokens.new_empty(rows.shape[0], tokens.shape[1]),
-          _dispatch_backward, _dispatch_saves)  # fmt: skip
-def tokens_to_experts(
-    comm: int,
-    tokens: Tensor,
-    leaving: Tensor,
-    returned: Tensor,
-    rows: Tensor,
-    results: Tensor,
-    counts: Tensor,
-    quantized: bool,
-    experts: int = 1,
-) -> Tensor:
-    """See :func:`dispatch_tokens`; ``quantized``: tokens travel in float8; ``experts``: E, which ranks compare."""
-    return _to_experts(comm, tokens, (leaving, returned, rows, results, counts), quantized, experts)
-
-
-@operator(lambda comm, results_of, leaving, returned, *_: results_of.new_empty(returned.shape[0], results_of.shape[1]))
-def rows_to_tokens(
-    comm: int,
-    results_of: Tensor,
-    leaving: Tensor,
-    returned: Tensor,
-    rows: Tensor,
-    results: Tensor,
-    counts: Tensor,
-    experts: int = 1,
-) -> Tensor:
-    """Return sums of experts' rows for each token, without gates: gradients of dispatched tokens."""
-    return _to_tokens(comm, results_of, (leaving, returned, rows, results, counts), experts)
-
-
-def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     values, gates, *places = ctx.saved_tensors
     rows, results = places[2], places[3]
     # The gradient of its token, for each expert's row.
-    for_token = tokens_to_experts(ctx.comm, grad, *places, False, ctx.experts)
+    for_token = tokens_to_experts(ctx.comm, grad, places, False, ctx.experts)
     _, for_values, for_gates, *_ = ctx.needs_input_grad
-    of_values = of_gates = None
-    if for_values:
+    of_values = for_token
+    of_gates = None
+    if for_values and gates is not None:
         arrived = torch.where(results >= 0, results, len(values)).flatten().long()  # one place more for what is none
         gate = gates.new_zeros(len(values) + 1).scatter_(0, arrived, gates.flatten())[:-1]
         of_values = (for_token * gate[:, None]).to(values.dtype)
     if for_gates:
         product = (for_token.float() * torch.where(rows >= 0, values, 0).float()).sum(-1)
         of_gates = torch.where(results >= 0, product[results.clamp(min=0)], 0)
-    return (None, of_values, of_gates, *[None] * 6)
+    return None, of_values if for_values else None, of_gates, [None] * len(places), None
 
 
-@operator(lambda comm, values, gates, leaving, returned, *_: values.new_empty(returned.shape[0], values.shape[1]),
-          _combine_backward, _combine_saves)  # fmt: skip
-def experts_to_tokens(
-    comm: int,
-    values: Tensor,
-    gates: Tensor,
-    leaving: Tensor,
-    returned: Tensor,
-    rows: Tensor,
-    results: Tensor,
-    counts: Tensor,
-    experts: int = 1,
-) -> Tensor:
-    """See :func:`combine_tokens`."""
-    return _to_tokens(comm, values, (leaving, returned, rows, results, counts), experts, gates)
+@operator(
+    lambda comm, values, gates, places, experts: values.new_empty(len(places[1]), values.shape[1]),
+    _combine_backward,
+    _combine_saves,
+)
+def experts_to_tokens(comm: int, values: Tensor, gates: Tensor | None, places: list[Tensor], experts: int) -> Tensor:
+    """See :func:`combine_tokens`. Without gates, sums of experts' rows: gradients of dispatched tokens."""
+    _, returned, _, results, counts = places
+    sent = in_rows(values)
+    exchange = _exchange(COMBINE, comm, sent, results, experts)
+    with exchange.in_turn:  # until its rows have been added up
+        return sum_rows(exchange.send(sent, counts, results, gates, sends_zeros=True), returned)
 
 
 def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

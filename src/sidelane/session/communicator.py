@@ -20,7 +20,7 @@ from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, UnevenCall, own_part
+from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.pool_places import Reached
@@ -643,11 +643,9 @@ class Communicator:
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise
-        asked: CallForm
-        if kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors):
-            asked = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
-        else:
-            asked = SingleCall(kind, tensors, details)
+        single = SingleCall(kind, tensors, details)
+        is_listed = kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors)
+        asked = ListedCall(kind, [single], self.world_size) if is_listed else single
         return self._run(asked, variant, beside, async_op, remember=repeats is not None)
 
     def _run(

@@ -16,7 +16,7 @@ from sidelane.choice.candidate import everything, reshards
 from sidelane.collectives.agreement import BATCH, Agreement, CallPart, Request
 from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
-from sidelane.collectives.call_forms import CallForm, CallRequest, own_part
+from sidelane.collectives.call_forms import CallForm, SingleCall, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.heap import Region
 from sidelane.collectives.plan import AUTO, check_variant
@@ -42,7 +42,7 @@ class ListedCall(CallForm):
 
     name = BATCH
 
-    def __init__(self, name: str, asked: Sequence[CallRequest], world_size: int) -> None:
+    def __init__(self, name: str, asked: Sequence[SingleCall], world_size: int) -> None:
         self.name, self._asked, self._world_size = name, asked, world_size
 
     @cached_property
@@ -57,15 +57,15 @@ class ListedCall(CallForm):
     @property
     def details(self) -> Hashable:
         return tuple(
-            (each.kind, each.details, len(columns[0])) for each, columns in zip(self._asked, self._lists, strict=True)
+            (each.name, each.details, len(columns[0])) for each, columns in zip(self._asked, self._lists, strict=True)
         )
 
     @property
-    def repeated_as(self) -> CallRequest | None:
+    def repeated_as(self) -> SingleCall | None:
         return self._asked[0]
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
-        for kind in dict.fromkeys(each.kind for each in self._asked):
+        for kind in dict.fromkeys(each.name for each in self._asked):
             check_variant(kind, variant, abilities, listed=True)
 
     def requests(self, arguments: Arguments) -> Requests:
@@ -80,7 +80,7 @@ class ListedCall(CallForm):
         """The place of the tensors, for errors; empty if there is no list."""
         if self.name == BATCH:
             return BATCH
-        return "lists" if any(isinstance(given, list | tuple) for given in self._asked[0].given) else ""
+        return "lists" if any(isinstance(given, list | tuple) for given in self._asked[0].tensors) else ""
 
     def agreement(self, requests: Requests, variant: str, frozen: bool, beside: Beside) -> Agreement:
         parts = tuple(map(CallPart.of, requests))
@@ -112,7 +112,7 @@ class ReshardCall(ListedCall):
         world_size: int,
     ) -> None:
         self._dims, self._splits, self._copies_own = dims, splits, copies_own
-        super().__init__(Kind.ALL_TO_ALL, [CallRequest(Kind.ALL_TO_ALL, tensors)], world_size)
+        super().__init__(Kind.ALL_TO_ALL, [SingleCall(Kind.ALL_TO_ALL, tensors)], world_size)
 
     @property
     def details(self) -> Hashable:
@@ -122,7 +122,7 @@ class ReshardCall(ListedCall):
             _sizes(name, sizes, self._world_size) for name, sizes in zip(names, self._splits, strict=True)
         )
         dims = Dimensions(scatter, gather, scattered, gathered)
-        self._asked = [self._asked[0]._replace(details=(self._copies_own, dims))]
+        self._asked = [SingleCall(Kind.ALL_TO_ALL, self._asked[0].tensors, (self._copies_own, dims))]
         shapes = tuple(getattr(tensor, "shape", None) for tensor in self.tensors)
         return ("dimensions", dims, own_part(self._copies_own), shapes)
 
@@ -155,33 +155,33 @@ class Batched:
         self.work: Work | None = None
         self._path, self._calls = path, path.calls
         self._variant, self._beside, self._async_op = variant, beside, async_op
-        self._asked: list[CallRequest] = []
+        self._asked: list[SingleCall] = []
         self._is_open = self._has_ended = False
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""
-        self._ask(CallRequest(Kind.ALL_GATHER, (output, input)))
+        self._ask(SingleCall(Kind.ALL_GATHER, (output, input)))
 
     def all_to_all(self, output: Tensors, input: Tensors, *, copy_own_part: bool = True) -> None:
         """See ``Communicator.all_to_all``; equal parts."""
-        self._ask(CallRequest(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
+        self._ask(SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.reduce_scatter``."""
-        self._ask(CallRequest(Kind.REDUCE_SCATTER, (output, input), (op,)))
+        self._ask(SingleCall(Kind.REDUCE_SCATTER, (output, input), (op,)))
 
     def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum", output: Tensors | None = None) -> None:
         """See ``Communicator.all_reduce``."""
-        self._ask(CallRequest(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
+        self._ask(SingleCall(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
 
     def broadcast(self, tensor: Tensors, *, root: int) -> None:
         """See ``Communicator.broadcast``; roots may differ from one to another."""
-        self._ask(CallRequest(Kind.BROADCAST, (tensor,), (root,)))
+        self._ask(SingleCall(Kind.BROADCAST, (tensor,), (root,)))
 
-    def _ask(self, asked: CallRequest) -> None:
+    def _ask(self, asked: SingleCall) -> None:
         if not self._is_open:
             where = "behind the end of the block" if self._has_ended else "without a with block"
-            raise RuntimeError(f"batch: {asked.kind} {where} (allowed=inside of one)")
+            raise RuntimeError(f"batch: {asked.name} {where} (allowed=inside of one)")
         self._asked.append(asked)
 
     def __enter__(self) -> Batched:
@@ -209,20 +209,20 @@ class Batched:
         return self.work
 
 
-def _lists(asked: CallRequest) -> list[Sequence[torch.Tensor]]:
+def _lists(asked: SingleCall) -> list[Sequence[torch.Tensor]]:
     """Return the arguments as lists, outputs first."""
     lists: list[Sequence[torch.Tensor]] = []
-    listed = any(isinstance(argument, list | tuple) for argument in asked.given)
-    for argument in asked.given:
+    listed = any(isinstance(argument, list | tuple) for argument in asked.tensors)
+    for argument in asked.tensors:
         if listed and not isinstance(argument, list | tuple):
             raise TypeError(
-                f"{asked.kind}: tensors, or lists of tensors, but not both "
+                f"{asked.name}: tensors, or lists of tensors, but not both "
                 f"(value={type(argument).__name__} next to a list; the parts of one collective are one tensor here)"
             )
         lists.append(argument if listed else [argument])
     if len(set(map(len, lists))) > 1:
         lengths = ", ".join(str(len(column)) for column in lists)
-        raise ValueError(f"{asked.kind}: lists must be of one length (value={lengths})")
+        raise ValueError(f"{asked.name}: lists must be of one length (value={lengths})")
     return lists
 
 
@@ -231,11 +231,11 @@ def _rows(columns: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.Ten
 
 
 def _requests(
-    arguments: Arguments, rows: Sequence[tuple[CallRequest, tuple[torch.Tensor, ...]]], where: str
+    arguments: Arguments, rows: Sequence[tuple[SingleCall, tuple[torch.Tensor, ...]]], where: str
 ) -> Iterator[Request]:
     for number, (asked, row) in enumerate(rows):
         try:
-            yield getattr(arguments, asked.kind)(*row, *asked.details)
+            yield getattr(arguments, asked.name)(*row, *asked.details)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (number {number} in the {where})" if where else str(error)) from None
 

@@ -259,7 +259,7 @@ def prepare_prelaunched(
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: see ``Communicator.prepare_all_gather``.
         beside: see ``Communicator.prepare_all_gather``.
-        details: see ``CallRequest``.
+        details: see ``SingleCall``.
 
     Raises:
         Exception: as ``Communicator.prepare_all_gather`` does.

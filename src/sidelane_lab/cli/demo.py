@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK
+from sidelane.cli.output import plain_errors
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.help import GroupedCommand, json_option, output

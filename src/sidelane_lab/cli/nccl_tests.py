@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE
+from sidelane.cli.output import plain_errors
 from sidelane_lab.harness.help import GroupedCommand, how, json_option, what, where
 from sidelane_lab.harness.options import loaded
 from sidelane_lab.harness.parameters import NameChoice, names, size, timeout_option

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import CHOOSE
+from sidelane.cli.output import plain_errors
 from sidelane_lab.harness.help import GroupedCommand, how, json_option
 from sidelane_lab.harness.options import loaded
 

@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 import click
 from click.shell_completion import CompletionItem
 
-from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LABORATORY, Example
-from sidelane.cli.output import STDOUT
+from sidelane.cli.output import STDOUT, plain_errors
 from sidelane.program.collective import Kind
 from sidelane.sizes import parse_bytes
 from sidelane_lab.harness.files import Written

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from sidelane.cli.versions import commit, installed_version, processor_name, software_versions
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
+from sidelane.machine.local import commit, installed_version, processor_name, software_versions
 
 __all__ = [
     "accelerator_name",

@@ -6,7 +6,7 @@ pair, a strategy whose parts have units of their own hides everything, as the Co
 and others nothing. Units are taken from a GEMM only by the slowdowns of one of the same bound. Equals are decided for
 serial, and then by preference.
 
-The library chooses by a rule instead (``sidelane.c3.rule``), which loses less over the measured pairs
+The library chooses by a rule instead (``sidelane.c3.strategies``), which loses less over the measured pairs
 (docs/lab/measured.md, "Heuristics").
 """
 

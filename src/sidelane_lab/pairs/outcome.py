@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from sidelane.c3.rule import ENGINES, choose_strategy
-from sidelane.c3.strategies import LaunchMode, Mover, Strategy
+from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy, choose_strategy
 from sidelane.choice.selection import Selection
 from sidelane_lab.harness.measure import Problem
 from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from sidelane.c3.rule import ENGINES
+from sidelane.c3.strategies import ENGINES
 from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
