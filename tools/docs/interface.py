@@ -101,7 +101,7 @@ TASKS = {
                 "Process group",
                 ("register", "SidelaneGroup", "wrap", "report", "Report"),
             ),
-            Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp", "Elsewhere")),
+            Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp")),
         ),
     ),
     "operators": TaskPage(

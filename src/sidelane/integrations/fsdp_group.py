@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -30,29 +31,16 @@ LANES = ("gather", "scatter")
 
 
 @dataclasses.dataclass(slots=True)
-class Elsewhere:
-    """Calls that the group's own backend has made.
-
-    Attributes:
-        what: kind of the call, and the reason.
-        calls: number of calls.
-    """
-
-    what: str
-    calls: int = 0
-
-
-@dataclasses.dataclass(slots=True)
 class FsdpCounts:
     """Counts of a model's collectives, in all of its groups.
 
     Attributes:
         calls: number of collectives that Sidelane has made.
-        elsewhere: calls that the groups' own backends have made, by their reasons.
+        elsewhere: numbers of calls that the groups' own backends have made, by kind and reason.
     """
 
     calls: int = 0
-    elsewhere: dict[str, Elsewhere] = dataclasses.field(default_factory=dict)
+    elsewhere: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class FsdpGroup:
@@ -138,8 +126,7 @@ class FsdpGroup:
         """Count a call that the backend of ``group`` makes, on a larger tensor of FSDP2's."""
         if self._buffers is not None:
             self._buffers.is_not_to_come_back(tensor)
-        what = f"{kind}: {why}"
-        self._counts.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
+        self._counts.elsewhere[f"{kind}: {why}"] += 1
         if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
             self._note(kind, tensor.dtype, where, why, tensor.nbytes)
 

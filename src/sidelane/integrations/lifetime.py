@@ -68,7 +68,7 @@ class GroupLifetime:
     ) -> None:
         self._whose, self.rank, self.other = weakref.ref(group), group.rank(), other
         self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
-        self.name = ""
+        self.name = "undefined"
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
         self.asked: tuple[str, str] | None = None
         self.owner = forks.Owner("process group")
