@@ -33,7 +33,7 @@ from sidelane.fields import several, whole
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.persistent import lasting
 from sidelane.modes import untraced
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
 
 MOST_FLAGS = 1 << 20
