@@ -169,32 +169,25 @@ def show_log() -> None:
         log.show(level)
 
 
-@functools.cache
-def mark_ranges() -> None:
-    """Mark calls by NVTX if ``SIDELANE_NVTX`` asks for it; once, whatever the settings of communicators are.
+def start_observers() -> None:
+    """Start what the environment asks for: log, NVTX ranges, metrics and flight recorder. Again it changes nothing.
 
     Raises:
-        ValueError: it is neither 0 nor 1, or the package ``nvtx`` is not installed.
+        ValueError: a value of the environment is not allowed, or the package ``nvtx`` is not installed.
     """
-    if _switch("SIDELANE_NVTX", os.environ.get("SIDELANE_NVTX", "0")):
-        from sidelane import ranges  # which imports PyTorch
+    from sidelane import flight_recorder, metrics, ranges  # which import PyTorch
 
+    show_log()
+    if _switch("SIDELANE_NVTX", os.environ.get("SIDELANE_NVTX", "0")):
         try:
             ranges.mark_by_nvtx()
         except (ImportError, AttributeError) as error:
             # No UnavailableError: a process group would let other backends make its calls, and say nothing.
             raise _refused(f"SIDELANE_NVTX=1 needs the package nvtx: {error}") from None
-
-
-def metrics_file() -> str | None:
-    """Return the value of ``SIDELANE_METRICS``; None if there is none."""
-    return os.environ.get("SIDELANE_METRICS") or None
-
-
-def recorder_prefix() -> str | None:
-    """Return the value of ``SIDELANE_FLIGHT_RECORDER``; None if there is none, or 0."""
-    value = os.environ.get("SIDELANE_FLIGHT_RECORDER")
-    return None if value in (None, "", "0") else value
+    if file := os.environ.get("SIDELANE_METRICS"):
+        metrics.start(file)
+    if (prefix := os.environ.get("SIDELANE_FLIGHT_RECORDER", "0")) not in ("", "0"):
+        flight_recorder.start(prefix)
 
 
 @contextlib.contextmanager

@@ -151,7 +151,6 @@ TASKS = {
                     "reshard",
                     "sequence_parallel_attention",
                     "sequence_positions",
-                    "attention_function",
                     "register_attention",
                 ),
             ),
