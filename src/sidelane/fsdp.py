@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,10 +25,10 @@ from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, name_of
-from sidelane.integrations.fsdp_group import Elsewhere, FsdpCounts, FsdpGroup, make_fsdp_group
+from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, make_fsdp_group
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
-__all__ = ["Elsewhere", "EnabledFsdp", "enable"]
+__all__ = ["EnabledFsdp", "enable"]
 
 OTHER_GROUP = "another group than that of the shards"
 
@@ -88,8 +88,8 @@ class EnabledFsdp:
         return self._counts.calls
 
     @property
-    def elsewhere(self) -> dict[str, Elsewhere]:
-        """Calls that the group's own backend has made, by kind and reason."""
+    def elsewhere(self) -> Mapping[str, int]:
+        """Numbers of calls that the group's own backend has made, by kind and reason."""
         return self._counts.elsewhere
 
     def memory(self) -> MemoryUse:

@@ -101,12 +101,12 @@ def orders(group: dist.ProcessGroup) -> list[str]:
 
 
 def ordered(comm: Communicator, asked: str, captured: bool) -> str:
-    """Return the order of a call of bags that have 170 rows in the mean of the ranks, and the reason."""
-    n, rank, pooling, table = comm.world_size, comm.rank, 170, torch.arange(20.0).view(5, 4)
+    """Return the order of a call of bags that have 24 rows in the mean of the ranks, and the reason."""
+    n, rank, pooling, table = comm.world_size, comm.rank, 24, torch.arange(20.0).view(5, 4)
     sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
-    handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
+    handle = EmbeddingAllToAll(comm, [table], n)
     launch = handle._kernel.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))

@@ -101,7 +101,7 @@ TASKS = {
                 "Process group",
                 ("register", "SidelaneGroup", "wrap", "report", "Report"),
             ),
-            Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp", "Elsewhere")),
+            Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp")),
         ),
     ),
     "operators": TaskPage(
@@ -151,7 +151,6 @@ TASKS = {
                     "reshard",
                     "sequence_parallel_attention",
                     "sequence_positions",
-                    "attention_function",
                     "register_attention",
                 ),
             ),
@@ -211,7 +210,7 @@ TASKS = {
             Section(
                 "sidelane.program.transform",
                 "Transforms",
-                ("lower", "freeze", "prelaunch", "stamp"),
+                ("lower", "freeze", "prelaunch"),
             ),
             Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
         ),

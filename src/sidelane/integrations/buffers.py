@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from sidelane.errors import UnavailableError
+from sidelane.integrations.registered import Registration, register_segments
 from sidelane.memory.storage import storage_of
 from sidelane.modes import after_import
 from sidelane.session import Communicator
-from sidelane.session.registered import Registration, register_segments
 
 PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
@@ -184,47 +184,38 @@ def ask_groups_of(kind: type[Any]) -> None:
 
 
 def _ask_groups(module: Any, kind: type[Any]) -> None:
-    """Give the parameter groups of ``module`` collectives that ask groups of a kind for memory."""
-    params, gather, scatter = (
-        getattr(module, name, None) for name in ("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter")
+    """Give parameter groups of ``module`` torch's collectives that ask groups for memory, if these are of a kind."""
+    names = (
+        *("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter"),
+        *("ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter"),
     )
-    if params is None or gather is None or scatter is None or not hasattr(params, "_all_gather_process_group"):
+    found: list[Any] = [getattr(module, name, None) for name in names]
+    params, *classes = found
+    if None in (params, *classes) or not hasattr(params, "_all_gather_process_group"):
         return  # another torch: programs may still ask for the memory themselves
-    classes = type("GroupAllGather", (_Asking, gather), {}), type("GroupReduceScatter", (_Asking, scatter), {})
-    begin = params.__init__
+    begin, (gather, scatter) = params.__init__, classes[2:]
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        own = self._all_gather_comm, self._reduce_scatter_comm
+        own = [type(self._all_gather_comm), type(self._reduce_scatter_comm)]
         is_ours = isinstance(getattr(self.mesh_info, "shard_process_group", None), kind)
-        if is_ours and self.device.type in DEVICES and tuple(map(type, own)) == (gather, scatter):
-            self._all_gather_comm, self._reduce_scatter_comm = (
-                made(weakref.ref(self), name)
-                for made, name in zip(
-                    classes, ("_all_gather_process_group", "_reduce_scatter_process_group"), strict=True
-                )
-            )
+        if is_ours and self.device.type in DEVICES and own == classes[:2]:
+            self._all_gather_comm = gather(_CurrentGroup(self, "_all_gather_process_group"))
+            self._reduce_scatter_comm = scatter(_CurrentGroup(self, "_reduce_scatter_process_group"))
 
     params.__init__ = __init__
 
 
-class _Asking:
-    """Source of the buffers of a parameter group: the backend of the group that its next call belongs to.
+class _CurrentGroup:
+    """Group that the next call of a parameter group belongs to: ``reshard_after_forward=n`` changes it.
 
     Args:
         params: torch's ``FSDPParamGroup``.
-        group: name of its attribute that is that group.
+        name: name of its attribute that is that group.
     """
 
-    def __init__(self, params: weakref.ref[Any], group: str) -> None:
-        self._params, self._name = params, group
+    def __init__(self, params: Any, name: str) -> None:
+        self._params, self._name = weakref.ref(params), name
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of a shape; symmetric memory if the group has some. Collective."""
-        lengths, params = [int(length) for length in size], self._params()
-        backend: Any = None if params is None else getattr(params, self._name)._get_backend(device)
-        if backend is not None and backend.supports_tensor_alloc(device):
-            numel = torch.Size(lengths).numel()
-            found: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-            return found.view(lengths)
-        return torch.empty(lengths, dtype=dtype, device=device)
+    def _get_backend(self, device: torch.device) -> Any:
+        return getattr(self._params(), self._name)._get_backend(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,11 +16,10 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import name_of
-from sidelane.integrations.fallback import Witness
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
-from sidelane.integrations.nodes.groups import exchanged_nodes
+from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.ring import Ring
 from sidelane.memory.exchange import Exchange, ranks_of
@@ -31,29 +31,16 @@ LANES = ("gather", "scatter")
 
 
 @dataclasses.dataclass(slots=True)
-class Elsewhere:
-    """Calls that the group's own backend has made.
-
-    Attributes:
-        what: kind of the call, and the reason.
-        calls: number of calls.
-    """
-
-    what: str
-    calls: int = 0
-
-
-@dataclasses.dataclass(slots=True)
 class FsdpCounts:
     """Counts of a model's collectives, in all of its groups.
 
     Attributes:
         calls: number of collectives that Sidelane has made.
-        elsewhere: calls that the groups' own backends have made, by their reasons.
+        elsewhere: numbers of calls that the groups' own backends have made, by kind and reason.
     """
 
     calls: int = 0
-    elsewhere: dict[str, Elsewhere] = dataclasses.field(default_factory=dict)
+    elsewhere: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class FsdpGroup:
@@ -139,8 +126,7 @@ class FsdpGroup:
         """Count a call that the backend of ``group`` makes, on a larger tensor of FSDP2's."""
         if self._buffers is not None:
             self._buffers.is_not_to_come_back(tensor)
-        what = f"{kind}: {why}"
-        self._counts.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
+        self._counts.elsewhere[f"{kind}: {why}"] += 1
         if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
             self._note(kind, tensor.dtype, where, why, tensor.nbytes)
 
@@ -166,16 +152,11 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
             return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[session.close])
         if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
+        store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
+        ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
         made: list[NodesCommunicator] = []
         for name in LANES:
-            lane = NodesCommunicator(
-                dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/{name}/", exchange.store),
-                *(group.rank(), ranks_of(group), nodes),
-                device=device,
-                config=config,
-                witness=Witness(exchange.liveness),
-                name=f"{group.group_name}/fsdp {name}",
-            )
+            lane = NodesCommunicator(ranks.within(name), device)
             stack.callback(lane.close)
             made.append(lane)
         stack.pop_all()

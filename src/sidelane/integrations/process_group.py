@@ -66,20 +66,19 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
         self._store, self.world_ranks = store, tuple(ranks)
-        nodes, liveness, self._timeout = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
+        nodes, liveness, limit = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
         keep(self, liveness)
         witness = Witness(liveness)
         try:
-            self._other, self._owned = other(self._timeout), owned
+            self._other, self._owned = other(limit), owned
         except RuntimeError as error:  # a rank that has met the others may end while they connect
             witness.explain(error, range(size))
             raise
-        self._name = self._description = "undefined"
+        self._lifetime, self._description = GroupLifetime(self, self._other, witness, ranks, nodes, limit), "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        self._lifetime = GroupLifetime(self, self._other, witness, ranks, nodes, self._timeout)
         self._dispatcher = GroupDispatcher(self._lifetime)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
@@ -106,11 +105,10 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         """Return the name that torch has set; functional collectives find the group by it."""
-        return self._name
+        return self._lifetime.name
 
     def setGroupName(self, name: str) -> None:
         """Set the name; torch calls this when the group is made."""
-        self._name = name
         self._lifetime.take_name(name)
         self._dispatcher.ledger.group = name
         if self._owned:
@@ -158,7 +156,7 @@ class SidelaneGroup(dist.ProcessGroup):
             # Of the default group's NCCL communicator nothing is split: these ranks may be of several worlds.
             return make_other(*arguments, timeout, name, (), None)
 
-        made = SidelaneGroup(*arguments, timeout or self._timeout, ranks, other, wider=(wider, chosen))
+        made = SidelaneGroup(*arguments, timeout or self._lifetime.timeout, ranks, other, wider=(wider, chosen))
         made.take_devices(*self._lifetime.what_was_asked())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
@@ -188,7 +186,6 @@ class SidelaneGroup(dist.ProcessGroup):
 
         Among several nodes it applies to the calls within a node, and to the watchdog for late ranks elsewhere.
         """
-        self._timeout = timeout
         self._lifetime.set_timeout(timeout)
         self._other.set_timeout(timeout)
 

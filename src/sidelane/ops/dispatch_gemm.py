@@ -55,7 +55,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, in_turn, kept, power_of_two, programs_of, refuse_tiles
+from sidelane.ops.handle import KernelHandle, check_tiles, in_turn, kept, power_of_two, programs_of, refusing_tiles
 from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -116,7 +116,7 @@ class AllToAllGemm(KernelHandle):
         if self._repeats(again, tensors):
             return output
         stamps, stamped = stamps_of(comm, self._programs)
-        try:
+        with refusing_tiles(NAME, tiles):
             self._kernel.launch(
                 (self._programs,),
                 self._addresses,
@@ -141,9 +141,6 @@ class AllToAllGemm(KernelHandle):
                 EP=power_of_two(experts or 1),
                 **tiles.constants(depth, dtype),
             )
-        except Exception as error:
-            refuse_tiles(error, NAME, tiles)
-            raise
         return output
 
 

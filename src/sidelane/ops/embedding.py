@@ -140,7 +140,6 @@ class EmbeddingAllToAll(KernelHandle):
         mode: ``sum`` or ``mean``.
         slice_bags: number of samples of a slice; None for no flags of slices.
         per_unit: number of programs on each compute unit; None takes as many as have room.
-        rows_at_a_time: number of rows of a table loaded at a time, a power of two; None takes as many as have room.
 
     Attributes:
         tables: tables of this rank, next to those of the other ranks.
@@ -161,22 +160,18 @@ class EmbeddingAllToAll(KernelHandle):
         mode: str = SUM,
         slice_bags: int | None = None,
         per_unit: int | None = None,
-        rows_at_a_time: int | None = None,
     ) -> None:
         with telling_refusals(comm, NAME):
             check_choice(NAME, "mode", mode, MODES)
             self._checked = checked(comm, tables)
             check_sizes(comm, tables, batch, slice_bags)
-            self._warps, rows_each = threads_of(tables[0].shape[1], tables[0].element_size())
+            self._warps, self._rows_at_a_time = threads_of(tables[0].shape[1], tables[0].element_size())
             per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
-            rows_at_a_time = rows_each if rows_at_a_time is None else rows_at_a_time
-            if per_unit < 1 or rows_at_a_time < 1 or rows_at_a_time != power_of_two(rows_at_a_time):
-                given, allowed = f"{per_unit}, {rows_at_a_time}", "1 and more; a power of two"
-                raise ValueError(f"{NAME}: per_unit, rows_at_a_time (value={given}, allowed={allowed})")
+            if per_unit < 1:
+                raise ValueError(f"{NAME}: per_unit (value={per_unit}, allowed=1 and more)")
         self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
         self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples = self.tables.counts, self.tables.samples
-        self._rows_at_a_time = rows_at_a_time
         self._order: str | None = None
         self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
         self._programs = programs_of(comm, max(counts) * batch, per_unit)

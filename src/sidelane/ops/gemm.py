@@ -58,7 +58,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
-    refuse_tiles,
+    refusing_tiles,
 )
 from sidelane.ops.operands import RowCounts, apart_from, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
@@ -190,7 +190,7 @@ class GemmAllToAll(KernelHandle):
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)
-        try:
+        with refusing_tiles(NAME, tiles):
             self._kernel.launch(
                 (self._programs,),
                 self._addresses,
@@ -216,9 +216,6 @@ class GemmAllToAll(KernelHandle):
                 TERMS=-summed if sends_zeros else summed,
                 **tiles.constants(self.columns, self.dtype),
             )
-        except Exception as error:
-            refuse_tiles(error, NAME, tiles)
-            raise
         return self._output
 
 

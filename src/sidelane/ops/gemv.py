@@ -50,7 +50,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
-    refuse_tiles,
+    refusing_tiles,
     register_limit,
 )
 from sidelane.ops.operands import apart_from, check_neighbours, product
@@ -257,7 +257,7 @@ class GemvAllReduce(KernelHandle):
             return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
-        try:
+        with refusing_tiles(NAME, tiling):
             self._kernel.launch(
                 (self._programs,),
                 self._addresses,
@@ -284,9 +284,6 @@ class GemvAllReduce(KernelHandle):
                     stages=self._stages,
                 ),
             )
-        except Exception as error:
-            refuse_tiles(error, NAME, tiling)
-            raise
         return out
 
 

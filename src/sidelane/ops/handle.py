@@ -151,24 +151,28 @@ def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
         raise
 
 
-def refuse_tiles(error: Exception, name: str, tiles: object) -> None:
-    """Raise UnavailableError if ``error`` says that Triton cannot make a kernel, or that this GPU has no room for it.
+@contextlib.contextmanager
+def refusing_tiles(name: str, tiles: object) -> Iterator[None]:
+    """Raise UnavailableError if Triton cannot make the kernel that is launched inside, or this GPU has no room for it.
 
     Args:
-        error: exception of a launch.
         name: name of the operator.
         tiles: tile sizes of the kernel.
     """
-    from triton.compiler.errors import CompilationError  # a kernel was launched, so Triton is there
-    from triton.runtime.errors import OutOfResources, PTXASError
+    try:
+        yield
+    except Exception as error:
+        from triton.compiler.errors import CompilationError  # a kernel was launched, so Triton is there
+        from triton.runtime.errors import OutOfResources, PTXASError
 
-    # Triton's passes fail with a bare RuntimeError.
-    if isinstance(error, CompilationError | OutOfResources | PTXASError) or (
-        type(error) is RuntimeError and "PassManager" in str(error)
-    ):
-        said = str(error).strip().partition("\n")[0]
-        problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
-        raise UnavailableError(f"{name}: {problem}") from error
+        # Triton's passes fail with a bare RuntimeError.
+        if isinstance(error, CompilationError | OutOfResources | PTXASError) or (
+            type(error) is RuntimeError and "PassManager" in str(error)
+        ):
+            said = str(error).strip().partition("\n")[0]
+            problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
+            raise UnavailableError(f"{name}: {problem}") from error
+        raise
 
 
 def is_captured(comm: Communicator) -> bool:

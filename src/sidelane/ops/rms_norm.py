@@ -233,7 +233,7 @@ def all_reduce_rms_norm(
 
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-            return functools.partial(handle.run, RepeatedLaunch(_PLACES) if is_float else None)
+            return functools.partial(handle.run, RepeatedLaunch(_PLACES))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
@@ -241,11 +241,10 @@ def all_reduce_rms_norm(
         }
         return OperatorCall(key, (tokens, hidden), x.element_size(), make)
 
-    is_float = type(eps) is float  # others are numbers for the kernel only
-    if not is_float:
+    if type(eps) is not float:
         with telling_refusals(comm, NAME):
             eps = _number(eps)
-    words: tuple[object, ...] | None = (schedule, eps) if is_float else None
+    words: tuple[object, ...] | None = schedule, eps
     try:
         for tensor in tensors:
             if tensor is not None and tensor.data_ptr() & 3:
@@ -289,15 +288,6 @@ def slices_of_a_program(comm: Communicator, slices: int) -> int:
     return power_of_two(slices) if comm.device.type == "cpu" else 1
 
 
-def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
-    if not 1 <= tokens <= MOST_TOKENS:
-        raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
-    nbytes = hidden * dtype.itemsize
-    if nbytes % 4 or not 4 <= nbytes <= MOST_ROW_BYTES:
-        allowed = f"whole words of 4 bytes, up to {MOST_ROW_BYTES} bytes"
-        raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
-
-
 def _number(eps: Any) -> float:
     try:
         return float(eps)
@@ -316,7 +306,12 @@ def _check(
     scale: object,
 ) -> None:
     x = check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
-    _check_sizes(x.shape[0], x.shape[1], x.dtype)
+    if not 1 <= x.shape[0] <= MOST_TOKENS:
+        raise ValueError(f"{NAME}: tokens (value={x.shape[0]}, allowed=1..{MOST_TOKENS})")
+    nbytes = x.shape[1] * x.itemsize
+    if nbytes % 4 or not 4 <= nbytes <= MOST_ROW_BYTES:
+        allowed = f"whole words of 4 bytes, up to {MOST_ROW_BYTES} bytes"
+        raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
     shapes = {"x": (x, x.shape, x.dtype), "weight": (weight, x.shape[1:], x.dtype)}
     given = {"residual": residual, "out": out, "residual_out": residual_out}
     shapes |= {name: (tensor, x.shape, x.dtype) for name, tensor in given.items() if tensor is not None}

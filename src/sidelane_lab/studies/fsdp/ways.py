@@ -310,7 +310,7 @@ class CommunicationWays:
         copied = direct_gather.objection() if straight_into_parameters else None
 
         def note() -> str:
-            elsewhere = [f"{one.calls} calls went elsewhere: {one.what}" for one in enabled.elsewhere.values()]
+            elsewhere = [f"{calls} calls went elsewhere: {what}" for what, calls in enabled.elsewhere.items()]
             return "; ".join([*([f"parameters are copied out: {copied}"] if copied else []), *elsewhere])
 
         way = CommunicationWay(
