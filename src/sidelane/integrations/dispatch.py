@@ -19,7 +19,7 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
-from sidelane.integrations.calls import GroupCall, GroupOperation, Key
+from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
@@ -62,7 +62,7 @@ class GroupDispatcher:
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
-        self._repeated: dict[Key, RepeatedCall] = {}
+        self._repeated: dict[RepeatKey, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
         life.forgets = (self._kept.clear, self._repeated.clear, self.memory.clear)
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
@@ -112,7 +112,7 @@ class GroupDispatcher:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
         if not operation.repeats:
-            return self._run(calls.describe(operation, outputs, inputs, opts, args), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args), observed)
         tensors, device = (*outputs, *inputs), outputs[0].device
         key = (operation.name, detail, outputs[0].dtype, device)
         repeated = self._repeated.get(key)
@@ -123,7 +123,7 @@ class GroupDispatcher:
             or (operation is calls.ALL_TO_ALL and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
             or (device.type == "cpu" and self._captures())
         ):
-            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
         is_async = opts.asyncOp
         try:
             work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
@@ -131,7 +131,7 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if work is None:
-            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
         nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
         assert choice is not None
@@ -241,7 +241,7 @@ class GroupDispatcher:
             peers: the other rank, or all ranks that it may be.
         """
         self.life.require()
-        call = calls.describe(operation, outputs, inputs, None, args)
+        call = calls.describe_call(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
@@ -304,5 +304,5 @@ class GroupDispatcher:
         return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
-        dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
+        dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""
         self.ledger.note((call.operation.name, dtype, device, where, why), reason, call.nbytes)

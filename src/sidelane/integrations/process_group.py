@@ -31,7 +31,7 @@ from sidelane.memory.liveness import Wider, keep, known
 from sidelane.modes import untraced
 from sidelane.session import Communicator
 
-Tensors = Sequence[torch.Tensor] | torch.Tensor
+GivenTensors = Sequence[torch.Tensor] | torch.Tensor
 
 
 @untraced
@@ -209,7 +209,9 @@ class SidelaneGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allgather(
+        self, outputs: Any, inputs: GivenTensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Make an ``all_gather``."""
         opts, inputs = _options(c10d.AllgatherOptions, opts, timeout), _listed(inputs)
         nested = outputs if isinstance(outputs[0], list | tuple) else [outputs]
@@ -266,7 +268,7 @@ class SidelaneGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self, outputs: GivenTensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Make a ``reduce_scatter``."""
         opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
@@ -276,7 +278,7 @@ class SidelaneGroup(dist.ProcessGroup):
             return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
         return self._dispatcher.launch(operation, outputs, nested[0], opts, args)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allreduce(self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
         if timeout is not None or not isinstance(opts, dist.AllreduceOptions):
             opts = _options(dist.AllreduceOptions, opts, timeout)
@@ -293,7 +295,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts))
 
     def broadcast(
-        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``broadcast``."""
         opts, tensors = _options(dist.BroadcastOptions, opts, timeout, root), _listed(tensors)
@@ -302,7 +304,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.rootRank)
 
     def scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, outputs: GivenTensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``scatter``; ``inputs`` is empty except on the root."""
         opts, outputs = _options(dist.ScatterOptions, opts, timeout, root), _listed(outputs)
@@ -311,7 +313,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(calls.SCATTER, outputs, given, opts, (outputs, nested, opts))
 
     def gather(
-        self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, outputs: Any, inputs: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``gather``; ``outputs`` is empty except on the root."""
         opts, inputs = _options(dist.GatherOptions, opts, timeout, root), _listed(inputs)
@@ -336,7 +338,7 @@ class SidelaneGroup(dist.ProcessGroup):
     # --- operations that Sidelane lacks -------------------------------------------------------------------------------
 
     def reduce(
-        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``reduce``."""
         opts, tensors = _options(dist.ReduceOptions, opts, timeout, root), _listed(tensors)
@@ -378,7 +380,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return JoinedWork(works)
 
 
-def _listed(tensors: Tensors) -> list[torch.Tensor]:
+def _listed(tensors: GivenTensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
