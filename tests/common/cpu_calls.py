@@ -23,8 +23,8 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
     raise AssertionError("no error was raised")
 
 
-def in_a_forked_copy(function: Any, patience_s: float = 10) -> str:
-    """Run a function in a copy of this process; its text, and how long that took. A copy that hangs is killed."""
+def in_a_forked_copy(function: Any, patience_s: float = 60) -> str:
+    """Run a function in a copy of this process; its text. A copy that hangs is killed: a loaded one takes seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -199,9 +199,7 @@ class FakeDriver:
     def bind_wait(self, event: int, stream: int) -> Bound:
         return lambda: self._put("wait", stream, self._events[event].wait), ()
 
-    def bind_reduce(
-        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
-    ) -> Bound:
+    def bind_reduce(self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int) -> Bound:
         def run() -> None:
             total = sum((_ints(src, nbytes).copy() for src in srcs[1:]), start=_ints(srcs[0], nbytes).copy())
             _ints(dst, nbytes)[:] = total

@@ -99,9 +99,7 @@ class StandinDriver(HipDriver):
         made_up = {"MULTIPROCESSOR_COUNT": UNITS, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": LDS_BYTES}
         return made_up[name] if name in made_up else super().attribute(name)
 
-    def bind_reduce(
-        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
-    ) -> Bound:
+    def bind_reduce(self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int) -> Bound:
         if not nbytes:
             return lambda: 0, ()
         sources = (ctypes.c_uint64 * len(srcs))(*srcs)

@@ -43,9 +43,7 @@ class NativeDriver(FakeDriver):
         columns = [address_array(column) for column in zip(*copies, strict=True)]
         return self._copies, (*columns, _WORD(len(copies)), _WORD(stream))
 
-    def bind_reduce(
-        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
-    ) -> Bound:
+    def bind_reduce(self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int) -> Bound:
         if reduction not in self._reductions:
             self._reductions.append(reduction)
         number, sources = self._reductions.index(reduction), address_array(srcs)
@@ -60,7 +58,7 @@ class NativeDriver(FakeDriver):
 
     def _submit_reduce(self, dst: int, srcs: int, count: int, nbytes: int, number: int, stream: int) -> None:
         sources = list((_U64 * count).from_address(srcs))
-        super().submit([super().bind_reduce(dst, sources, nbytes, self._reductions[number], stream, 1)])
+        super().submit([super().bind_reduce(dst, sources, nbytes, self._reductions[number], stream)])
 
 
 def _function(work: Callable[..., None], arguments: int) -> Any:

@@ -87,7 +87,7 @@ def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
 
 def copied(group: dist.ProcessGroup, folder: str) -> None:
     """Forked copies change nothing for the ranks, which are on several nodes; FSDP2's lanes neither."""
-    with _on((0, 0, 1, 1)), world(f"{folder}/copied") as (rank, size):
+    with _on((0, 0, 1, 1)), world(f"{folder}/copied", timeout_s=150) as (rank, size):
         tensor = torch.ones(40_000)
         copies(rank, size, tensor, f"{folder}/of copies")
         dist.all_reduce(tensor)

@@ -168,12 +168,15 @@ def test_a_call_that_a_peer_refuses_does_not_end_a_replay() -> None:
 
 
 def test_a_long_queue_in_front_is_not_a_late_peer() -> None:
-    with world_of(2, timeout_s=0.2) as world:
+    with world_of(2) as world:
         loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
         expected = loaded.fill(0)
+        ends = threading.Event()
         for driver, stream in zip(world.drivers, world.streams, strict=True):
-            driver.do(stream.cuda_stream, lambda: time.sleep(0.6))
+            driver.do(stream.cuda_stream, ends.wait)
         loaded.start()
+        world.look_later()
+        ends.set()
         world.synchronize()
         loaded.check(expected)
 

@@ -88,6 +88,13 @@ def submitted(world: World) -> list[list[tuple[str, int]]]:
 
 @pytest.fixture
 def pair() -> Iterator[World]:
+    with world_of(2) as world:
+        yield world
+
+
+@pytest.fixture
+def hasty() -> Iterator[World]:
+    """Two ranks whose time is soon over."""
     with world_of(2, timeout_s=0.5) as world:
         yield world
 
@@ -325,7 +332,7 @@ def test_streams_that_would_take_every_channel_are_refused(monkeypatch: pytest.M
 def test_nobody_is_late_before_the_trigger(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
-    time.sleep(1.0)  # twice the time-out
+    pair.look_later()
     expected = armed.data.fill(1)
     armed.fire()
     pair.synchronize()
@@ -333,30 +340,30 @@ def test_nobody_is_late_before_the_trigger(pair: World) -> None:
 
 
 @pytest.mark.parametrize("arms", [True, False])
-def test_a_rank_that_never_arms_or_never_fires_is_named(pair: World, arms: bool) -> None:
-    armed = Armed(pair, gather(2))
+def test_a_rank_that_never_arms_or_never_fires_is_named(hasty: World, arms: bool) -> None:
+    armed = Armed(hasty, gather(2))
     armed.arm([0, 1] if arms else [0])
     armed.fire([0])
     with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .*rank 1 has not") as caught:
-        pair.executors[0].synchronize()
+        hasty.executors[0].synchronize()
     assert caught.value.ranks == (1,)
-    pair.drivers[0].synchronize()
+    hasty.drivers[0].synchronize()
     if arms:  # it hears of that, and its armed streams drain
         with pytest.raises(PeerError):
             armed.ranks[1].end(armed=False)
-        pair.drivers[1].synchronize()
+        hasty.drivers[1].synchronize()
         with pytest.raises(PeerError):
             armed.fire([1])
 
 
-def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(pair: World) -> None:
-    armed = Armed(pair, gather(2))
+def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(hasty: World) -> None:
+    armed = Armed(hasty, gather(2))
     armed.arm()
     for rank in armed.ranks:
         rank.wait(begun=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
-        pair.synchronize()
-    for driver in pair.drivers:
+        hasty.synchronize()
+    for driver in hasty.drivers:
         driver.synchronize()
 
 

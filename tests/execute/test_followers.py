@@ -142,7 +142,7 @@ def test_a_made_up_driver_is_followed_as_well() -> None:
 
     def prepare(out: int, in_: int, staging: int) -> list[Bound]:
         reduction = Reduction(ReduceOp.SUM, "int32")
-        return [driver.bind_copies([(staging, in_, 4)], 0), driver.bind_reduce(out, [in_, staging], 4, reduction, 0, 1)]
+        return [driver.bind_copies([(staging, in_, 4)], 0), driver.bind_reduce(out, [in_, staging], 4, reduction, 0)]
 
     _, following = located(prepare)
     assert sorted((each.buffer, each.step) for each in following) == [(BUFFERS[0], 0), (BUFFERS[0], 1), (BUFFERS[1], 1)]

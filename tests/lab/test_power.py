@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
+from sidelane.execute.cuda.driver import REDUCE_BLOCKS
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.collectives import PowerOptions
@@ -270,7 +270,7 @@ def test_links_draw_power_as_long_as_anything_crosses_them() -> None:
 
 
 def test_a_reduction_takes_the_units_that_the_executor_gives_it() -> None:
-    assert REDUCE_UNITS == DEFAULT_REDUCE_BLOCKS
+    assert REDUCE_UNITS == REDUCE_BLOCKS
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 import sidelane
 from sidelane import Config, fsdp
-from sidelane.collectives import plan
+from sidelane.collectives import call_cache, plan, repeat
+from sidelane.integrations import dispatch
 from sidelane.integrations.nodes import choose
 
 WHERE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -84,9 +85,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, sizes:
 
 
 choose.LEAST_BYTES = 1  # steps for all that there are steps for
-for module, cache in ((plan, "MOST_PROGRAMS"),):
-    assert hasattr(module, cache)
-    setattr(module, cache, 50)  # full long before the first look: what grows is no cache
+for module, bound, most in (
+    (plan, "MOST_PROGRAMS", 50),
+    (call_cache, "MOST_BYTES", 1 << 18),
+    (repeat, "MOST_BYTES", 1 << 18),
+    (dispatch, "MOST_KEPT", 16),
+):
+    assert hasattr(module, bound)
+    setattr(module, bound, most)  # full long before the first look: what grows is no cache
 torch.set_num_threads(1)
 sidelane.register()
 dist.init_process_group("sidelane")

@@ -80,12 +80,13 @@ print(copy, server.address)
         os.kill(int(copy), 9)
 
 
+@pytest.mark.timeout(720)
 def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
     with crew(4) as ranks:
         ranks.run(leave)
-        ranks.run(group_world.copied, None, str(tmp_path))
+        ranks.run(group_world.copied, None, str(tmp_path), timeout_s=300)
         (tmp_path / "nodes").mkdir()
-        ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"))
+        ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"), timeout_s=300)
 
 
 def test_a_copy_ends_like_any_program_though_it_has_a_group(interpreter: Interpreter, tmp_path: Path) -> None:

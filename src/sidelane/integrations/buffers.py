@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from sidelane.errors import UnavailableError
+from sidelane.integrations.registered import Registration, register_segments
 from sidelane.memory.storage import storage_of
 from sidelane.modes import after_import
 from sidelane.session import Communicator
-from sidelane.session.registered import Registration, register_segments
 
 PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 

@@ -397,7 +397,8 @@ class Communicator:
         """
         from sidelane.session.prelaunch import prepare_prelaunched
 
-        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
+        asked = SingleCall(Kind.ALL_GATHER, (output, input), ())
+        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
 
     @entry
     def prepare_all_to_all(
@@ -413,9 +414,8 @@ class Communicator:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
         from sidelane.session.prelaunch import prepare_prelaunched
 
-        details = own_part(copy_own_part)
-        tensors = output, input
-        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
+        asked = SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part))
+        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -69,11 +69,16 @@ class ListedCall(CallForm):
             check_variant(kind, variant, abilities, listed=True)
 
     def requests(self, arguments: Arguments) -> Requests:
-        where = self._where
-        rows = [(each, row) for each, columns in zip(self._asked, self._lists, strict=True) for row in _rows(columns)]
-        requests = tuple(_requests(arguments, rows, where))
-        _check_apart(self.name, requests, where)
-        return requests
+        where, found = self._where, list[Request]()
+        for asked, columns in zip(self._asked, self._lists, strict=True):
+            for row in zip(*columns, strict=True):
+                try:
+                    found.append(getattr(arguments, asked.name)(*row, *asked.details))
+                except (TypeError, ValueError) as error:
+                    number = f" (number {len(found)} in the {where})" if where else ""
+                    raise type(error)(f"{error}{number}") from None
+        _check_apart(self.name, found, where)
+        return tuple(found)
 
     @property
     def _where(self) -> str:
@@ -224,20 +229,6 @@ def _lists(asked: SingleCall) -> list[Sequence[torch.Tensor]]:
         lengths = ", ".join(str(len(column)) for column in lists)
         raise ValueError(f"{asked.name}: lists must be of one length (value={lengths})")
     return lists
-
-
-def _rows(columns: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*columns, strict=True)
-
-
-def _requests(
-    arguments: Arguments, rows: Sequence[tuple[SingleCall, tuple[torch.Tensor, ...]]], where: str
-) -> Iterator[Request]:
-    for number, (asked, row) in enumerate(rows):
-        try:
-            yield getattr(arguments, asked.name)(*row, *asked.details)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} (number {number} in the {where})" if where else str(error)) from None
 
 
 def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:

@@ -164,8 +164,7 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        layout, places, is_here = _layout_of(grid, arguments, options, self.context.device)
-        layout.append(alike)
+        layout, places, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
         if again is None and not async_op and is_here:
             again = self._found(tuple(layout), places, arguments)
             if again is not None and again[0].run(calls, again[1]):
@@ -339,15 +338,16 @@ def name_of(kernel: Any) -> str:
 
 
 def _layout_of(
-    grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
+    alike: str, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
 ) -> tuple[list[Any], list[int], bool]:
     """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
-    layout: list[Any] = [*(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
+    layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
     places: list[int] = []
     is_here = True
     for at, part in enumerate(arguments):
         if isinstance(part, torch.Tensor):
-            is_here = is_here and part.device == device  # Triton's launcher looks at each other one
+            if part.device != device:  # Triton's launcher looks at each of them
+                is_here = False
             layout.append(part.dtype)
             places.append(at)
         else:

@@ -32,7 +32,6 @@ class DevicePlacer:
 
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> None:
         self._name, self._region, self._gone = name, region, gone
-        self.nbytes: int = region.nbytes
         try:
             self._library = load_arenas()
         except (RuntimeError, ImportError, OSError) as error:
@@ -100,12 +99,6 @@ def give_back_pools() -> None:
     left = [placer for placer in waiting if not placer.end()]
     with _lock:
         _closed.extend(left)
-
-
-def waiting_bytes() -> int:
-    """Return the bytes of deleted pools whose memory has not been returned yet."""
-    with _lock:
-        return sum(placer.nbytes for placer in _closed)
 
 
 def _allocator(library: ArenaLibrary, slot: int) -> Any:

@@ -8,7 +8,7 @@ engines            wait .................................copies .|
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
@@ -18,12 +18,12 @@ from sidelane.choice.candidate import DMA, everything
 from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import check_tensors
 from sidelane.collectives.backend import SubmittedAhead
+from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import count_writes
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.modes import untraced
-from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 from sidelane.program.wraparound import WORD_MASK
 from sidelane.session.entry import entry
@@ -47,7 +47,7 @@ class Prelaunched:
         path: CallPath,
         request: Request,
         agreement: Agreement,
-        tensors: tuple[torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
         host_trigger: bool,
     ) -> None:
         self._calls, self._preparer, self._request = path.calls, path.preparer, request
@@ -242,42 +242,34 @@ class Prelaunched:
 
 
 def prepare_prelaunched(
-    path: CallPath,
-    kind: Kind,
-    tensors: tuple[torch.Tensor, torch.Tensor],
-    variant: str,
-    host_trigger: bool,
-    beside: Beside | None,
-    details: tuple[Hashable, ...] = (),
+    path: CallPath, asked: SingleCall, variant: str, host_trigger: bool, beside: Beside | None
 ) -> Prelaunched:
-    """Plan, verify and load a prelaunched ``kind``, which does not reduce. Collective.
+    """Plan, verify and load a prelaunched call, which does not reduce. Collective.
 
     Args:
         path: call path of the lane.
-        kind: ``all_gather`` or ``all_to_all``.
-        tensors: output and input.
+        asked: kind and arguments of the call.
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: see ``Communicator.prepare_all_gather``.
         beside: see ``Communicator.prepare_all_gather``.
-        details: see ``SingleCall``.
 
     Raises:
         Exception: as ``Communicator.prepare_all_gather`` does.
     """
-    calls, name = path.calls, f"prepare_{kind}"
+    calls, name = path.calls, f"prepare_{asked.name}"
 
     def check() -> tuple[tuple[Request, Agreement], str]:
-        check_tensors(name, *tensors)
-        allowed = prelaunchable(everything(kind, calls.backend.abilities))
+        check_tensors(name, *asked.tensors)
+        allowed = prelaunchable(everything(asked.name, calls.backend.abilities))
         if variant not in allowed:
             raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
-        request: Request = getattr(path.arguments, kind)(*tensors, *details)
-        agreement = Agreement.of((request,), variant, frozen=False, beside=path.hint(name, beside))
+        (request,) = asked.requests(path.arguments)
+        agreement = asked.agreement((request,), variant, False, path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        return Prelaunched(path, request, agreement, tensors, host_trigger)
+        return Prelaunched(path, request, agreement, asked.tensors, host_trigger)
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:

@@ -159,7 +159,6 @@ class Frame:
         stamps: an event for each stamp slot.
         captured: the plan is for a graph.
         busy: value of ``HostWord.BUSY`` while a captured invocation runs.
-        reduce_blocks: largest number of thread blocks of a reduction.
 
     Attributes:
         words: the words that :meth:`set_epoch` sets.
@@ -176,10 +175,8 @@ class Frame:
         stamps: Mapping[int, int],
         captured: bool,
         busy: int,
-        reduce_blocks: int,
     ) -> None:
         self.driver, self.plan, self.sides, self.events = driver, plan, tuple(sides), tuple(events)
-        self.reduce_blocks = reduce_blocks
         self._resolve, self._stamps, self._busy, self._captured = resolve, stamps, busy, captured
         # All operations of the plan in one place, so that few calls give them their values of an invocation.
         self._ops = driver.memory_ops()
@@ -345,5 +342,4 @@ class BoundPlan:
             case MemcpyEveryOther(dst, src, nbytes, rows):
                 return driver.bind_rows(resolve(dst), resolve(src), (2 * nbytes, 2 * nbytes), nbytes, rows, stream)
             case LaunchReduce(dst, srcs, nbytes, reduction):
-                blocks = self.frame.reduce_blocks
-                return driver.bind_reduce(resolve(dst), list(map(resolve, srcs)), nbytes, reduction, stream, blocks)
+                return driver.bind_reduce(resolve(dst), list(map(resolve, srcs)), nbytes, reduction, stream)

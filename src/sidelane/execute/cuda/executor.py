@@ -30,7 +30,6 @@ class CudaExecutor(CudaSite):
         monitor: state of the peers; a ``ControlBlock``.
         timeout_s: seconds that an invocation may take, from its turn on its stream, before it becomes PeerTimeoutError.
         features: features of the driver (``probe``).
-        reduce_blocks: largest number of thread blocks of a reduction.
         driver: replaces the driver in tests without a device.
 
     Raises:

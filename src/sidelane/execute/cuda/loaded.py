@@ -282,7 +282,6 @@ class CudaProgram:
             stamps=self._stamps,
             captured=captured,
             busy=self._busy,
-            reduce_blocks=executor.reduce_blocks,
         )
         bound = BoundPlan(frame, resolve)
         if captured:
@@ -295,8 +294,7 @@ class CudaProgram:
         for call in calls:
             if isinstance(call, LaunchReduce):
                 dst, srcs = resolve(call.dst), [resolve(src) for src in call.srcs]
-                blocks = executor.reduce_blocks  # they and the bytes decide which kernel it is
-                executor.driver.bind_reduce(dst, srcs, call.nbytes, call.reduction, executor.internal, blocks)
+                executor.driver.bind_reduce(dst, srcs, call.nbytes, call.reduction, executor.internal)
 
 
 def _no_epoch(epoch: int) -> None:

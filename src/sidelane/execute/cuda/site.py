@@ -120,9 +120,6 @@ def differ_by_places(a: Addresses, b: Addresses) -> bool:
     return True
 
 
-DEFAULT_REDUCE_BLOCKS = 32
-"""Number of thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
-
 MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
 
 CELLS = 4096  # signals to peers in one program, where they go as 4-byte copies
@@ -134,7 +131,7 @@ class CudaSite:
     """The device resources of a rank's executor. Loaded programs use them; :class:`CudaExecutor` loads programs.
 
     Args:
-        rank, device, monitor, timeout_s, features, reduce_blocks, driver: see :class:`CudaExecutor`.
+        rank, device, monitor, timeout_s, features, driver: see :class:`CudaExecutor`.
     """
 
     def __init__(
@@ -145,13 +142,12 @@ class CudaSite:
         timeout_s: float,
         features: DriverFeatures,
         *,
-        reduce_blocks: int = DEFAULT_REDUCE_BLOCKS,
         driver: Driver | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(f"CudaExecutor: timeout_s must be positive (value={timeout_s!r})")
         features.require()
-        self.rank, self.features, self.reduce_blocks = rank, features, reduce_blocks
+        self.rank, self.features = rank, features
         self.driver = driver if driver is not None else Driver(device)
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
