@@ -23,7 +23,7 @@ from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
-from sidelane.integrations.works import EndedWork, OtherWork
+from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.session.session import start_observers
@@ -73,15 +73,21 @@ class GroupDispatcher:
         """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
         self._repeated.clear()
 
-    def begin_coalescing(self) -> None:
+    def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
         self._coalescing = []
+        if self.names.get(device.type) == "nccl":
+            self.life.other._start_coalescing(device)
 
-    def end_coalescing(self) -> list[dist.Work]:
-        """Return the works kept since :meth:`begin_coalescing`."""
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the works kept since :meth:`begin_coalescing`, as one."""
+        self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        return works
+        if self.names.get(device.type) == "nccl":
+            last = self.life.other._end_coalescing(device)
+            works = [*works, last] if last is not None else works
+        return JoinedWork(works)
 
     def launch(
         self,

@@ -26,7 +26,6 @@ from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.integrations.works import JoinedWork
 from sidelane.memory.liveness import Wider, keep, known
 from sidelane.modes import untraced
 from sidelane.session import Communicator
@@ -367,17 +366,10 @@ class SidelaneGroup(dist.ProcessGroup):
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._dispatcher.begin_coalescing()
-        if self._lifetime.names.get(device.type) == "nccl":
-            self._other._start_coalescing(device)
+        self._dispatcher.begin_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        self._lifetime.require()
-        works = self._dispatcher.end_coalescing()
-        if self._lifetime.names.get(device.type) == "nccl":
-            last = self._other._end_coalescing(device)
-            works = [*works, last] if last is not None else works
-        return JoinedWork(works)
+        return self._dispatcher.end_coalescing(device)
 
 
 def _listed(tensors: GivenTensors) -> list[torch.Tensor]:
