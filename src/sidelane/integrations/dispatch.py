@@ -18,8 +18,8 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
-from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
+from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
@@ -49,13 +49,14 @@ class GroupDispatcher:
     Attributes:
         life: see above.
         ledger: counts of the calls, by their maker.
-        memory: symmetric memory for users of the group.
         names: names of the other group's backends, by device.
     """
 
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
-        self.names, self.memory = life.names, GroupMemory(len(life.ranks), weakref.proxy(life))
+        self.names, self._allocating = life.names, backends_of(life.other)
+        for backend in self._allocating:
+            backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
@@ -64,7 +65,7 @@ class GroupDispatcher:
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
-        life.forgets = (self._kept.clear, self._repeated.clear, self.memory.clear)
+        life.forgets = (self._kept.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         forks.in_copies_of(self, GroupDispatcher.forget_repeated)
@@ -295,7 +296,8 @@ class GroupDispatcher:
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
-        self.memory.went_elsewhere(call.tensors)
+        for backend in self._allocating:
+            backend.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             args, copies = call.args, calls.Copies()

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.errors import PeerError
-from sidelane.integrations.buffers import Allocating, GroupMemory
+from sidelane.integrations.buffers import Allocating
 from sidelane.memory.liveness import DYING_S, Liveness
 
 BackendType = dist.ProcessGroup.BackendType
@@ -33,10 +33,9 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weak
 """Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
 
-def ask_for_memory(group: dist.ProcessGroup, source: GroupMemory) -> None:
-    """Let the backends of a group that was made here provide memory of ``source``; others keep their own."""
-    for backend in _backends.get(group, ()):
-        backend.source = weakref.ref(source)  # which refers to the group, and to this backend
+def backends_of(group: dist.ProcessGroup) -> Sequence[Allocating]:
+    """Return the backends of a group that was made here, which can provide Sidelane's memory; others keep their own."""
+    return _backends.get(group, ())
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
-from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
+from sidelane.integrations.fallback import Witness, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
@@ -79,7 +79,6 @@ class SidelaneGroup(dist.ProcessGroup):
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
         self._dispatcher = GroupDispatcher(self._lifetime)
-        ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         for group in (self, self._other):
             forks.in_copies_of(group, forks.keep_for_ever)
