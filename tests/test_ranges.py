@@ -120,7 +120,7 @@ def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert domain.marks == ["sidelane:barrier", "within", "end", "sidelane:all_gather", "end"]
 
 
-PROGRAM = "import sys; sys.path.insert(0, sys.argv[1])\nfrom sidelane import config\nconfig.mark_ranges()"
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1])\nfrom sidelane import config\nconfig.start_observers()"
 
 
 def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, tmp_path: Path) -> None:

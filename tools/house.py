@@ -106,7 +106,7 @@ def ambiguous_names(folder: Path) -> dict[str, list[str]]:
                 name = "" if name.isupper() or not name[0].isupper() else name  # constants, and what is no type
             if name and not name.startswith("_") and name not in ONE_MEANING:
                 found[name].append(path.relative_to(ROOT / "src").as_posix())
-    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+    return {name: places for name, places in sorted(found.items()) if len({*places}) > 1}  # overloads are one
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:

@@ -38,7 +38,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +46,7 @@ from typing import Any, Self
 
 from sidelane import log
 from sidelane.errors import SEE, Page, nearest, see
-from sidelane.fields import Rule, number, optional, plain_text, several, switch, whole
+from sidelane.fields import Rule, at_least, number, optional, plain_text, several, switch, whole
 from sidelane.sizes import parse_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -108,41 +107,16 @@ class Config:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, rule, allowed in _RULES:
+        for name, (rule, allowed, _) in _SETTINGS.items():
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, rule(name, value))
             except TypeError:
                 raise see(TypeError(f"Config: {name} (value={value!r}, allowed={allowed})"), Page.SETTINGS) from None
-        for name in ("timeout_s", "warn_s"):
-            seconds = getattr(self, name)
-            if not 0 < seconds <= MOST_TIMEOUT_S:
-                allowed = f"allowed=above 0, up to {MOST_TIMEOUT_S:g}"
-                raise _refused(f"Config: {name} must be a positive number of seconds (value={seconds!r}, {allowed})")
-        if self.beside not in BESIDE:
-            raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
+            except ValueError as problem:
+                raise _refused(f"Config: {problem}") from None
         if self.deterministic and not self.verify:
             raise _refused("Config: deterministic needs verify, which proves the order of sums (value=verify=False)")
-        if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
-        if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
-            raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
-
-
-def _file(name: str, value: Any) -> str:
-    """Check the name of a file."""
-    return plain_text(name, os.fspath(value))
-
-
-_RULES: tuple[tuple[str, Rule, str], ...] = (
-    *((name, number, "a number of seconds") for name in ("timeout_s", "warn_s")),
-    *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
-    ("beside", plain_text, ", ".join(BESIDE)),
-    ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
-    ("memory_bytes", optional(whole), "a whole number of bytes, None"),
-    ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
-)
-"""Rules of settings whose wrong type would cause no error, or a late one."""
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -159,8 +133,9 @@ def from_environment(environment: Mapping[str, str]) -> Config:
             )
     _log_level(environment)
     _switch("SIDELANE_NVTX", environment.get("SIDELANE_NVTX", "0"))
-    given = {variable: environment[variable] for variable in _READERS if variable in environment}
-    return Config(**{_field(variable): _READERS[variable](variable, value) for variable, value in given.items()})
+    known = {f"SIDELANE_{name.upper()}": (name, read) for name, (_, _, read) in _SETTINGS.items()}
+    given = {variable: environment[variable] for variable in known if variable in environment}
+    return Config(**{known[variable][0]: known[variable][1](variable, value) for variable, value in given.items()})
 
 
 def profile_folder() -> Path | None:
@@ -194,32 +169,25 @@ def show_log() -> None:
         log.show(level)
 
 
-@functools.cache
-def mark_ranges() -> None:
-    """Mark calls by NVTX if ``SIDELANE_NVTX`` asks for it; once, whatever the settings of communicators are.
+def start_observers() -> None:
+    """Start what the environment asks for: log, NVTX ranges, metrics and flight recorder. Again it changes nothing.
 
     Raises:
-        ValueError: it is neither 0 nor 1, or the package ``nvtx`` is not installed.
+        ValueError: a value of the environment is not allowed, or the package ``nvtx`` is not installed.
     """
-    if _switch("SIDELANE_NVTX", os.environ.get("SIDELANE_NVTX", "0")):
-        from sidelane import ranges  # which imports PyTorch
+    from sidelane import flight_recorder, metrics, ranges  # which import PyTorch
 
+    show_log()
+    if _switch("SIDELANE_NVTX", os.environ.get("SIDELANE_NVTX", "0")):
         try:
             ranges.mark_by_nvtx()
         except (ImportError, AttributeError) as error:
             # No UnavailableError: a process group would let other backends make its calls, and say nothing.
             raise _refused(f"SIDELANE_NVTX=1 needs the package nvtx: {error}") from None
-
-
-def metrics_file() -> str | None:
-    """Return the value of ``SIDELANE_METRICS``; None if there is none."""
-    return os.environ.get("SIDELANE_METRICS") or None
-
-
-def recorder_prefix() -> str | None:
-    """Return the value of ``SIDELANE_FLIGHT_RECORDER``; None if there is none, or 0."""
-    value = os.environ.get("SIDELANE_FLIGHT_RECORDER")
-    return None if value in (None, "", "0") else value
+    if file := os.environ.get("SIDELANE_METRICS"):
+        metrics.start(file)
+    if (prefix := os.environ.get("SIDELANE_FLIGHT_RECORDER", "0")) not in ("", "0"):
+        flight_recorder.start(prefix)
 
 
 @contextlib.contextmanager
@@ -253,19 +221,38 @@ def _log_level(environment: Mapping[str, str]) -> int | None:
     return log.LEVELS[found.upper()]
 
 
-def _field(variable: str) -> str:
-    return variable.removeprefix("SIDELANE_").lower()
-
-
-def _seconds(name: str, value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
+def _positive(name: str, value: Any) -> float:
+    seconds = number(name, value)
     if not 0 < seconds <= MOST_TIMEOUT_S:
-        allowed = f"allowed=a number above 0, up to {MOST_TIMEOUT_S:g}"
-        raise _refused(f"{name}: not a number of seconds (value={value!r}, {allowed})")
+        allowed = f"allowed=above 0, up to {MOST_TIMEOUT_S:g}"
+        raise ValueError(f"{name} must be a positive number of seconds (value={seconds!r}, {allowed})")
     return seconds
+
+
+def _computation(name: str, value: Any) -> str:
+    found = plain_text(name, value)
+    if found not in BESIDE:
+        raise ValueError(f"{name} (value={found!r}, allowed={', '.join(BESIDE)})")
+    return found
+
+
+def _file(name: str, value: Any) -> str:
+    return plain_text(name, os.fspath(value))
+
+
+def _nodes(name: str, value: Any) -> tuple[int, ...]:
+    found: tuple[int, ...] = several(whole, int)(name, value)
+    if min(found, default=-1) < 0:
+        raise ValueError(f"{name} (value={found}, allowed=0 and more, for each rank)")
+    return found
+
+
+def _seconds(variable: str, value: str) -> float:
+    try:
+        return _positive(variable, float(value))
+    except ValueError:
+        allowed = f"allowed=a number above 0, up to {MOST_TIMEOUT_S:g}"
+        raise _refused(f"{variable}: not a number of seconds (value={value!r}, {allowed})") from None
 
 
 def _bytes(name: str, value: str) -> int | None:
@@ -293,22 +280,24 @@ def _refused(text: str) -> ValueError:
     return see(ValueError(text), Page.SETTINGS)
 
 
-_READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "SIDELANE_TIMEOUT_S": _seconds,
-    "SIDELANE_WARN_S": _seconds,
-    "SIDELANE_DEBUG": _switch,
-    "SIDELANE_VERIFY": _switch,
-    "SIDELANE_BESIDE": lambda _, value: value,
-    "SIDELANE_PROFILE": lambda _, value: value or None,
-    "SIDELANE_NATIVE": _switch,
-    "SIDELANE_MEMORY_BYTES": _bytes,
-    "SIDELANE_VIRTUAL_NODES": _numbers,
-    "SIDELANE_DETERMINISTIC": _switch,
+_SECONDS = (_positive, "a number of seconds", _seconds)
+_SWITCH = (switch, "True, False", _switch)
+_SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
+    "timeout_s": _SECONDS,
+    "warn_s": _SECONDS,
+    "debug": _SWITCH,
+    "verify": _SWITCH,
+    "beside": (_computation, ", ".join(BESIDE), lambda _, value: value),
+    "profile": (optional(_file), f"a file, {BUILTIN!r}, None", lambda _, value: value or None),
+    "native": _SWITCH,
+    "memory_bytes": (optional(at_least(0)), "a whole number of bytes, None", _bytes),
+    "virtual_nodes": (optional(_nodes), "the number of each rank's node, None", _numbers),
+    "deterministic": _SWITCH,
 }
-"""Variables of a communicator's settings, each named as the field of :class:`Config`, and functions that read them."""
+"""Fields of :class:`Config`: rule, values of the right type for an error, and function that reads the variable."""
 
 VARIABLES = (
-    *_READERS,
+    *(f"SIDELANE_{name.upper()}" for name in _SETTINGS),
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),  # settings of the process
     "SIDELANE_COMMIT",  # for results: which code ran
 )

@@ -27,7 +27,7 @@ from sidelane.config import Config
 from sidelane.errors import ProgramError
 from sidelane.program.batch import Batch
 from sidelane.program.builders import build, build_batch, variants
-from sidelane.program.builders.transport import Transport
+from sidelane.program.builders.registry import Transport
 from sidelane.program.collective import (
     Buffer,
     Collective,

@@ -125,10 +125,7 @@ def test_a_target_of_sms_holds_for_the_block(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shares_of_a_sweep() -> None:
-    assert shares(Partition(), 132, memory_bound=True) == (8, 16, 32, 64)
-    assert shares(Partition(), 15, memory_bound=True) == ()
-    assert shares(Partition(memory_bound_only=True), 132, memory_bound=False) == (0,)
-    assert shares(Partition(memory_bound_only=True), 132, memory_bound=True) == (8, 16, 32, 64)
+    assert shares(132) == (8, 16, 32, 64) and shares(15) == ()
 
 
 class Parts:

@@ -15,6 +15,7 @@ from sidelane.c3.strategies import Means, Mover, Order, Partition, named, strate
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
 from sidelane_lab.pairs.movers import implementation_of
+from sidelane_lab.pairs.partition import applies
 
 CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())
@@ -74,9 +75,9 @@ def test_implementations() -> None:
 
 
 def test_units_taken() -> None:
-    assert Partition().applies(memory_bound=True) and Partition().applies(memory_bound=False)
+    assert applies(Partition(), memory_bound=True) and applies(Partition(), memory_bound=False)
     few = Partition(memory_bound_only=True)
-    assert few.applies(memory_bound=True) and not few.applies(memory_bound=False)
+    assert applies(few, memory_bound=True) and not applies(few, memory_bound=False)
 
 
 def test_a_serial_strategy_has_nothing_to_give_way_to() -> None:

@@ -21,10 +21,9 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cpu.commands import compile_queue
 from sidelane.execute.cpu.executor import CpuExecutor, CpuProgram
 from sidelane.program.builders import build
+from sidelane.program.caching import BASE_BYTES, Once, loaded_bytes, program_bytes
 from sidelane.program.collective import Buffer, ReduceOp, Reduction, all_gather, all_reduce
-from sidelane.program.footprint import BASE_BYTES, loaded_bytes, program_bytes
 from sidelane.program.ir import Program
-from sidelane.program.once import Once
 
 
 def keys(cache: CallCache) -> list[object]:

@@ -20,7 +20,7 @@ from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda.kernel_program import arrange
 from sidelane.kernels.broadcast import TILE_BYTES
 from sidelane.program import collective as define
-from sidelane.program import reduce_chunks
+from sidelane.program import kernel_chunks
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.kernel import KernelProgram, Protocol
@@ -158,8 +158,8 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
 def _reduce_in_chunks(world: World, dtype_name: str) -> None:
     """More chunks than their slots, while rank 0 pauses so long that the others could get two chunks ahead."""
     reduction = Reduction(ReduceOp.SUM, dtype_name)
-    shard_bytes = 82 * reduce_chunks.TILE_BYTES - 100 * reduction.element_bytes
-    assert reduce_chunks.chunks_of(shard_bytes, 1).count > 2 * reduce_chunks.SLOTS
+    shard_bytes = 82 * kernel_chunks.TILE_BYTES - 100 * reduction.element_bytes
+    assert kernel_chunks.chunks_of(shard_bytes, 1).count > 2 * kernel_chunks.SLOTS
     walk = world.stumble(0.1, 0.2) if world.rank == 0 else lambda: None
     for call in range(2):
         count = world.world_size * shard_bytes // reduction.element_bytes - call

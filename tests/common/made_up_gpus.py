@@ -17,8 +17,9 @@ from fake_driver import FakeDriver
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.shm import ShmBlock, ShmMemory
+from sidelane.memory.host_shared import ShmMemory
 from sidelane.session import session
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
@@ -31,7 +32,7 @@ class OwnedMemory(ShmMemory):
         super().__init__(exchange)
         self._owned: list[object] = driver.owned
 
-    def allocate(self, nbytes: int) -> ShmBlock:
+    def allocate(self, nbytes: int) -> SymmetricBlock:
         self._owned.append(block := super().allocate(nbytes))
         return block
 

@@ -22,7 +22,7 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cpu import CpuExecutor, CpuProgram, Invocation
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.shm import ShmMemory
+from sidelane.memory.host_shared import ShmMemory
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Program, Queue
 

@@ -13,7 +13,7 @@ from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
 from sidelane.program.kernel import MOST_BLOCKS
-from sidelane.program.reduce_chunks import SLOTS, TILE_BYTES, chunks_of
+from sidelane.program.kernel_chunks import SLOTS, TILE_BYTES, chunks_of
 
 Reductions = tuple[tuple[str, str], ...]
 SHOTS: Reductions = (("reduce_scatter", "one_shot"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"))

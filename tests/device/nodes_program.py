@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 import sidelane
 from sidelane import config
-from sidelane.integrations.fallback import Witness
 from sidelane.integrations.nodes import choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
-from sidelane.integrations.nodes.groups import find_nodes
+from sidelane.integrations.nodes.groups import NodeRanks, find_nodes
 from sidelane.integrations.nodes.topology import Nodes
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -37,16 +36,8 @@ if size > 2:
     nodes_fsdp_cases.against_alone(world, nodes.of)
 else:
     store = dist.PrefixStore("two", dist.distributed_c10d._get_default_store())
-    comm = NodesCommunicator(
-        store,
-        rank,
-        (0, 1),
-        nodes,
-        device=device,
-        config=config.current(),
-        witness=Witness(find_nodes(store, rank, (0, 1), None).liveness),
-        name="two",
-    )
+    liveness = find_nodes(store, rank, (0, 1), None).liveness
+    comm = NodesCommunicator(NodeRanks(store, rank, nodes, liveness, config.current(), "two"), device)
     for number in range(4):
         choose.PIECE_BYTES = 800_000 // (1 + number)  # so many pieces, or half as many of the smaller calls
         given = [cases.random(200_002, torch.bfloat16, 10 * number + other) for other in range(2)]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.c3.partitions import DevicePartitions, PairStreams
+from sidelane.c3.partitions import DevicePartitions
 from sidelane.c3.strategies import Means, Partition, named
 from sidelane_lab.harness import running
 from sidelane_lab.pairs.measured_curves import isolated_of
 from sidelane_lab.pairs.partition import units_to_spare
-from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.run import pair_streams, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.shaping.shape import OPT1, OPT2, TUNED
@@ -55,7 +55,7 @@ def sms(stream: torch.cuda.Stream) -> set[int]:
 
 @pytest.mark.parametrize("units", [8, 32])
 def test_the_two_parts_run_on_sms_of_their_own(units: int) -> None:
-    partitions, usual = DevicePartitions(DEVICE), PairStreams.on(DEVICE)
+    partitions, usual = DevicePartitions(DEVICE), pair_streams(DEVICE)
     assert usual is not None
     streams = partitions.streams(Partition(), units, usual, confine=True)
     gemm, collective, urgent = sms(streams.gemm), sms(streams.collective), sms(streams.urgent)
@@ -113,7 +113,7 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
         [Adding(), by_engine],
         Alone(),
         device=DEVICE,
-        streams=PairStreams.on(DEVICE),
+        streams=pair_streams(DEVICE),
         partitions=DevicePartitions(DEVICE),
         memory_bound=True,
         strategies=[named(name) for name in names],

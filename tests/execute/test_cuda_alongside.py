@@ -24,8 +24,9 @@ from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Kind
 from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
-from sidelane.program.transform import freeze, hold, lower, prelaunch, stamp
+from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.verify import verify
+from sidelane_lab.studies.phases.stamp import stamp
 
 MIB = 1 << 20
 

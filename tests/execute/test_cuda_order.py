@@ -13,7 +13,8 @@ from sidelane.program.builders import Transport, build
 from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relay import relay
 from sidelane.program.ir import Flag, Signal, Wait
-from sidelane.program.transform import freeze, stamp
+from sidelane.program.transform import freeze
+from sidelane_lab.studies.phases.stamp import stamp
 
 
 @pytest.mark.parametrize("stamped", [False, True], ids=["plain", "stamped"])

@@ -28,7 +28,7 @@ from sidelane.execute.cuda.watch import BOARD
 from sidelane.execute.submitted import Counts
 from sidelane.memory.control import NO_CALL
 from sidelane.program import collective as define
-from sidelane.program import reduce_chunks
+from sidelane.program import kernel_chunks
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, MOST_LL_BYTES, KernelProgram, Protocol, kernel_program
 
@@ -109,18 +109,18 @@ def test_what_peers_touch_of_a_direct_reduction() -> None:
 
 
 def test_chunks_have_signals_and_lie_inside_of_staging() -> None:
-    assert reduce_chunks.MOST_CHUNKS == layout.PHASES - 2, "all phases but ready and done"
+    assert kernel_chunks.MOST_CHUNKS == layout.PHASES - 2, "all phases but ready and done"
     rng = random.Random(11)
     sizes = [rng.randrange(1, 1 << rng.randrange(1, 37)) for _ in range(2000)]
     for shard, most_blocks in itertools.product((1, 2 << 30, (2 << 30) + 1, *sizes), (1, 10, 64, 128)):
-        chunks = reduce_chunks.chunks_of(shard, most_blocks)
-        assert chunks.count <= reduce_chunks.MOST_CHUNKS
+        chunks = kernel_chunks.chunks_of(shard, most_blocks)
+        assert chunks.count <= kernel_chunks.MOST_CHUNKS
         step = chunks.blocks * chunks.rounds
         assert (chunks.count - 1) * step < chunks.tiles <= chunks.count * step
         ends = [
-            chunk % reduce_chunks.SLOTS * step + min(step, chunks.tiles - chunk * step) for chunk in range(chunks.count)
+            chunk % kernel_chunks.SLOTS * step + min(step, chunks.tiles - chunk * step) for chunk in range(chunks.count)
         ]
-        assert max(ends) * reduce_chunks.TILE_BYTES == chunks.peer_bytes
+        assert max(ends) * kernel_chunks.TILE_BYTES == chunks.peer_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.communicator import NodesCommunicator
+from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder
@@ -23,6 +24,7 @@ class Witness:
 
     def __init__(self, asked: Callable[[], object] = lambda: None) -> None:
         self.gone: list[int] = []
+        self.ranks = range(4)
         self._asked = asked
 
     def dead(self, peers: Sequence[int]) -> list[int]:
@@ -31,7 +33,8 @@ class Witness:
 
 
 def status_of(rank: int, store: dist.Store, witness: Any, timeout_s: float = 0.3) -> NodesStatus:
-    return NodesStatus(store, rank, Nodes.named("aabb"), range(4), witness, timeout_s, lambda: None)
+    ranks = NodeRanks(store, rank, Nodes.named("aabb"), witness, Config(timeout_s=timeout_s), "ranks")
+    return NodesStatus(ranks, lambda: None)
 
 
 def watchdog_of(witness: Witness, timeout_s: float) -> NodesWatchdog:
@@ -107,7 +110,8 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
         made._let_go(ended)
         raise PeerError("the same, as this rank saw it", (3,))
 
-    made._groups = mock.Mock(rail=None, on_streams=False, run=run)
+    made.rail, made.on_streams = None, False
+    made._run_steps = run  # type: ignore[method-assign]
     if not in_call:
         made._let_go(ended)
     tensor = torch.ones(4)

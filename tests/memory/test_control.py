@@ -18,8 +18,8 @@ from ranks import RankPool, crew, shared_memory
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.liveness import ProcessIdentity
 from sidelane.memory.posts import RING_CALLS
-from sidelane.memory.process import ProcessIdentity
 
 
 def failure(control: ControlBlock, call: int, within_s: float = 5.0) -> tuple[str, tuple[int, ...], str]:

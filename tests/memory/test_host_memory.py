@@ -25,8 +25,8 @@ from ranks import RankPool, crew, shared_memory
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.process import ProcessIdentity
-from sidelane.memory.shm import ShmMemory
+from sidelane.memory.host_shared import ShmMemory
+from sidelane.memory.liveness import ProcessIdentity
 
 
 @pytest.fixture(autouse=True)
@@ -220,32 +220,11 @@ def test_a_wrong_process_behind_the_pid_is_noticed(pool: RankPool) -> None:
 SECRET = b"of somebody else"
 
 
-def a_file(folder: Path, nbytes: int) -> Path:
-    """A file that a post must not reach."""
+def an_open_file(folder: Path, nbytes: int) -> int:
     path = folder / "sidelane-file"
     path.write_bytes(SECRET.ljust(nbytes, b"!"))
     path.chmod(0o600)
-    return path
-
-
-def a_link(folder: Path, nbytes: int) -> Path:
-    path = folder / "sidelane-link"
-    path.symlink_to(a_file(folder, nbytes))
-    return path
-
-
-def a_second_name(folder: Path, nbytes: int) -> Path:
-    path = folder / "sidelane-second"
-    path.hardlink_to(a_file(folder, nbytes))
-    return path
-
-
-def a_short_file(folder: Path, nbytes: int) -> Path:
-    return a_file(folder, len(SECRET))
-
-
-def an_open_file(folder: Path, nbytes: int) -> int:
-    return os.open(a_file(folder, nbytes), os.O_RDWR)
+    return os.open(path, os.O_RDWR)
 
 
 def a_pipe(folder: Path, nbytes: int) -> int:
@@ -265,43 +244,31 @@ def an_unsealed_memfd(folder: Path, nbytes: int) -> int:
 
 
 def a_small_memfd(folder: Path, nbytes: int) -> int:
-    return a_memfd(nbytes // 2, host_shared._seals())
+    return a_memfd(nbytes // 2, host_shared._SEALS)
 
 
 def a_memfd_of_another_library(folder: Path, nbytes: int) -> int:
-    return a_memfd(nbytes, host_shared._seals(), "sidelanes")
+    return a_memfd(nbytes, host_shared._SEALS, "sidelanes")
 
 
-def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], Path | int], is_named: bool) -> str:
+def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], int]) -> str:
     """The post of rank 0 names a file that is not its own, as anyone may who can write to the store."""
     rank, nbytes = dist.get_rank(group), mmap.PAGESIZE
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        found = dist.get_world_size(group) * nbytes
-        if is_named:
-            patch.delattr(os, "memfd_create")
-        given: list[Path | int] = []
         if rank == 0:
-            given.append(make(Path(folder), found))
-            status = os.stat(given[0])
-            real = host_shared._offer
+            given = make(Path(folder), dist.get_world_size(group) * nbytes)
+            status, real = os.stat(given), host_shared._offer
 
             def offer(*arguments: Any) -> Any:
-                name = given[0].name if isinstance(given[0], Path) else ""
-                descriptor = -1 if isinstance(given[0], Path) else given[0]
-                inode = status.st_dev, status.st_ino
-                return real(*arguments)._replace(descriptor=descriptor, name=name, inode=inode)
+                return real(*arguments)._replace(descriptor=given, inode=(status.st_dev, status.st_ino))
 
             patch.setattr(host_shared, "_offer", offer)
-        folders = [folder]
-        dist.broadcast_object_list(folders, group_src=0, group=group)
-        patch.setattr(tempfile, "tempdir", folders[0])
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(nbytes)
         if rank == 0:
-            after = os.stat(given[0])
+            after = os.stat(given)
             assert (after.st_size, after.st_blocks) == (status.st_size, status.st_blocks), "it was enlarged"
-            if isinstance(given[0], int):
-                os.close(given[0])
+            os.close(given)
         dist.barrier(group)
     assert leftovers() == []
     return str(caught.value)
@@ -310,27 +277,15 @@ def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], Path
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (a_file, "no sealed memory"),
         (an_open_file, "no sealed memory"),
         (an_unsealed_memfd, "no sealed memory"),
         (a_memfd_of_another_library, "no sealed memory"),
         (a_small_memfd, "owner and bytes"),
         (a_pipe, "allowed=a regular file"),
-        (a_link, "cannot open the memory"),
     ],
 )
-def test_a_post_reaches_no_other_file(pool: RankPool, make: Callable[[Path, int], Path | int], words: str) -> None:
-    for text in pool.run(post_another_file, 2, make, False):
-        assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [(a_link, "cannot open the memory"), (a_second_name, "mode and links"), (a_short_file, "owner and bytes")],
-)
-def test_a_post_reaches_no_other_name(pool: RankPool, make: Callable[[Path, int], Path | int], words: str) -> None:
-    """Where files have names."""
-    for text in pool.run(post_another_file, 2, make, True):
+def test_a_post_reaches_no_other_file(pool: RankPool, make: Callable[[Path, int], int], words: str) -> None:
+    for text in pool.run(post_another_file, 2, make):
         assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
 
 
@@ -346,27 +301,6 @@ def as_another_user(group: dist.ProcessGroup) -> str:
 def test_memory_of_another_user_is_refused(pool: RankPool) -> None:
     for text in pool.run(as_another_user, 2):
         assert "a rank: rank 1: " in text and "allowed=(12345, " in text and "; rank" not in text, text
-
-
-def named_file(group: dist.ProcessGroup) -> None:
-    """The way of systems without memfd and fallocate."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(os, "memfd_create")
-        patch.delattr(os, "posix_fallocate")
-        made: list[tuple[int, str]] = []
-        mkstemp = tempfile.mkstemp
-        patch.setattr(tempfile, "mkstemp", lambda **options: made.append(mkstemp(**options)) or made[-1])
-        block = ShmMemory(Exchange(group, 60.0)).allocate(3_000_000)
-        assert len(made) == (dist.get_rank(group) == 0)
-    assert not any(os.path.exists(path) for _, path in made), "the name is gone"
-    block.tensor.fill_(dist.get_rank(group) + 1)
-    dist.barrier(group)
-    assert [int(tensor[-1]) for tensor in block.tensors] == [1, 2]
-    dist.barrier(group)
-
-
-def test_named_files_lose_their_name(pool: RankPool) -> None:
-    pool.run(named_file, 2)
 
 
 def outlive(group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.ops import experts, float8_rows
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 
 MOST_SPILLED = 2
 """Registers of a lane: next to nothing is spilled."""

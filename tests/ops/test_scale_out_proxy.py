@@ -29,7 +29,7 @@ from sidelane.ops.scale_out.words import FLAGS, OPENED, OVER, READY, Arriving, H
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")
-HANDLE, STRIDE, ROWS, COLUMNS, SLICES = 7, 5, 3, 4, 6
+STRIDE, ROWS, COLUMNS, SLICES = 5, 3, 4, 6
 
 
 Key = tuple[str, int, int, int]
@@ -131,7 +131,7 @@ class Rank:
         self.proxy.start()
 
     def begin(self, epoch: int) -> None:
-        self.call = FarCall(HANDLE, epoch, self.handle, self.source, self.landing)
+        self.call = FarCall(epoch, self.handle, self.source, self.landing)
         self.proxy.begin(self.call)
 
     def open(self, epoch: int) -> None:
@@ -248,7 +248,7 @@ def test_slices_that_a_rank_does_not_have_are_not_waited_for() -> None:
     """A rank with fewer samples gets fewer slices, whose words lie where those of the others do."""
     sent = Outgoing(1, 0, 0, 4), Outgoing(1, 1, 4, 0)
     came = {1: (Arriving(0, 1, 4), Arriving(4, 0, 4)), 2: (Arriving(8, 0, 4),)}
-    call = FarCall(HANDLE, 1, HandleWords(Slices(sent, came, 8), CPU), torch.zeros(4), torch.zeros(16))
+    call = FarCall(1, HandleWords(Slices(sent, came, 8), CPU), torch.zeros(4), torch.zeros(16))
     assert call.leaving == 1 and call.missing == {1: 1}
     with pytest.raises(PeerError, match=r"rank 1 sent slice 1 \(allowed=0\.\.1"):
         call.target(1, 1)
@@ -496,7 +496,7 @@ def test_a_rank_that_stops_in_the_middle_of_a_slice_is_named() -> None:
         for one in (first, second):
             one.begin(1), one.open(1)
         first.put(1, 1)  # so that the second one waits for none
-        second.links.send([0], {"slice": [HANDLE, 1, 0]})
+        second.links.send([0], {"slice": [1, 0]})
         wait_for(lambda: bool(first.errors))
         assert isinstance(first.errors[0], PeerTimeoutError) and first.errors[0].ranks == (1,)
 
@@ -586,7 +586,7 @@ def test_slices_beyond_the_output_are_refused() -> None:
     with ranks(2) as (first, second):
         for one in (first, second):
             one.begin(1), one.open(1)
-        first.links.send([1], {"slice": [HANDLE, 1, SLICES]})
+        first.links.send([1], {"slice": [1, SLICES]})
         wait_for(lambda: bool(second.errors))
         assert f"rank 0 sent slice {SLICES} (allowed=0..{SLICES - 1})" in str(second.errors[0])
 

@@ -10,7 +10,7 @@ from marks import long
 from shadowed_kernels import FLOATS, kernels, kinds_of, name_of, shadow
 
 from sidelane.errors import ProgramError
-from sidelane.program import reduce_chunks
+from sidelane.program import kernel_chunks
 from sidelane.program.collective import Kind, all_reduce
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.verify import verify_sequence
@@ -75,8 +75,8 @@ def test_mistakes_of_a_protocol_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("slots", "fine"), [(3, False), (4, True), (5, True)])
 def test_four_slots_are_enough_and_three_are_not(monkeypatch: pytest.MonkeyPatch, slots: int, fine: bool) -> None:
-    """``program/reduce_chunks.py`` says so in words."""
-    monkeypatch.setattr(reduce_chunks, "SLOTS", slots)
+    """``program/kernel_chunks.py`` says so in words."""
+    monkeypatch.setattr(kernel_chunks, "SLOTS", slots)
     for n, in_place in itertools.product((2, 3), (False, True)):
         collective = all_reduce([16 * 60] * n, FLOATS, in_place=in_place)
         programs = shadow(KernelProgram(collective, "two_shot_push", Protocol.SEND, 1), TILE)

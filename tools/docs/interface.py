@@ -151,7 +151,6 @@ TASKS = {
                     "reshard",
                     "sequence_parallel_attention",
                     "sequence_positions",
-                    "attention_function",
                     "register_attention",
                 ),
             ),
@@ -211,7 +210,7 @@ TASKS = {
             Section(
                 "sidelane.program.transform",
                 "Transforms",
-                ("lower", "freeze", "prelaunch", "stamp"),
+                ("lower", "freeze", "prelaunch"),
             ),
             Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
         ),

@@ -16,7 +16,7 @@ from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.kernel import NARROW_BLOCKS, KernelProgram, kernel_program
-from sidelane.program.reduce_chunks import TILE_BYTES
+from sidelane.program.kernel_chunks import TILE_BYTES
 from sidelane.program.variant import NARROW, Variant
 
 RANKS = (1, 2, 4, 8)

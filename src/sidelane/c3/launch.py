@@ -60,7 +60,7 @@ def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
         return (LaunchMode(strategy),)
     partitions, _ = partitions_of(device)
     units = SMALLEST_SHARE * 2 if partitions is None else partitions.units
-    return tuple(LaunchMode(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
+    return tuple(LaunchMode(strategy, one) for one in shares(units))
 
 
 def can_run(mode: LaunchMode, device: torch.device) -> bool:

@@ -36,13 +36,6 @@ class PairStreams:
     urgent: torch.cuda.Stream
     limited: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
-    @staticmethod
-    def on(device: torch.device) -> PairStreams | None:
-        """Return streams on a device; None on a CPU."""
-        if device.type == "cpu":
-            return None
-        return PairStreams(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
-
 
 class DevicePartitions:
     """Partitions of a GPU, by green contexts (NVIDIA) or CU masks (AMD); each is made once.
@@ -119,20 +112,11 @@ class DevicePartitions:
         return torch.cuda.ExternalStream(handle, device=self._device)
 
 
-def shares(partition: Partition, units: int, memory_bound: bool) -> tuple[int, ...]:
-    """Return the numbers of units to try to take from a GEMM: for a sweep, powers of two up to half of them.
+def shares(units: int) -> tuple[int, ...]:
+    """Return the numbers of units to try to take from a GEMM: powers of two up to half of a device's.
 
-    Args:
-        partition: partition of the strategy.
-        units: number of units of the device.
-        memory_bound: the GEMM is limited by its bytes.
-
-    >>> shares(Partition(), 132, memory_bound=False)
+    >>> shares(132)
     (8, 16, 32, 64)
-    >>> shares(Partition(memory_bound_only=True), 132, memory_bound=False)
-    (0,)
     """
-    if not partition.applies(memory_bound):
-        return (0,)
     powers = (SMALLEST_SHARE << k for k in range(units.bit_length()))
     return tuple(power for power in powers if 2 * power <= units)

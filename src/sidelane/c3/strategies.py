@@ -76,14 +76,6 @@ class Partition:
     memory_bound_only: bool = False
     means: Means = Means.SPLIT
 
-    def applies(self, memory_bound: bool) -> bool:
-        """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
-
-        >>> Partition(memory_bound_only=True).applies(memory_bound=False)
-        False
-        """
-        return memory_bound or not self.memory_bound_only
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:

@@ -7,7 +7,7 @@ candidates, and in where expected times come from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
@@ -44,7 +44,6 @@ def select(
     expected: Iterable[tuple[C, float | None]],
     *,
     equal: float = 1.0,
-    formula: Callable[[C], str] | None = None,
     beside: str = "",
     basis: str = "",
 ) -> Selection[C]:
@@ -54,7 +53,6 @@ def select(
         expected: candidates in order of preference, with expected times in microseconds; None: not known. At least one
             is known.
         equal: ratio of times up to which they count as equal, so that the order of preference decides.
-        formula: function that returns the text in front of the least time; None for none.
         beside: text behind the least time: what runs at the same time.
         basis: origin of the times, in words.
 
@@ -70,7 +68,7 @@ def select(
     best, best_us = entries.pop(number)
     assert best_us is not None, "taken by its time"
     others = sorted(entries, key=lambda entry: (entry[1] is None, entry[1] or 0.0))
-    reason = f"{formula(best) if formula else ''}{_microseconds(best_us)} expected{beside}"
+    reason = f"{_microseconds(best_us)} expected{beside}"
     if others and (second_us := others[0][1]) is not None:
         reason += f", next {others[0][0]} {_microseconds(second_us)}"
         if second_us < best_us:

@@ -14,8 +14,7 @@ from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall, KernelProgram
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.exported import ExportedMemory

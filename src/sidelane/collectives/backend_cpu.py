@@ -23,10 +23,10 @@ from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
 from sidelane.memory import ending
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.host_shared import ShmMemory
 from sidelane.memory.ordering import full_fence
-from sidelane.memory.shm import ShmMemory
 from sidelane.program.ir import Program, Value
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 from sidelane.program.transform.prelaunch import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 

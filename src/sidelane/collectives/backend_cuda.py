@@ -32,8 +32,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
-from sidelane.program.kernel import MOST_RANKS, KernelProgram
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
 from sidelane.program.transform.prelaunch import held_by
 
 if TYPE_CHECKING:

@@ -27,15 +27,15 @@ from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
 from sidelane.program.builders import Alternation
+from sidelane.program.caching import BASE_BYTES, loaded_bytes, program_bytes
 from sidelane.program.collective import Buffer
-from sidelane.program.footprint import BASE_BYTES, loaded_bytes, program_bytes
 
 Key = tuple[Hashable, ...]
 Requests = tuple[Request, ...]
 """One rank's view of a call: a request for each tensor, or for each pair."""
 
 MOST_BYTES = 64 << 20
-"""Bytes of all entries that are kept, and of the programs that these run, as ``footprint`` estimates them."""
+"""Bytes of all entries that are kept, and of the programs that these run, as ``caching`` estimates them."""
 
 MOST_NEW = 64
 """Number of the newest entries, which are kept beyond that only if their call has come again."""

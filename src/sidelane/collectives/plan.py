@@ -13,11 +13,10 @@ from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
 from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
+from sidelane.program.caching import Once, program_bytes
 from sidelane.program.collective import Collective, Kind
-from sidelane.program.footprint import program_bytes
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
-from sidelane.program.once import Once
 from sidelane.program.shape import CallShape
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.variant import PRELAUNCH, Variant
@@ -32,7 +31,7 @@ CallProgram = Program | KernelProgram | Alternation
 """Executable form of a call: a program, a kernel, or two programs that alternate."""
 
 MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
-"""Largest number of cached programs, and bytes of these as ``footprint`` estimates them.
+"""Largest number of cached programs, and bytes of these as ``caching`` estimates them.
 
 The oldest goes first, on all ranks alike; uneven calls can need any number.
 """

@@ -32,10 +32,10 @@ from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
+from sidelane.program.caching import Once
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.once import Once
 from sidelane.program.resharding import Resharding
 from sidelane.program.wraparound import as_int32
 

@@ -18,7 +18,7 @@ from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Questions, Repetition
 from sidelane.native import Effect
-from sidelane.program.footprint import loaded_bytes
+from sidelane.program.caching import loaded_bytes
 
 if TYPE_CHECKING:
     from sidelane.collectives.backend_cuda import CudaBackend

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from sidelane.execute.submitted import SubmissionLedger
 from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.wraparound import WORD_BYTES
 
 

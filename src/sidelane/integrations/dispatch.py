@@ -16,6 +16,7 @@ from sidelane import forks, ranges
 from sidelane.collectives.call_cache import all_ordinary
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.config import start_observers
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
@@ -26,7 +27,6 @@ from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
-from sidelane.session.session import start_observers
 from sidelane.sizes import format_bytes
 
 SMALL_BYTES = 4096

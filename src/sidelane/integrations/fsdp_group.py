@@ -16,11 +16,10 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import dtype_name
-from sidelane.integrations.fallback import Witness
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
-from sidelane.integrations.nodes.groups import exchanged_nodes
+from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.ring import Ring
 from sidelane.memory.exchange import Exchange, ranks_of
@@ -153,16 +152,11 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
             return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[session.close])
         if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
+        store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
+        ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
         made: list[NodesCommunicator] = []
         for name in LANES:
-            lane = NodesCommunicator(
-                dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/{name}/", exchange.store),
-                *(group.rank(), ranks_of(group), nodes),
-                device=device,
-                config=config,
-                witness=Witness(exchange.liveness),
-                name=f"{group.group_name}/fsdp {name}",
-            )
+            lane = NodesCommunicator(ranks.within(name), device)
             stack.callback(lane.close)
             made.append(lane)
         stack.pop_all()

@@ -240,12 +240,12 @@ class GroupLifetime:
         if not self.nodes.spans:
             return Communicator(self.group, device=device, config=config)
         from sidelane.integrations.nodes.communicator import NodesCommunicator
+        from sidelane.integrations.nodes.groups import NodeRanks
 
         group = self.group
-        store, rank, name = group.get_group_store(), group.rank(), group.group_name
-        return NodesCommunicator(
-            store, rank, self.ranks, self.nodes, device=device, config=config, witness=self.witness, name=name
-        )
+        store, liveness = group.get_group_store(), self.witness.liveness
+        ranks = NodeRanks(store, group.rank(), self.nodes, liveness, config, group.group_name)
+        return NodesCommunicator(ranks, device)
 
     def late(self) -> tuple[str, Sequence[int]]:
         """Describe the ranks that have not come to the call that this rank is in."""

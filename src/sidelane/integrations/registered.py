@@ -7,16 +7,14 @@ for the same.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from sidelane import log
 from sidelane.errors import UnavailableError
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import Kept
 from sidelane.memory.storage import bytes_at
@@ -79,20 +77,11 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
             made.why = found
             continue
         starts, mappings = found
-        block = _Segment(bytes_at(address, nbytes, device), starts, Kept((mappings, owner), device))
+        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, Kept((mappings, owner), device))
         made.add(lane.memory.adopt(block), nbytes)
     if made.why:
         log.calls.warning("a memory pool is not symmetric, and calls on it are staged: %s", made.why)
     return made
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """Implementation of ``memory.base.SymmetricBlock``. ``kept`` releases the peers' mappings at a safe moment."""
-
-    tensor: torch.Tensor
-    addresses: tuple[int, ...]
-    kept: Kept
 
 
 def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[int, ...], list[Any]] | str:

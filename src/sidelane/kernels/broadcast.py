@@ -49,8 +49,7 @@ from sidelane.device.memory import get, put
 from sidelane.kernels import block_flags
 from sidelane.kernels.block_flags import slot
 from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, peer_address
-from sidelane.program.broadcast_chunks import rounds_of
-from sidelane.program.reduce_chunks import MOST_CHUNKS
+from sidelane.program.kernel_chunks import MOST_CHUNKS, broadcast_rounds
 
 TILE_BYTES = 16384
 WARPS = 16
@@ -75,7 +74,7 @@ def arrange_push(site: LaunchSite, tiles: Tiles, root: int, stagings: tuple[int,
     n, staged = site.world_size, stagings is not None
     constants = {"N": n, "STAGED": staged, **tiles.constants}
     blocks = site.blocks(tiles.count)  # the same on all ranks, as the tiles that each block moves in a chunk
-    rounds = rounds_of(tiles.count, blocks, n, staged=staged)
+    rounds = broadcast_rounds(tiles.count, blocks, n, staged=staged)
     arguments = (*tiles.arguments, rounds, site.rank, root, (site.rank - root) % n, site.board)
     targets = tiles.addresses(0) if stagings is None else padded(from_root(stagings, root))
     addresses = padded(site.rotated(site.arenas)) + targets

@@ -23,7 +23,7 @@ parts::
                                             chunk 0 from all? reduce -> every output | ...         | done?
     rank 1   the same, with its shard
 
-It works in chunks (``program/reduce_chunks.py``): while those of its peers are on their way, it reduces the previous
+It works in chunks (``program/kernel_chunks.py``): while those of its peers are on their way, it reduces the previous
 ones from its own staging. NVLink carries requests one way and data the other way, so that ranks that load from each
 other have less of both for what they store. An input may be an output: shard r is overwritten by rank r, in tiles that
 all others have sent to it.
@@ -43,7 +43,7 @@ from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
 from sidelane.kernels.tile_table import FIRST_GROUP, SECOND_GROUP, Tiles, call_of, each_tile, ends_of, peer_address
-from sidelane.program import reduce_chunks
+from sidelane.program import kernel_chunks
 from sidelane.program.collective import Reduction
 
 MOVED_TILE_BYTES, WARPS = 16384, 16
@@ -64,7 +64,7 @@ tiles into shared memory (``num_stages``). 13 blocks take 168 us for 64 MiB of f
 416 with tiles of 4 KB (probes: docs/lab/probes.md)."""
 
 DONE = tl.constexpr(layout.PHASES - 1)
-SLOTS = tl.constexpr(reduce_chunks.SLOTS)
+SLOTS = tl.constexpr(kernel_chunks.SLOTS)
 
 
 def tile_bytes(site: LaunchSite, *, listed: bool) -> int:
@@ -137,7 +137,7 @@ def arrange_send(
         total_bytes: size of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
     """
-    chunks = reduce_chunks.chunks_of(shard_bytes, site.most_blocks)
+    chunks = kernel_chunks.chunks_of(shard_bytes, site.most_blocks)
     assert chunks.count < layout.PHASES - 1
     element = reduction.element_bytes
     aligned = shard_bytes % 16 == 0
@@ -146,7 +146,7 @@ def arrange_send(
         **reduction_constants(reduction),
         "INPUT_ALIGNED": aligned and input % 16 == 0,
         "OUTPUT_ALIGNED": aligned and all(address % 16 == 0 for address in outputs),
-        "TILE": reduce_chunks.TILE_BYTES // element,
+        "TILE": kernel_chunks.TILE_BYTES // element,
     }
     sizes = (shard_bytes // element, total_bytes // element, chunks.peer_bytes, chunks.rounds)
     everyone = (site.arenas, stagings, outputs)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import torch
 
 
-class SymmetricBlock(Protocol):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SymmetricBlock:
     """One collective allocation.
 
     Attributes:
         tensor: this rank's bytes, 1-d uint8 of ``nbytes``, zero when allocated.
         addresses: address of each rank's block in *this process*; that of its own rank is ``tensor.data_ptr()``.
+        kept: object that keeps the peers' memory mapped; None without peers. CPU ranks: a tensor for each rank.
     """
 
-    @property
-    def tensor(self) -> torch.Tensor: ...
-
-    @property
-    def addresses(self) -> tuple[int, ...]: ...
+    tensor: torch.Tensor
+    addresses: tuple[int, ...]
+    kept: object
 
 
 class SymmetricMemory(Protocol):

@@ -23,7 +23,7 @@ from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
-from sidelane.memory.liveness import LongWaits, users_call
+from sidelane.memory.liveness import LongWaits, ProcessIdentity, users_call
 from sidelane.memory.posts import (
     ABORT_BYTES,
     AGREED,
@@ -45,7 +45,6 @@ from sidelane.memory.posts import (
     different,
     fit,
 )
-from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
 NO_CALL = 0

@@ -7,7 +7,6 @@ and closed when they are sent: there may be more of them than a process may have
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import json
@@ -128,7 +127,7 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
             owner.send(token.encode())
             left = 1
             while left:
-                text, descriptors = _receive(owner)
+                text, descriptors, _, _ = socket.recv_fds(owner, _MOST_BYTES, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
                 with contextlib.ExitStack() as opened:
                     for descriptor in descriptors:
                         opened.callback(os.close, descriptor)
@@ -149,17 +148,6 @@ def _user_of(peer: socket.socket) -> int:
     """Return the user of the process at the other end of a connection."""
     found: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return found
-
-
-def _receive(owner: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive a message and its descriptors, which are closed in programs that this process starts."""
-    descriptors: array.array[int] = array.array("i")
-    room = socket.CMSG_LEN(MOST_AT_ONCE * descriptors.itemsize)
-    text, ancillary, _, _ = owner.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    for level, sort, data in ancillary:
-        if (level, sort) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return text, list(descriptors)
 
 
 def _bound(address: str) -> str:

@@ -1,32 +1,36 @@
-"""Host memory that several processes of one machine share, and that leaves no files behind.
+"""Host memory that processes of one machine share, and that leaves no files behind; symmetric CPU tensors there.
 
-On Linux it is an anonymous file (memfd) that the peers open through ``/proc/<pid>/fd/<fd>``: it never has a name, the
-kernel frees it with the last process that maps it, however that process ends, and the size of /dev/shm does not matter.
-Elsewhere it is a named temporary file, which is unlinked as soon as every peer has opened it.
+It is an anonymous file (memfd) that the peers open through ``/proc/<pid>/fd/<fd>``: it never has a name, the kernel
+frees it with the last process that maps it, however that process ends, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import itertools
 import mmap
 import os
-import stat
 import sys
-import tempfile
 from typing import Any, NamedTuple
 
+import torch
+
 from sidelane import forks
-from sidelane.errors import MismatchError, UnavailableError
+from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
 from sidelane.memory.available import available_bytes, lacking
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import ProcessIdentity
 from sidelane.user_files import open_regular
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
 _RESERVE_BYTES = 256 << 20
-_MEMFD, _PREFIX = "sidelane", "sidelane-"
-"""Name of anonymous files, and prefix of the names of temporary files."""
+_MEMFD = "sidelane"
+"""Name of the anonymous files."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of an anonymous file: nobody can change its size, or its seals."""
 
 
 class SharedBytes:
@@ -50,8 +54,7 @@ class SharedBytes:
         self.nbytes = nbytes
         # Parts begin on page boundaries: the kernel places a page near the rank that touches it first.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        opened = _Opened()
-        try:
+        with contextlib.ExitStack() as opened:  # the file of rank 0, open while the others attach
             told = exchange("shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened))
             offers = [each._replace(process=ProcessIdentity(*each.process)) for each in itertools.starmap(_Offer, told)]
             _agree(offers)
@@ -64,8 +67,6 @@ class SharedBytes:
                 return problem
 
             problems = exchange("shared memory, mapped", attach)
-        finally:
-            opened.close()
         if any(problems):
             if mapped is not None:
                 mapped.close()  # now, not when the traceback of this error is freed
@@ -86,7 +87,7 @@ class SharedBytes:
         """Map the file of rank 0, and reserve this rank's part of it. Return the mapping, or None and the problem."""
         total_bytes = self._stride * self.world_size
         try:
-            descriptor = open_regular(first.path, os.O_RDWR | (os.O_NOFOLLOW if first.name else 0))
+            descriptor = open_regular(first.path, os.O_RDWR)
         except OSError as error:
             hint = ""
             if first.process.namespace != ProcessIdentity.own().namespace:
@@ -105,21 +106,56 @@ class SharedBytes:
             os.close(descriptor)
 
 
+class ShmMemory:
+    """Allocator of symmetric CPU blocks for one group. All ranks on one machine.
+
+    Args:
+        exchange: connection of the ranks, through which memory handles are exchanged.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange: Exchange | None = exchange
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """Allocate ``nbytes`` (> 0) on every rank, zeroed and page-aligned. Collective; the bytes are reserved at once.
+
+        The memory is unmapped once the block and every tensor made from it are gone; the kernel frees it when that is
+        so in every process.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive.
+            MismatchError: ranks asked for different sizes.
+            PeerError: a rank failed or died in the exchange; PeerTimeoutError: one did not come.
+            UnavailableError: not enough memory, or ranks on several machines.
+            CommunicatorClosedError: ``close`` was called.
+        """
+        if self._exchange is None:
+            raise CommunicatorClosedError("ShmMemory.allocate: the memory was closed")
+        shared = SharedBytes(self._exchange, nbytes)
+        # frombuffer holds on to the mapping, so a tensor outlives the block, this object and the group.
+        tensors = tuple(
+            torch.frombuffer(shared.mapping, dtype=torch.uint8, count=nbytes, offset=shared.offset(rank))
+            for rank in range(shared.world_size)
+        )
+        return SymmetricBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
+
+    def close(self) -> None:
+        """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
+        self._exchange = None
+
+
 class _Offer(NamedTuple):
-    """The post of a rank before the memory is mapped; only rank 0 sets descriptor, name and inode."""
+    """The post of a rank before the memory is mapped; only rank 0 sets descriptor and inode."""
 
     process: ProcessIdentity
     nbytes: int
     descriptor: int = -1
-    name: str = ""
     inode: tuple[int, int] = (0, 0)
     problem: str = ""
 
     @property
     def path(self) -> str:
-        """Path of the file, built so that a post can name files of this module only."""
-        if self.name:
-            return os.path.join(tempfile.gettempdir(), _PREFIX + self.name.rpartition(os.sep)[2].removeprefix(_PREFIX))
+        """Path of the file, built so that a post can name open files of its rank only."""
         return f"/proc/{self.process.pid}/fd/{self.descriptor}"
 
     def why_not(self, descriptor: int, nbytes: int) -> str:
@@ -132,57 +168,13 @@ class _Offer(NamedTuple):
             return "its pid means another process here"
         if (status.st_uid, status.st_size) != (os.geteuid(), nbytes):
             return f"owner and bytes (value={status.st_uid, status.st_size}, allowed={os.geteuid(), nbytes})"
-        if _is_anonymous():
-            shown = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
-            if shown != f"/memfd:{_MEMFD}" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
-                return "it is no sealed memory of that name"
-        elif (stat.S_IMODE(status.st_mode), status.st_nlink) != (0o600, 1):
-            return f"mode and links (value={oct(status.st_mode)}, {status.st_nlink}, allowed=0o600, 1)"
+        shown = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
+        if shown != f"/memfd:{_MEMFD}" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS:
+            return "it is no sealed memory of that name"
         return ""
 
 
-def _is_anonymous() -> bool:
-    """Return True if this system has files without names."""
-    return hasattr(os, "memfd_create")
-
-
-def _seals() -> int:
-    """Return the seals of an anonymous file: nobody can change its size, or its seals."""
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class _Opened:
-    """The file of rank 0, which it keeps open while the others attach."""
-
-    def __init__(self) -> None:
-        self._descriptor = -1
-        self._unlink, self._maker = "", os.getpid()
-        forks.in_copies_of(self, _Opened.close)
-
-    def open(self, nbytes: int) -> int:
-        """Make the file, and return its descriptor. The others find it by ``name`` if it is not anonymous."""
-        if _is_anonymous():
-            self._descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
-            self._descriptor, self._unlink = tempfile.mkstemp(prefix=_PREFIX)
-        os.ftruncate(self._descriptor, nbytes)
-        if not self._unlink:
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals())
-        return self._descriptor
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(self._unlink)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        if self._unlink and os.getpid() == self._maker:
-            os.unlink(self._unlink)
-        self._descriptor, self._unlink = -1, ""
-
-
-def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
+def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStack) -> _Offer:
     process = ProcessIdentity.own()
     if rank or nbytes <= 0:
         return _Offer(process, nbytes)
@@ -190,12 +182,15 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
     if room is not None and total_bytes > room:
         return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
     try:
-        descriptor = opened.open(total_bytes)
+        descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        forks.in_copies_of(opened.enter_context(io.FileIO(descriptor, "r+")), io.FileIO.close)
+        os.ftruncate(descriptor, total_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         status = os.fstat(descriptor)
     except (OSError, OverflowError) as error:
         why = lacking(error) if isinstance(error, OSError) else str(error)
         return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {why}")
-    return _Offer(process, nbytes, descriptor, opened.name, (status.st_dev, status.st_ino))
+    return _Offer(process, nbytes, descriptor, (status.st_dev, status.st_ino))
 
 
 def _agree(offers: list[_Offer]) -> None:
@@ -217,10 +212,4 @@ def _agree(offers: list[_Offer]) -> None:
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
     """Let the kernel commit the pages now: a page that it lacks later would be a SIGBUS in the middle of a copy."""
     for start in range(offset, offset + nbytes, _RESERVE_BYTES):
-        length = min(_RESERVE_BYTES, offset + nbytes - start)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, start, length)
-        else:  # macOS: writing is what reserves
-            zeros = bytes(1 << 20)
-            for position in range(start, start + length, len(zeros)):
-                os.pwrite(descriptor, zeros[: start + length - position], position)
+        os.posix_fallocate(descriptor, start, min(_RESERVE_BYTES, offset + nbytes - start))

@@ -20,19 +20,6 @@ from __future__ import annotations
 import threading
 
 
-class Fence:
-    """The fence of one writer, used by one thread at a time: it saves the look-up of the thread's own lock."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def full(self) -> None:
-        """Order as :func:`full_fence` does."""
-        _order(self._lock)
-
-
 class _OwnLock(threading.local):
     """A lock for each thread, which no other thread takes."""
 
@@ -45,11 +32,8 @@ _own = _OwnLock()
 
 def full_fence() -> None:
     """Order every access of this thread before the call in front of every one after it, as other processes see them."""
-    _order(_own.lock)
-
-
-def _order(lock: threading.Lock) -> None:
     # The lock is held between calls, unless Ctrl-C or a signal handler interrupted this function: so do not block.
+    lock = _own.lock
     lock.acquire(False)
     lock.release()
     lock.acquire(False)

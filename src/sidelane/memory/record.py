@@ -6,7 +6,7 @@ import ctypes
 import time
 import zlib
 
-from sidelane.memory.ordering import Fence, full_fence
+from sidelane.memory.ordering import full_fence
 
 
 class Record:
@@ -38,7 +38,6 @@ class Record:
         self.room = len(self._payload)
         self.written: bytes | None = None
         self.status = self.digest = 0
-        self._fence = Fence()
 
     @property
     def is_blank(self) -> bool:
@@ -81,14 +80,14 @@ class Record:
             raise ValueError(f"Record.write: status (value={status}, allowed=0..255)")
         if length > self.room:
             raise ValueError(f"Record.write: payload bytes (value={length}, allowed=..{self.room})")
-        self.written, fence = None, self._fence
+        self.written = None
         sequence = (words[0] | 1) + 1  # a predecessor that never finished leaves an odd one
         words[0] = sequence - 1
-        fence.full()
+        full_fence()
         self._payload[:length] = payload
         digest = status << 56 | length << 32 | _checksum(sequence, status, payload)
         words[1], words[2], words[3] = number, digest, number ^ digest
-        fence.full()
+        full_fence()
         words[0] = sequence
         self.written, self.status, self.digest = payload, status, digest
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from sidelane import forks
+from sidelane.memory.storage import MemoryBytes, tensor_of
 
 PATIENCE_S = 2.0
 """Seconds that a device may take to become idle."""
@@ -52,27 +53,24 @@ class Kept:
             give_back()
 
 
-class KeptBytes(Kept):
-    """Bytes of a tensor, for ``torch.as_tensor``, whose result keeps this object as long as its storage lives."""
+class KeptBytes(Kept, MemoryBytes):
+    """Bytes of a tensor, whose memory is released as :class:`Kept` releases it."""
 
-    __slots__ = ("__cuda_array_interface__",)
+    __slots__ = ()
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor, tensor.device)
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        Kept.__init__(self, tensor, device)
+        MemoryBytes.__init__(self, tensor.data_ptr(), tensor.nbytes, tensor.is_cuda)
 
 
-def keep_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as 1-d uint8; their memory is released at a safe moment."""
-    kept = torch.as_tensor(KeptBytes(tensor), device=tensor.device)
-    assert kept.data_ptr() == tensor.data_ptr(), "a copy"
-    return kept
+def keep_bytes(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return the bytes of a tensor as 1-d uint8; their memory is released at a safe moment.
+
+    Args:
+        tensor: the tensor.
+        device: device whose kernels use it; None for that of the tensor.
+    """
+    return tensor_of(KeptBytes(tensor, device or tensor.device), tensor.data_ptr(), tensor.device)
 
 
 def give_back() -> bool:

@@ -13,7 +13,7 @@ import torch
 from sidelane.modes import outside_of_modes
 
 
-class _Bytes:
+class MemoryBytes:
     """Bytes at an address, as arrays describe them."""
 
     __slots__ = ("__array_interface__", "__cuda_array_interface__")
@@ -32,7 +32,7 @@ class _Bytes:
             self.__array_interface__ = interface
 
 
-class _Part(_Bytes):
+class _Part(MemoryBytes):
     """Owner of a storage's memory, which the storage keeps alive."""
 
     __slots__ = ("_gone", "_whole")
@@ -56,15 +56,16 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
     """
     assert offset >= 0
     assert 0 < nbytes <= whole.nbytes - offset
-    return _tensor_of(_Part(whole, offset, nbytes, gone), whole.data_ptr() + offset, whole.device)
+    return tensor_of(_Part(whole, offset, nbytes, gone), whole.data_ptr() + offset, whole.device)
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return bytes at an address of this process as a 1-d uint8 tensor, which does not keep them alive."""
-    return _tensor_of(_Bytes(address, nbytes, device.type == "cuda"), address, device)
+    return tensor_of(MemoryBytes(address, nbytes, device.type == "cuda"), address, device)
 
 
-def _tensor_of(described: _Bytes, address: int, device: torch.device) -> torch.Tensor:
+def tensor_of(described: MemoryBytes, address: int, device: torch.device) -> torch.Tensor:
+    """Return bytes as a 1-d uint8 tensor, whose storage keeps ``described`` alive."""
     if device.type == "cuda":
         made = torch.as_tensor(described, device=device)
     else:

@@ -17,7 +17,6 @@ It differs from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the ca
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import itertools
@@ -41,6 +40,7 @@ from sidelane.errors import (
     PeerTimeoutError,
     UnavailableError,
 )
+from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.persistent import lasting
 from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
@@ -95,21 +95,6 @@ DEFAULT_TIMEOUT_S = 600.0
 _FOR_TORCH = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TorchSymmetricBlock:
-    """One collective allocation (see :class:`sidelane.memory.base.SymmetricBlock`).
-
-    Attributes:
-        tensor: this rank's bytes, 1-d uint8.
-        addresses: address of each rank's block in this process.
-        handle: keeps the peers' memory mapped; None without peers.
-    """
-
-    tensor: torch.Tensor
-    addresses: tuple[int, ...]
-    handle: Kept | None
-
-
 class TorchSymmetricMemory:
     """Allocator of symmetric GPU blocks for one group, all ranks on one machine.
 
@@ -137,7 +122,7 @@ class TorchSymmetricMemory:
         self._alias = _Alias(name, exchange)
         lanes.add(self)
 
-    def allocate(self, nbytes: int) -> TorchSymmetricBlock:
+    def allocate(self, nbytes: int) -> SymmetricBlock:
         """Allocate ``nbytes`` (> 0) on every rank, zeroed. Collective. Synchronises the current stream.
 
         Raises:
@@ -170,12 +155,12 @@ class TorchSymmetricMemory:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
-            return TorchSymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
+            return SymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
         handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
         addresses = tuple(base + offset for base in handle.buffer_ptrs)
-        return TorchSymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
+        return SymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
 
     def close(self) -> None:
         """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""

@@ -1,7 +1,6 @@
 """Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
 from sidelane.ops.attention import (
-    attention_function,
     register_attention,
     reshard,
     sequence_parallel_attention,
@@ -32,7 +31,6 @@ __all__ = [
     "all_reduce_rms_norm",
     "all_to_all_gemm",
     "all_to_all_rows",
-    "attention_function",
     "combine_tokens",
     "dispatch_tokens",
     "embedding_all_to_all",

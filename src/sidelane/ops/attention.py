@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -77,7 +77,8 @@ def sequence_parallel_attention(
     """
     with _telling(comm, NAME):
         check_attention(comm, q, k, v, sequence_length)
-        _check_scale(scale)
+        if scale is not None and not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
+            raise TypeError(f"{NAME}: scale (value={scale!r}, allowed=a number, or None)")
         if q.shape[_HEADS] < comm.world_size:
             raise ValueError(f"{NAME}: heads of q (value={q.shape[_HEADS]}, allowed={comm.world_size} and more)")
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
@@ -101,59 +102,6 @@ def sequence_parallel_attention(
     return result
 
 
-def _check_scale(scale: object) -> None:
-    if scale is not None and not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{NAME}: scale (value={scale!r}, allowed=a number, or None)")
-
-
-def attention_function(comm: Communicator, *, sequence_length: int | None = None) -> Callable[..., tuple[Tensor, None]]:
-    """Make attention over the positions of all ranks an attention function of Hugging Face's transformers.
-
-    :func:`register_attention` registers it. By itself it does not see a padding mask that the caller gives the model:
-    transformers hands these on to functions only that have a mask function of the same name.
-
-    Args:
-        comm: communicator of the ranks, open for as long as the model is used.
-        sequence_length: number of positions of all ranks where it is no multiple of N. A model's call may give it as
-            well, as ``sequence_length=``.
-
-    Returns:
-        A function of (module, query, key, value, attention_mask), tensors of [B, H, S / N, D], and transformers'
-        options. It returns [B, S / N, H, D] and None. It is causal as the module is.
-    """
-    library.number_of(comm)
-    of_all = sequence_length
-
-    def attend(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        sequence_length: int | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        refused = [option for option in _NOT_TAKEN if _is_given(options.get(option))]
-        refused += ["a mask"] if attention_mask is not None else []
-        if refused:
-            error = ValueError(f"{NAME}: options (value={refused}, allowed=attention that is causal or has no mask)")
-            if not torch.compiler.is_compiling():
-                comm.refuse(NAME, error)
-            raise error
-        q, k, v = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
-        given: dict[str, Any] = {
-            "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            "scale": scaling,
-            "sequence_length": of_all if sequence_length is None else sequence_length,
-        }
-        return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
-
-    return attend
-
-
 def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_length: int | None = None) -> None:
     """Make attention over the positions of all ranks known to Hugging Face's transformers by a name.
 
@@ -172,7 +120,8 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
     Args:
         comm: communicator of the ranks, open for as long as the model is used.
         name: value of ``attn_implementation``.
-        sequence_length: see :func:`attention_function`.
+        sequence_length: number of positions of all ranks where it is no multiple of N. A model's call may give it as
+            well, as ``sequence_length=``.
 
     Raises:
         UnavailableError: transformers is older than 4.53, or not installed.
@@ -181,6 +130,37 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise UnavailableError(f"register_attention needs transformers, 4.53 or newer: {error}") from error
+
+    library.number_of(comm)
+    of_all = sequence_length
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sequence_length: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        asked = [(option, options.get(option)) for option in _NOT_TAKEN]
+        refused = [option for option, value in asked if isinstance(value, Tensor) or value]  # whatever a tensor holds
+        refused += ["a mask"] if attention_mask is not None else []
+        if refused:
+            error = ValueError(f"{NAME}: options (value={refused}, allowed=attention that is causal or has no mask)")
+            if not torch.compiler.is_compiling():
+                comm.refuse(NAME, error)
+            raise error
+        q, k, v = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
+        given: dict[str, Any] = {
+            "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            "scale": scaling,
+            "sequence_length": of_all if sequence_length is None else sequence_length,
+        }
+        return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
 
     def mask(*places: object, attention_mask: Tensor | None = None, **options: object) -> None:
         if attention_mask is None:
@@ -194,7 +174,7 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
             comm.refuse(name, error)
             raise error
 
-    AttentionInterface.register(name, attention_function(comm, sequence_length=sequence_length))
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
 
 
@@ -225,11 +205,6 @@ def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
     sharing = heads // kv_heads
     able = [each for each in range(1, sharing + 1) if sharing % each == 0 and kv_heads * each >= world_size]
     return min(able, key=lambda each: -(-kv_heads * each // world_size) * (sharing // each))
-
-
-def _is_given(option: object) -> bool:
-    """Return True for an option that asks for something. A tensor does, whatever it holds."""
-    return isinstance(option, Tensor) or bool(option)
 
 
 def check_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length: int | None) -> None:

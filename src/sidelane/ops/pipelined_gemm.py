@@ -3,17 +3,17 @@
 ==================  ==========================================================  =======================================
 operator            unfused                                                     split
 ==================  ==========================================================  =======================================
-gemm_all_to_all     ``y = x @ weight.T``; all-to-all by counts                  ``produce_and_send``
-gemm_reduce_scatter ``y = x @ weight.T``; reduce-scatter of its rows            ``produce_and_send``, then a sum
-all_to_all_gemm     all-to-all by counts; ``came @ weight.T``                   ``receive_and_consume``
-all_gather_gemm     all-gather of rows; ``gathered @ weight.T``                 ``receive_and_consume``
+gemm_all_to_all     ``y = x @ weight.T``; all-to-all by counts                  ``MovedParts.send``
+gemm_reduce_scatter ``y = x @ weight.T``; reduce-scatter of its rows            ``MovedParts.send``, then a sum
+all_to_all_gemm     all-to-all by counts; ``came @ weight.T``                   ``MovedParts.receive``
+all_gather_gemm     all-gather of rows; ``gathered @ weight.T``                 ``MovedParts.receive``
 gemm_all_reduce     ``y = x @ weight.T``; all-reduce                            an all-reduce for each part of the rows
 ==================  ==========================================================  =======================================
 
 No compute unit moves data, and the vendor's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md).
 The price: parts are smaller, and the host has to know the counts; a graph keeps those of its capture.
 
-``produce_and_send``, two ranks, two pieces; the rows that stay come last, and are computed in place::
+``MovedParts.send``, two ranks, two pieces; the rows that stay come last, and are computed in place::
 
     compute      rows for 1, first half | second half     | rows for 0
     copy engine                         | first half -> 1 | second half -> 1
@@ -21,7 +21,7 @@ The price: parts are smaller, and the host has to know the counts; a graph keeps
 All copies are one program, which waits with the engines from the begin on; each finished part releases its own copy
 (``sidelane.program.transform.triggers``), in a graph as a dependency of its copy.
 
-``receive_and_consume``; the product of a part waits for its arrival, and the first part needs no copy::
+``MovedParts.receive``; the product of a part waits for its arrival, and the first part needs no copy::
 
     compute      rows that stay           | first half of 1 | second half of 1
     copy engine  first half | second half |
@@ -86,77 +86,61 @@ class MovedParts:
         program: program of all parts.
         rows: rows of ``x`` of each part that leaves, or rows of the result of each that arrives, in the order of this
             rank's triggers or arrivals.
-        views: these rows of the buffer that the products write or read, a tensor each.
+        buffer: rows that the program moves.
         stays: rows of ``x`` that stay on this rank, and their place in the result; both empty if there are none.
         in_a_graph: a graph holds the program, so that it must stay.
         loaded: layouts of x and weight whose products of these parts have been loaded.
+        views: rows of the buffer that the products write or read, a tensor for each part.
     """
 
     program: BoundProgram
-    rows: tuple[slice, ...]
-    views: tuple[torch.Tensor, ...]
+    rows: Sequence[slice]
+    buffer: torch.Tensor
     stays: tuple[slice, slice]
     in_a_graph: bool = False
     loaded: set[Hashable] = dataclasses.field(default_factory=set)
+    views: tuple[torch.Tensor, ...] = dataclasses.field(init=False)
 
-    @classmethod
-    def of(
-        cls, program: BoundProgram, rows: Sequence[slice], buffer: torch.Tensor, stays: tuple[slice, slice]
-    ) -> MovedParts:
-        """Return parts whose views are rows of a buffer."""
+    def __post_init__(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            views = tuple(buffer[part] for part in rows)
-        return cls(program, tuple(rows), views, stays)
+            self.views = tuple(self.buffer[part] for part in self.rows)
 
+    def send(self, x: torch.Tensor, output: torch.Tensor, transposed: torch.Tensor) -> None:
+        """Compute rows of ``x`` part by part, and send each part as soon as it is computed.
 
-MatrixProduct = Callable[[torch.Tensor, torch.Tensor], object]
-"""Function that multiplies some rows into a place for their results."""
+        Args:
+            x: all rows.
+            output: result of this rank, into which the peers' rows arrive; the rows that stay are computed there.
+            transposed: the transposed weight.
+        """
+        work = self.program(async_op=True)
+        for number, (rows, computed) in enumerate(zip(self.rows, self.views, strict=True)):
+            torch.mm(x[rows], transposed, out=computed)
+            self.program.trigger(number)
+        self._compute_what_stays(x, output, transposed)
+        assert work is not None
+        work.wait()
 
+    def receive(self, x: torch.Tensor, output: torch.Tensor, transposed: torch.Tensor) -> None:
+        """Compute rows part by part, each as soon as it arrives, after the rows of ``x`` that stay.
 
-def produce_and_send(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
-    """Compute rows of ``x`` part by part, and send each part as soon as it is computed.
+        Args:
+            x: rows of this rank.
+            output: result of all parts.
+            transposed: the transposed weight.
+        """
+        work = self.program(async_op=True)
+        self._compute_what_stays(x, output, transposed)
+        for number, (rows, came) in enumerate(zip(self.rows, self.views, strict=True)):
+            self.program.wait_for_arrival(number)
+            torch.mm(came, transposed, out=output[rows])
+        assert work is not None
+        work.wait()
 
-    Args:
-        parts: parts that leave, in order.
-        x: all rows.
-        output: result of this rank, into which the peers' rows arrive; the rows that stay are computed there.
-        product: function that computes rows.
-    """
-    work = parts.program(async_op=True)
-    for number, (rows, computed) in enumerate(zip(parts.rows, parts.views, strict=True)):
-        product(x[rows], computed)
-        parts.program.trigger(number)
-    _compute_what_stays(parts, x, output, product)
-    assert work is not None
-    work.wait()
-
-
-def receive_and_consume(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
-    """Compute rows part by part, each as soon as it arrives, after the rows of ``x`` that stay.
-
-    Args:
-        parts: parts that arrive, in order.
-        x: rows of this rank.
-        output: result of all parts.
-        product: function that computes rows.
-    """
-    work = parts.program(async_op=True)
-    _compute_what_stays(parts, x, output, product)
-    for number, (rows, came) in enumerate(zip(parts.rows, parts.views, strict=True)):
-        parts.program.wait_for_arrival(number)
-        product(came, output[rows])
-    assert work is not None
-    work.wait()
-
-
-def _compute_what_stays(parts: MovedParts, x: torch.Tensor, output: torch.Tensor, product: MatrixProduct) -> None:
-    rows, place = parts.stays
-    if rows.stop > rows.start:
-        product(x[rows], output[place])
-
-
-def _into(transposed: torch.Tensor) -> MatrixProduct:
-    return lambda rows, output: torch.mm(rows, transposed, out=output)
+    def _compute_what_stays(self, x: torch.Tensor, output: torch.Tensor, transposed: torch.Tensor) -> None:
+        rows, place = self.stays
+        if rows.stop > rows.start:
+            torch.mm(x[rows], transposed, out=output[place])
 
 
 class RoutedParts:
@@ -194,7 +178,7 @@ class RoutedParts:
             program = self.comm.load(make(table, pieces, row_bytes, self._most_rows), buffers)
             first, place, stay = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank]), table[rank][rank]
             stays = slice(first, first + stay), slice(place, place + stay)
-            found = MovedParts.of(program, rows_of(table, rank, pieces), self.sent if sends else self.came, stays)
+            found = MovedParts(program, rows_of(table, rank, pieces), self.sent if sends else self.came, stays)
             # Programs that graphs hold stay.
             loose = [known for known, parts in self.known.items() if not parts.in_a_graph]
             if len(loose) >= MOST_TABLES:
@@ -212,13 +196,13 @@ class RoutedParts:
             transposed = weight.t()
             if not captured:
                 self._load(x, weight, transposed, parts)
-            produce_and_send(parts, x, self.came, _into(transposed))
+            parts.send(x, self.came, transposed)
             return self.came
         output = x.new_empty(self._most_rows, weight.shape[0])
         first = parts.stays[0]
         for rows in (slice(0, first.start), slice(first.stop, sum(table[self.comm.rank]))):
             self.sent[rows] = x[rows]
-        receive_and_consume(parts, x, output, _into(weight.t()))
+        parts.receive(x, output, weight.t())
         return output
 
     def _load(self, x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor, parts: MovedParts) -> None:
@@ -521,9 +505,8 @@ def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
         program = comm.load(gathering_program(n, rows, pieces, depth * dtype.itemsize), {"rows": buffer.values})
         firsts = [((rank - turn) % n * rows, part) for turn in range(1, n) for part in row_slices(rows, pieces)]
         came = [slice(first + part.start, first + part.stop) for first, part in firsts]
-        return buffer, MovedParts.of(
-            program, came, buffer.values, (slice(0, rows), slice(rank * rows, (rank + 1) * rows))
-        )
+        stays = slice(0, rows), slice(rank * rows, (rank + 1) * rows)
+        return buffer, MovedParts(program, came, buffer.values, stays)
 
     buffer, parts = kept(comm, (GATHER.name, *shape, pieces), make)
     own = buffer.values[parts.stays[1]]
@@ -532,7 +515,7 @@ def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
         with torch.no_grad(), buffer.turn:
             output = x.new_empty(n * rows, weight.shape[0])
             own.copy_(x)
-            receive_and_consume(parts, x, output, _into(weight.t()))
+            parts.receive(x, output, weight.t())
             if gathered is not None:
                 gathered.copy_(buffer.values)
             return output

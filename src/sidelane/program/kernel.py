@@ -1,5 +1,5 @@
-"""Collectives that one kernel runs, as data: the counterpart of ``ir.Program`` for compute units.
-This module needs no device.
+"""Kernels as data: collectives that one kernel runs, the counterpart of ``ir.Program`` for compute units, and launches
+of the caller's own kernels. This module needs no device.
 
 The source of a kernel holds its steps, so a :class:`KernelProgram` only names the kernel and the number of thread
 blocks. Both are the same on every rank, like everything that a rank derives from an agreed call. A call with one tensor
@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from sidelane.fields import an, at_least, one_of, plain_text, settle
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
-from sidelane.program.reduce_chunks import chunks_of
+from sidelane.program.kernel_chunks import chunks_of
 from sidelane.program.variant import Variant
 
 MOST_RANKS = 8
@@ -187,6 +189,36 @@ class KernelProgram:
         if self.protocol is not Protocol.DIRECT:
             return frozenset()
         return frozenset({read, stored} if self.two_shot else {read})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: kernel made by ``triton.jit``.
+        name: name of the kernel in texts.
+        grid: number of programs, in one to three dimensions.
+        arguments: tensors and numbers, in the order of the source.
+        options: constants, and options of Triton's launcher (``num_warps``, ...).
+        board: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
+    """
+
+    kernel: Any
+    name: str
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    board: int
+
+    @property
+    def collective(self) -> str:
+        """Name of the operation in errors and in the ledger, as of programs."""
+        return "kernel"
+
+    @property
+    def variant(self) -> str:
+        return self.name
 
 
 def kernel_program(

@@ -33,7 +33,7 @@ from sidelane.fields import several, whole
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.persistent import lasting
 from sidelane.modes import untraced
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
 
 MOST_FLAGS = 1 << 20
@@ -109,7 +109,7 @@ class OwnKernel:
 
     def __init__(self, path: CallPath, kernel: Any, flags: int) -> None:
         self.kernel: Any = kernel
-        self.name: str = name_of(kernel)
+        self.name: str = kernel_name(kernel)
         self.flags: int = flags
         calls, device = path.calls, path.arguments.device
         self._path, self._calls, self._preparer = path, calls, path.preparer
@@ -320,7 +320,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
             raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
-        return None, f"load_kernel {name_of(kernel)}, {flags} flags"
+        return None, f"load_kernel {kernel_name(kernel)}, {flags} flags"
 
     path.agree("load_kernel", check)
     with path.calls.making_ready():
@@ -329,7 +329,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     return made
 
 
-def name_of(kernel: Any) -> str:
+def kernel_name(kernel: Any) -> str:
     """Return the name of a function that ``triton.jit`` made."""
     function = getattr(kernel, "fn", kernel)
     while hasattr(function, "fn"):  # of an autotuner

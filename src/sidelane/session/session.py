@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
-from sidelane import flight_recorder, forks, log, metrics
+from sidelane import forks, log, metrics
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
@@ -44,20 +44,6 @@ def _warn_once(note: str) -> None:
 
 
 _numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
-
-
-def start_observers() -> None:
-    """Start what the environment asks for: log, ranges, metrics and flight recorder. A second time changes nothing.
-
-    Raises:
-        ValueError: a value of the environment is not allowed.
-    """
-    settings.show_log()
-    settings.mark_ranges()
-    if (file := settings.metrics_file()) is not None:
-        metrics.start(file)
-    if (prefix := settings.recorder_prefix()) is not None:
-        flight_recorder.start(prefix)
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -192,7 +178,7 @@ class Session:
         self.name: str = f"communicator {number} of {whose}ranks {list(self.ranks)}"
         try:
             self.device: torch.device = choose_device(device)
-            start_observers()
+            settings.start_observers()
             self.config: Config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")

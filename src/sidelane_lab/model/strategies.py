@@ -13,6 +13,7 @@ from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
 from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal
+from sidelane_lab.pairs.partition import applies
 from sidelane_lab.pairs.workload import Bound, C3Class, Workload, classify
 from sidelane_lab.sim import Interval
 
@@ -181,7 +182,7 @@ def partitions(machine: Machine) -> list[int]:
 def units_tried(machine: Machine, workload: Workload, strategy: Strategy) -> list[int]:
     """Return the units that a strategy tries in a sweep; 0 alone if it has none, or takes none from such a GEMM."""
     partition = strategy.partition
-    if partition is None or not partition.applies(bound_of(machine, workload.gemm) is Bound.MEMORY):
+    if partition is None or not applies(partition, bound_of(machine, workload.gemm) is Bound.MEMORY):
         return [0]
     return partitions(machine)
 
@@ -272,7 +273,7 @@ def pair_kernels(
     taken = 0 if partition is None else swept
     # A measured pair took as many units as its row says, whatever its GEMM counts as.
     if partition is not None and alone is None:
-        taken *= partition.applies(bound_of(machine, workload.gemm) is Bound.MEMORY)
+        taken *= applies(partition, bound_of(machine, workload.gemm) is Bound.MEMORY)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)

@@ -23,6 +23,7 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.pairs.ideal import LEAST_GAIN, ideal_speedup
 from sidelane_lab.pairs.isolated_times import Isolated, PairTimes
 from sidelane_lab.pairs.movers import implementations_of
+from sidelane_lab.pairs.partition import applies
 from sidelane_lab.pairs.workload import Bound, Workload
 
 MOST_SPREAD = 0.25
@@ -67,11 +68,9 @@ def choose(candidates: Sequence[StrategyCandidate], collective: Kind) -> Selecti
     if not candidates:
         raise ValueError("choose: no candidate (value=(), allowed=at least one)")
     estimates = {one.mode: _estimate(one, collective) for one in candidates}
-    return select(
-        ((mode, us) for mode, (us, _) in estimates.items()),
-        formula=lambda mode: f"{mode}: {estimates[mode][1]} = ",
-        basis="shares measured here",
-    )
+    found = select(((mode, us) for mode, (us, _) in estimates.items()), basis="shares measured here")
+    formula = f"{found.candidate}: {estimates[found.candidate][1]}"
+    return dataclasses.replace(found, reason=f"{formula} = {found.reason}")
 
 
 def _estimate(one: StrategyCandidate, collective: Kind) -> tuple[float, str]:
@@ -146,7 +145,7 @@ def _partitioned(
         return []
     slower = table.slowdown()
     if not strategy.mover.takes_units:
-        given = dict.fromkeys(slower, 1.0) if strategy.partition.applies(bound is Bound.MEMORY) else {}
+        given = dict.fromkeys(slower, 1.0) if applies(strategy.partition, bound is Bound.MEMORY) else {}
     else:
         comm = known.comm_table(workload, (implementation,))
         given = {} if comm is None else comm.slowdown()

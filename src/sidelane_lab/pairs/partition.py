@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from sidelane.c3.strategies import Means, named
+from sidelane.c3.strategies import Means, Partition, named
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.pairs.isolated_times import EFFICIENCY, Isolated, apart
@@ -23,6 +23,15 @@ TIE = 1.001
 
 LATENCY_FACTOR = 2.0
 """Factor over the time of the smallest size below which a collective counts as limited by its latency."""
+
+
+def applies(partition: Partition, memory_bound: bool) -> bool:
+    """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
+
+    >>> applies(Partition(memory_bound_only=True), memory_bound=False)
+    False
+    """
+    return memory_bound or not partition.memory_bound_only
 
 
 class Limit(StrEnum):

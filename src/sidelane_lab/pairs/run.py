@@ -44,6 +44,7 @@ from sidelane.c3.strategies import strategies as all_strategies
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
+from sidelane_lab.pairs.partition import applies
 from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
 from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
 
@@ -223,6 +224,13 @@ def refusal(strategy: Strategy, partitions: DevicePartitions | None, no_partitio
     return instruments.attempt(functools.partial(partitions.objection, strategy.partition)) or ""
 
 
+def pair_streams(device: torch.device) -> PairStreams | None:
+    """Return streams for pairs on a device; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return PairStreams(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+
+
 def run_workload(
     workload: Workload,
     collectives: Sequence[CollectiveRun],
@@ -266,7 +274,7 @@ def run_workload(
         if strategy.partition is not None and (reason := refusal(strategy, partitions, no_partitions, instruments))
     }
     tried = {
-        strategy.name: shares(strategy.partition, partitions.units, memory_bound)
+        strategy.name: shares(partitions.units) if applies(strategy.partition, memory_bound) else (0,)
         for strategy in strategies
         if strategy.partition is not None and partitions is not None
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from sidelane.program.collective import Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS, KernelProgram
-from sidelane.program.reduce_chunks import MOST_CHUNKS
+from sidelane.program.kernel_chunks import MOST_CHUNKS
 
 DONE = MOST_CHUNKS + 1
 """The last phase, of kernels that have one for each chunk."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others
 from shadows.tensors import Tensors, Tile
-from sidelane.program.broadcast_chunks import rounds_of
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram, Protocol
+from sidelane.program.kernel_chunks import broadcast_rounds
 
 
 def broadcast(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
@@ -22,7 +22,7 @@ def broadcast(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     assert root is not None
     peers = others(root, n)
     count = max(sum(1 for block in range(blocks) for _ in tensors.tiles(block)), 1)
-    rounds = rounds_of(count, blocks, n, staged=staged)
+    rounds = broadcast_rounds(count, blocks, n, staged=staged)
     chunks = -(-count // (blocks * rounds))
 
     def owned(block: int, chunk: int) -> Iterator[tuple[int, Tile]]:

@@ -11,7 +11,7 @@ from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
-from sidelane.program.reduce_chunks import chunks_of
+from sidelane.program.kernel_chunks import chunks_of
 
 
 def direct(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:

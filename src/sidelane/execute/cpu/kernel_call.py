@@ -14,7 +14,7 @@ from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Place
 from sidelane.execute.cpu.executor import CpuExecutor
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 
 _LOOK_S = 0.02
 _STILL_WAITS_S = 2.0

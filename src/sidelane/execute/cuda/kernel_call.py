@@ -23,7 +23,7 @@ from sidelane.execute.base import Place, Repetition
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall
 
 _INTEGERS = ("i32", "u32", "i64", "u64")
 _NO_ADDRESS = -1

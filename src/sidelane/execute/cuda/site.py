@@ -28,10 +28,9 @@ from sidelane.execute.submitted import Counts, Entry, SubmissionLedger
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
 from sidelane.native import Effect, Note
+from sidelane.program.caching import Once
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
-from sidelane.program.once import Once
+from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
 

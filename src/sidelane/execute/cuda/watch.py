@@ -30,8 +30,7 @@ from sidelane.log import UnfailingLogger
 from sidelane.memory.control import NO_CALL, ControlBlock
 from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
-from sidelane.program.kernel import KernelProgram
-from sidelane.program.kernel_call import KernelCall
+from sidelane.program.kernel import KernelCall, KernelProgram
 from sidelane.program.wraparound import reached
 
 logger = UnfailingLogger(logging.getLogger(__name__))

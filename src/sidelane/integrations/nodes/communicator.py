@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.collectives.allocator import MemoryUse
+from sidelane.collectives.arguments import op_name
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.config import Config
-from sidelane.errors import PeerError, UnavailableError, anew, in_no_order
-from sidelane.integrations.fallback import Witness, make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import group_of_node, made_by_all
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, anew, in_no_order
+from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
+from sidelane.integrations.nodes.call import RAIL_OPS, NodesCall, Tensors
+from sidelane.integrations.nodes.choose import count_pieces
+from sidelane.integrations.nodes.collectives import run_recipe
+from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
-from sidelane.integrations.nodes.steps import NodeAndRail, NodesCall, Tensors
-from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.program.collective import Kind
+from sidelane.integrations.works import OtherWork
+from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator
 
@@ -33,6 +37,8 @@ ON_STREAMS = ("cuda",)
 
 SLACK_S = 60.0
 """Seconds by which the time-out of NCCL itself is later."""
+
+_FEW = 4  # largest number of copies made one by one, by the GPU's copy engines
 
 
 class NodesCommunicator:
@@ -43,14 +49,8 @@ class NodesCommunicator:
     or that one rank refuses, ends it: some of its steps may have run.
 
     Args:
-        store: store of these ranks alone.
-        rank: number of this rank in the group.
-        ranks: ranks of the group, in the world.
-        nodes: nodes of the ranks, all of one size.
+        ranks: ranks of the group, on nodes of one size.
         device: device of the tensors.
-        config: settings of the calls within nodes, and the time-out of those along rails.
-        witness: knows the processes that have died.
-        name: name of the group, the same on all ranks.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
@@ -58,45 +58,39 @@ class NodesCommunicator:
 
     Attributes:
         own: communicator of this node.
+        rail: group of this rank's rail; None once it is closed.
         status: its end, and the ranks at fault.
+        on_streams: streams wait for the rail's calls, and no host does.
+        scratch: symmetric memory that is kept for later calls.
+        begun: calls along the rail of the call that is under way or has failed.
         owner: process that is the rank.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        nodes: Nodes,
-        *,
-        device: torch.device,
-        config: Config,
-        witness: Witness,
-        name: str,
-    ) -> None:
-        self.rank, self.world_size, self.nodes = rank, len(ranks), nodes
-        node, place = nodes.coordinates(rank)
-        on_streams = device.type in ON_STREAMS
-        liveness, name = witness.liveness, f"{name}/{device.type}"
-        store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
-        self._group = group_of_node(store, rank, ranks, nodes, liveness, name)
+    def __init__(self, ranks: NodeRanks, device: torch.device) -> None:
+        self.rank, self.nodes, self.world_size = ranks.rank, ranks.nodes, len(ranks.nodes.of)
+        node, place = ranks.nodes.coordinates(ranks.rank)
+        self.on_streams, config = device.type in ON_STREAMS, ranks.config
+        store = dist.PrefixStore(f"sidelane/several/{device.type}/", ranks.store)
+        ranks = dataclasses.replace(ranks, store=store, name=f"{ranks.name}/{device.type}")
+        self._group = ranks.own_node()
         with contextlib.ExitStack() as stack:
             stack.callback(self._group.close)
             near = functools.partial(Communicator, self._group, device=device, config=config)
-            made, attempt = made_by_all(lambda: stack.enter_context(near()), store, rank, liveness, name, config)
-            store = dist.PrefixStore(f"{attempt}/", store)
+            made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
+            ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
+            rails = ranks.within(f"rail{place}")
 
             def make_rail() -> dist.ProcessGroup:
-                later = timedelta(seconds=config.timeout_s + SLACK_S * on_streams)
-                along = dist.PrefixStore(f"rail{place}/", store)
-                with nccl_not_ending_the_process() if on_streams else contextlib.nullcontext():
-                    return make_other(along, node, len(nodes.members), later, f"{name}/rail{place}", (), None)
+                later = timedelta(seconds=config.timeout_s + SLACK_S * self.on_streams)
+                with nccl_not_ending_the_process() if self.on_streams else contextlib.nullcontext():
+                    return make_other(rails.store, node, len(ranks.nodes.members), later, rails.name, (), None)
 
-            rail, _ = made_by_all(make_rail, store, rank, liveness, f"{name}/rails", config)
+            self.rail: Any = dataclasses.replace(ranks, name=f"{ranks.name}/rails").made_by_all(make_rail)[0]
             stack.pop_all()
         self.own, self.lane, self.device = made, made.lane, made.device
-        self.status = NodesStatus(store, rank, nodes, ranks, witness, config.timeout_s, made.close)
-        self._groups = NodeAndRail(nodes, rank, made, rail, self.status, on_streams)
+        self.status = NodesStatus(ranks, made.close)
+        self.scratch: dict[str, torch.Tensor] = {}
+        self.begun: list[OtherWork] = []
         self._watchdog = NodesWatchdog(self.status, self._attach, self._let_go)
         guard = weakref.proxy(self)  # connections and threads end with this object, not when garbage is collected
         self._order = StreamOrder(guard) if device.type == "cuda" else HostOrder(guard)
@@ -173,14 +167,13 @@ class NodesCommunicator:
             return
         self.status.end(PeerError("the communicator was closed"))
         self._watchdog.close()
-        groups = self._groups
-        groups.scratch.clear()
+        self.scratch.clear()
         self.own.close()
         self._group.close()
-        rail, groups.rail = groups.rail, None
+        rail, self.rail = self.rail, None
         if rail is not None:
             rail.abort()
-            if not groups.on_streams and not all(work.is_completed() for work in groups.begun):
+            if not self.on_streams and not all(work.is_completed() for work in self.begun):
                 forks.keep_for_ever(rail)  # Gloo aborts nothing, and its end would wait for peers that may never come
         self._order.close()
 
@@ -219,8 +212,8 @@ class NodesCommunicator:
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
             backend.executor.watch.fail(error)
-        if self._groups.rail is not None:
-            self._groups.rail.abort()
+        if self.rail is not None:
+            self.rail.abort()
 
     def _attach(self) -> None:
         """Prepare a thread that queries events: it must not disturb captures of other threads."""
@@ -232,7 +225,7 @@ class NodesCommunicator:
     def _watched(self) -> Iterator[None]:
         """Keep a call of streams registered until its last step has ended there."""
         is_cuda = self.device.type == "cuda"
-        if not self._groups.on_streams or (is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self.on_streams or (is_cuda and torch.cuda.is_current_stream_capturing()):
             yield  # the replay of the graph is watched by its caller
             return
         ended: list[Any] = []
@@ -256,8 +249,143 @@ class NodesCommunicator:
         with self._failing():
             counts = call.counts(self.rank, self.world_size, self.device)
             with self._watched():
-                self._groups.run(call, counts)
+                self._run_steps(call, counts)
+
+    def _run_steps(self, call: NodesCall, counts: Sequence[int]) -> None:
+        """Make a call, which was checked. Raises PeerError if a rank failed; the ranks have agreed which."""
+        pairs = [(to.view(-1), given.view(-1)) for to, given in zip(call.outputs, call.inputs, strict=True)]
+        pieces = count_pieces(max(sum(tensor.nbytes for tensor in side) for side in zip(*pairs, strict=True)))
+        if call.kind not in REDUCING:
+            counts = [count * to.itemsize for count, (to, _) in zip(counts, pairs, strict=True)]
+            pairs = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs]
+        op, dtype = op_name(call.op), pairs[0][0].dtype
+        divides = op == ReduceOp.AVG and not dtype.is_floating_point
+        steps = TensorSteps(self, dtype, ReduceOp.SUM if divides else op, call.beside)
+        roots = (call.root,) if call.kind is Kind.BROADCAST else ()
+        run_recipe(steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, *roots)
+        self.begun.clear()  # they have tensors of the caller
+        if divides:
+            for output, _ in pairs:
+                output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
 
 
 def _always() -> bool:
     return True
+
+
+class TensorSteps:
+    """The calls of a recipe, on tensors.
+
+    Args:
+        comm: communicator of this rank.
+        dtype: dtype of the elements.
+        op: operation of a reduction. A node's average is weighted before the nodes add theirs: the sum of all might not
+            be a number of the dtype.
+        beside: see :class:`NodesCall`.
+    """
+
+    def __init__(self, comm: NodesCommunicator, dtype: torch.dtype, op: str, beside: Beside | None) -> None:
+        self._comm, self._own, self._dtype, self._op, self._beside = comm, comm.own, dtype, op, beside
+        self._rows: dict[str, torch.Tensor] = {}
+
+    def scratch(self, name: str, count: int, /, *, is_sent: bool = False) -> torch.Tensor:
+        """See ``collectives.Steps``: symmetric memory if it is sent, kept for later calls.
+
+        Calls have one order, and all ranks of a node take the same. If the node has no symmetric memory left, and
+        within a capture, it is ordinary memory, too, and calls within the node stage it.
+        """
+        if name not in self._rows:
+            own = self._own
+            captured = own.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            held = self._kept(name, count * self._dtype.itemsize) if is_sent and not captured else None
+            if held is None:
+                self._rows[name] = torch.empty(count, dtype=self._dtype, device=own.device)
+            else:
+                self._rows[name] = held[: count * self._dtype.itemsize].view(self._dtype)
+        return self._rows[name]
+
+    def _kept(self, name: str, nbytes: int) -> torch.Tensor | None:
+        """Return symmetric bytes for all calls; None if there are none."""
+        own, kept = self._own, self._comm.scratch
+        if own.world_size == 1:
+            return None
+        if name not in kept or kept[name].nbytes < nbytes:
+            with self._in_the_node(), contextlib.suppress(UnavailableError):
+                if name in kept:
+                    own.synchronize()  # calls under way use it
+                    del kept[name]
+                kept[name] = own.empty(nbytes, dtype=torch.uint8)
+        return kept.get(name)
+
+    def rows(self, whole: torch.Tensor, parts: int, begin: int, end: int, /) -> Sequence[torch.Tensor]:
+        """See ``collectives.Steps``."""
+        return whole.view(parts, -1)[:, begin:end].unbind()
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], /) -> None:
+        """See ``collectives.Steps``."""
+        found = [(to, given) for to, given in pairs if to.data_ptr() != given.data_ptr()]
+        if len(found) > _FEW:
+            torch._foreach_copy_([to for to, _ in found], [given for _, given in found])  # few kernels on GPUs
+        else:
+            for to, given in found:
+                to.copy_(given)
+
+    def broadcast(self, parts: Iterable[tuple[int, torch.Tensor]], /) -> None:
+        """See ``collectives.Steps``."""
+        if self._own.world_size > 1:
+            with self._in_the_node(), self._own.batch(beside=self._beside) as batch:
+                for root, row in parts:
+                    batch.broadcast(row, root=root)
+
+    def within(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0, /) -> None:
+        """See ``collectives.Steps``."""
+        own, beside = self._own, self._beside
+        with self._in_the_node():
+            if kind is Kind.ALL_TO_ALL:
+                own.all_to_all(output, input, beside=beside)
+            elif kind is Kind.SCATTER:
+                own.scatter(output, input if own.rank == root else None, root=root, beside=beside)
+            else:
+                own.reduce_scatter(output, input, op=self._op, beside=beside)
+                if self._op == ReduceOp.AVG:
+                    output.mul_(own.world_size / self._comm.world_size)
+
+    def along(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0, /) -> OtherWork:
+        """See ``collectives.Steps``."""
+        comm = self._comm
+        try:
+            work = _begin(comm.rail, kind, output, input, RAIL_OPS[self._op], root)
+        except RuntimeError as error:
+            comm.status.explain(error, ())
+        comm.begun.append(OtherWork(work, comm.status, (), looks=not comm.on_streams))
+        return comm.begun[-1]
+
+    @contextlib.contextmanager
+    def _in_the_node(self) -> Iterator[None]:
+        """Agree with all ranks on an error of a call within the node, which names ranks by their numbers there."""
+        try:
+            yield
+        except (PeerError, CommunicatorClosedError) as error:
+            nodes = self._comm.nodes
+            members = nodes.members[nodes.of[self._comm.rank]]
+            self._comm.status.explain(error, [members[rank] for rank in getattr(error, "ranks", ())])
+
+
+def _begin(rail: Any, kind: Kind, output: torch.Tensor, input: torch.Tensor, op: Any, root: int) -> Any:
+    """Begin a call of a rail's group; return its work."""
+    if kind is Kind.ALL_GATHER:
+        return rail._allgather_base(output, input, _options(c10d.AllgatherOptions()))
+    if kind is Kind.ALL_TO_ALL:
+        return rail.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions()))
+    if kind is Kind.BROADCAST:
+        return rail.broadcast([output], _options(c10d.BroadcastOptions(), rootRank=root, rootTensor=0))
+    if kind is Kind.ALL_REDUCE:
+        return rail.allreduce([output], _options(c10d.AllreduceOptions(), reduceOp=op))
+    return rail._reduce_scatter_base(output, input, _options(c10d.ReduceScatterOptions(), reduceOp=op))
+
+
+def _options(made: Any, **fields: Any) -> Any:
+    made.asyncOp = True
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made

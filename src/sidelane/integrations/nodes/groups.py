@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -14,8 +15,7 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import Liveness, Wider, keep
-from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, keep
 
 T = TypeVar("T")
 
@@ -102,67 +102,78 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     return Nodes.named(names)
 
 
-def made_by_all(
-    make: Callable[[], T], store: dist.Store, rank: int, liveness: Liveness, name: str, config: Config
-) -> tuple[T, str]:
-    """Make a part of a communicator on all ranks, or on none: some may lack what others have. Collective.
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeRanks:
+    """Ranks of a group on several nodes, as one of them knows them.
 
-    Args:
-        make: function that makes the part of this rank. Its caller disposes of the part if this function raises.
+    Attributes:
         store: store of these ranks alone.
         rank: number of this rank in the group.
-        liveness: liveness of the group.
-        name: name of the group and the part.
-        config: settings; the last rank may take twice their time-out, since ranks of a slower node may need all of it
-            to fail.
-
-    Returns:
-        The part, and a name of this attempt that is unique in this store.
-
-    Raises:
-        UnavailableError: a node lacks something; on all ranks alike.
-        PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
+        nodes: nodes of the ranks.
+        liveness: liveness of the ranks.
+        config: settings of their calls.
+        name: name of the group, the same on all ranks.
     """
-    made: list[T] = []
-    word, cause = _MADE, None
-    try:
-        made.append(make())
-    except Exception as error:
-        word, cause = f"{type(error).__name__}: {error}", error
-    ranks = liveness.ranks
-    everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name, (liveness, range(len(ranks))))
-    try:
-        exchange = Exchange(everyone, 2 * config.timeout_s, warn_s=config.warn_s, again=True)
-        words = exchange("communicator of several nodes", lambda: word)
-    finally:
-        everyone.close()
-    failed = [other for other, found in enumerate(words) if found != _MADE]
-    if not failed:
-        return made[0], exchange.name
-    made.clear()  # an error keeps this frame
-    text = "; ".join(f"rank {other}: {words[other]}" for other in failed)
-    if all(words[other].startswith(f"{UnavailableError.__name__}: ") for other in failed):
-        raise UnavailableError(text) from cause
-    raise PeerError(text, failed) from cause
 
+    store: dist.Store
+    rank: int
+    nodes: Nodes
+    liveness: Liveness
+    config: Config
+    name: str
 
-def group_of_node(
-    store: dist.Store, rank: int, ranks: Sequence[int], nodes: Nodes, liveness: Liveness, name: str
-) -> NodeGroup:
-    """Return the ranks of this rank's node as a group.
+    def within(self, part: str) -> NodeRanks:
+        """Return the same ranks with a store and a name for a part of what they make."""
+        return dataclasses.replace(self, store=dist.PrefixStore(f"{part}/", self.store), name=f"{self.name}/{part}")
 
-    Args:
-        store: store of all ranks of the group alone.
-        rank: number of this rank in the group.
-        ranks: ranks of the group, in the world.
-        nodes: nodes of the group.
-        liveness: liveness of the group.
-        name: name of the group.
-    """
-    node, place = nodes.coordinates(rank)
-    members = nodes.members[node]
-    own, where = [ranks[other] for other in members], dist.PrefixStore(f"node{node}/", store)
-    return NodeGroup(where, place, own, f"{name}/node{node}", (liveness, members))
+    def everyone(self) -> NodeGroup:
+        """Return all ranks as a group."""
+        ranks = self.liveness.ranks
+        store = dist.PrefixStore("all/", self.store)
+        return NodeGroup(store, self.rank, ranks, self.name, (self.liveness, range(len(ranks))))
+
+    def own_node(self) -> NodeGroup:
+        """Return the ranks of this rank's node as a group."""
+        node, place = self.nodes.coordinates(self.rank)
+        members, here = self.nodes.members[node], self.within(f"node{node}")
+        own = [self.liveness.ranks[other] for other in members]
+        return NodeGroup(here.store, place, own, here.name, (self.liveness, members))
+
+    def made_by_all(self, make: Callable[[], T]) -> tuple[T, str]:
+        """Make a part of a communicator on all ranks, or on none: some may lack what others have. Collective.
+
+        The last rank may take twice the time-out, since ranks of a slower node may need all of it to fail.
+
+        Args:
+            make: function that makes the part of this rank. Its caller disposes of the part if this function raises.
+
+        Returns:
+            The part, and a name of this attempt that is unique in the store.
+
+        Raises:
+            UnavailableError: a node lacks something; on all ranks alike.
+            PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
+        """
+        made: list[T] = []
+        word, cause = _MADE, None
+        try:
+            made.append(make())
+        except Exception as error:
+            word, cause = f"{type(error).__name__}: {error}", error
+        everyone = self.everyone()
+        try:
+            exchange = Exchange(everyone, 2 * self.config.timeout_s, warn_s=self.config.warn_s, again=True)
+            words = exchange("communicator of several nodes", lambda: word)
+        finally:
+            everyone.close()
+        failed = [other for other, found in enumerate(words) if found != _MADE]
+        if not failed:
+            return made[0], exchange.name
+        made.clear()  # an error keeps this frame
+        text = "; ".join(f"rank {other}: {words[other]}" for other in failed)
+        if all(words[other].startswith(f"{UnavailableError.__name__}: ") for other in failed):
+            raise UnavailableError(text) from cause
+        raise PeerError(text, failed) from cause
 
 
 class NodeGroup(dist.ProcessGroup):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,10 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeGroup, find_nodes, group_of_node, made_by_all
+from sidelane.integrations.nodes.groups import NodeRanks, find_nodes
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.session import Communicator
-
-_Part = TypeVar("_Part")
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Number of times that each group was asked for, which makes the names in its store unique."""
@@ -51,32 +48,27 @@ def scale_out(
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
     nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
-    node, name = nodes.of[rank], f"{group.group_name}/scale-out/{number}"
+    here = NodeRanks(store, rank, nodes, liveness, config, f"{group.group_name}/scale-out/{number}")
     with contextlib.ExitStack() as stack:
-        own = group_of_node(store, rank, ranks, nodes, liveness, name)
+        own = here.own_node()
         stack.callback(own.close)
-
-        def of_all(part: str, make: Callable[[], _Part]) -> _Part:
-            """Make a part, and raise on all ranks if one of them cannot."""
-            where = dist.PrefixStore(f"{part}/", store)
-            return made_by_all(make, where, rank, liveness, f"{name}/{part}", config)[0]
-
-        near = of_all("near", lambda: stack.enter_context(Communicator(own, device=device, config=config)))
+        # Each part is made on all ranks, or an error is raised on all.
+        near, _ = here.within("near").made_by_all(
+            lambda: stack.enter_context(Communicator(own, device=device, config=config))
+        )
 
         def make_carrier() -> GroupTransport:
             with nccl_not_ending_the_process():
                 up, down = (
-                    make_other(dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None)
-                    for way in ("up", "down")
+                    make_other(way.store, rank, len(ranks), timeout, way.name, (), None)
+                    for way in (here.within("up"), here.within("down"))
                 )
             made = GroupTransport(up, down, rank, near.device)
             stack.callback(made.close)  # also where what follows fails
             return made
 
-        carrier = of_all("carrier", make_carrier)
-        carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != node], config.timeout_s)
-        everyone = NodeGroup(
-            *(dist.PrefixStore("all/", store), rank, ranks, f"{name}/all"), (liveness, range(len(ranks)))
-        )
+        carrier, _ = here.within("carrier").made_by_all(make_carrier)
+        carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != nodes.of[rank]], config.timeout_s)
+        everyone = here.everyone()
         stack.callback(everyone.close)
         yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier))

@@ -20,12 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
-from sidelane.integrations.fallback import Witness
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.memory import ending
 from sidelane.memory.store_values import alike, parsed
 
@@ -38,12 +35,7 @@ class NodesStatus:
     """Status of one communicator; see the module. Calls along rails that wait query it (``works.PeerWatch``).
 
     Args:
-        store: store of the communicator's ranks alone.
-        rank: number of this rank in the group.
-        nodes: nodes of the group.
-        ranks: ranks of the group, in the world.
-        witness: knows the processes of this machine.
-        timeout_s: time-out of calls; on streams, from the time when a call begins to run.
+        ranks: ranks of the communicator; their time-out counts on streams from the time when a call begins to run.
         release: function that makes the other ranks of this node stop waiting for this one.
 
     Attributes:
@@ -52,20 +44,11 @@ class NodesStatus:
         calls: number of calls on streams that have begun here; 0 if hosts wait for their calls.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        nodes: Nodes,
-        ranks: Sequence[int],
-        witness: Witness,
-        timeout_s: float,
-        release: Callable[[], None],
-    ) -> None:
-        self._store, self._rank, self._nodes, self._ranks = store, rank, nodes, tuple(ranks)
-        self._witness, self.timeout_s, self._release = witness, timeout_s, release
-        self._grace_s = min(_GRACE_S, timeout_s)
-        self._neighbours = tuple(other for other in nodes.members[nodes.of[rank]] if other != rank)
+    def __init__(self, ranks: NodeRanks, release: Callable[[], None]) -> None:
+        self._store, self._rank, self._nodes, self._liveness = ranks.store, ranks.rank, ranks.nodes, ranks.liveness
+        self.timeout_s, self._release = ranks.config.timeout_s, release
+        self._grace_s = min(_GRACE_S, self.timeout_s)
+        self._neighbours = ranks.nodes.members[ranks.nodes.of[ranks.rank]]
         self._has_answered = False
         self.failure: PeerError | None = None
         self._is_raised = True
@@ -109,7 +92,7 @@ class NodesStatus:
     def gone(self, peers: Sequence[int]) -> list[int]:
         """Return the ranks at fault, as far as known; whichever a call needs."""
         told = self._told()
-        return list(told[0]) if told is not None else self._witness.dead(self._neighbours)
+        return list(told[0]) if told is not None else self._liveness.dead(self._neighbours)
 
     def explain(self, error: Exception, peers: Sequence[int]) -> NoReturn:
         """Raise for an error of a part of a call, after an agreement.
@@ -134,7 +117,7 @@ class NodesStatus:
                 self._store.compare_set("roll", "", str(self.calls))
         until = time.monotonic() + self._grace_s
         while (told := self._told()) is None and time.monotonic() < until:
-            dead = self._witness.dead(self._neighbours)
+            dead = self._liveness.dead(self._neighbours)
             if dead:
                 told = self.tell(dead, "died")
                 break
@@ -145,7 +128,8 @@ class NodesStatus:
         found, why = told
         kind = PeerTimeoutError if isinstance(error, PeerTimeoutError) else PeerError
         names = "".join(
-            f"rank {rank} (rank {self._ranks[rank]} of the world, node {self._nodes.of[rank]}) " for rank in found
+            f"rank {rank} (rank {self._liveness.ranks[rank]} of the world, node {self._nodes.of[rank]}) "
+            for rank in found
         )
         return kind(f"{names}{why}: {error}" if str(error) != why else f"{names}{why}", found)
 
@@ -178,7 +162,7 @@ class NodesStatus:
 
     def _absent(self) -> list[int]:
         with contextlib.suppress(RuntimeError):
-            return [rank for rank in range(len(self._ranks)) if not self._store.check([f"here/{rank}"])]
+            return [rank for rank in range(len(self._nodes.of)) if not self._store.check([f"here/{rank}"])]
         return []
 
 

@@ -27,7 +27,6 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -48,21 +47,12 @@ _SPIN_S = {"cuda": 50e-6, "cpu": 0.0}
 """Seconds in which a thread that finds nothing looks again at once: a sleep takes longer than a small transfer."""
 
 
-class Header(NamedTuple):
-    """Note of a slice that leaves: its handle, the generation of the launch, and its number for this target."""
-
-    handle: int
-    epoch: int
-    number: int
-
-
 class FarCall:
     """A call under way.
 
     Args:
-        handle: number of the operator's handle.
-        epoch: generation of its launch.
-        words: words of the handle.
+        epoch: generation of the launch.
+        words: words of the operator's handle.
         source: elements that are sent, one-dimensional.
         landing: elements that arrive, one-dimensional.
 
@@ -70,15 +60,13 @@ class FarCall:
         unsent: which slices have not been taken to be sent.
         leaving: number of slices that have not left.
         missing: number of slices that have not come, by their sender; no entry if all have.
-        number: number of the call among all of this rank, from 1.
+        number: number of the call, from 1, the same on all ranks.
         since: time at which it was first seen to be open.
         over: set once nothing of the call is left to do.
     """
 
-    def __init__(
-        self, handle: int, epoch: int, words: HandleWords, source: torch.Tensor, landing: torch.Tensor
-    ) -> None:
-        self.handle, self.epoch, self.words, self.source, self.landing = handle, epoch, words, source, landing
+    def __init__(self, epoch: int, words: HandleWords, source: torch.Tensor, landing: torch.Tensor) -> None:
+        self.epoch, self.words, self.source, self.landing = epoch, words, source, landing
         self.unsent = words.unsent()
         self.leaving = int(self.unsent.sum())
         coming = {sender: sum(part.rows > 0 for part in some) for sender, some in words.slices.came.items()}
@@ -175,7 +163,8 @@ class Proxy:
         self._begun = self._sent = 0  # number of calls of this rank, and of those whose slices have left
         self._begun_by, self._over_by = dict.fromkeys(fars, 0), dict.fromkeys(fars, 0)
         self._leaving: collections.deque[Transfer] = collections.deque()
-        self._told: dict[int, collections.deque[Header]] = {far: collections.deque() for far in fars}
+        # Notes of slices that leave: number of the call, and of the slice among those from the rank to this one.
+        self._told: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
         self._arriving: dict[int, collections.deque[_Arrival]] = {far: collections.deque() for far in fars}
         self._broken: list[collections.deque[_Arrival]] = []  # what arrived from ranks that are gone
         self._closed: set[int] = set()  # ranks that have said so
@@ -318,7 +307,7 @@ class Proxy:
         """Begin to send slices that are ready; return False if there is none, or no room in the window."""
         ready = call.words.take_ready(call.epoch, call.unsent, WINDOW - len(self._leaving))
         for target, number, first, size in ready:
-            self._links.send([target], {"slice": Header(call.handle, call.epoch, number)})
+            self._links.send([target], {"slice": (call.number, number)})
             self._leaving.append(self._transport.send(target, call.source[first : first + size]))
         return bool(ready)
 
@@ -359,8 +348,8 @@ class Proxy:
     def _read_notes(self, far: int) -> None:
         for note in self._links.notes(far):
             match note:
-                case {"slice": [int(handle), int(epoch), int(number)]}:
-                    self._told[far].append(Header(handle, epoch, number))
+                case {"slice": [int(call), int(number)]}:
+                    self._told[far].append((call, number))
                 case {"begun": int(number)}:
                     self._begun_by[far] = number
                 case {"over": int(number)}:
@@ -377,18 +366,18 @@ class Proxy:
         """
         told, began = self._told[source], False
         while told:
-            call, header = self._call, told[0]
-            if call is None or header[:2] != (call.handle, call.epoch) or not call.is_open:
+            call, (wanted, number) = self._call, told[0]
+            if call is None or wanted != call.number or not call.is_open:
                 break
             if sum(map(len, self._arriving.values())) >= WINDOW:
                 break
-            values = call.target(source, header.number)
+            values = call.target(source, number)
             try:
                 transfer = self._transport.receive(source, values)
             except Gone as gone:
                 self._lose_arrivals(gone.rank)
                 break
-            self._arriving[source].append(_Arrival(call, header.number, transfer))
+            self._arriving[source].append(_Arrival(call, number, transfer))
             told.popleft()
             began = True
         return began

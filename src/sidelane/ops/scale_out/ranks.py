@@ -81,7 +81,7 @@ class ScaleOut:
         self.kept: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
-        self._own, self._handles, self._is_closed = tuple(own), 0, False
+        self._own, self._is_closed = tuple(own), False
         self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
         self._links = FarConnections(
             *(rank, self.fars, lambda own: self._exchange("connections of several nodes", lambda: own)),
@@ -216,11 +216,6 @@ class ScaleOut:
         found = self.exchange(f"all_gather of {input.numel()} numbers", input.reshape(-1).tolist())
         output.copy_(torch.tensor(found, dtype=output.dtype, device=output.device).view(output.shape))
 
-    def next_handle(self) -> int:
-        """Return the number of a new handle, the same on all ranks."""
-        self._handles += 1
-        return self._handles
-
     def wait_for(self, call: FarCall) -> None:
         """Block the host until all slices of a call have left and arrived; the kernel then ends by itself.
 
@@ -304,7 +299,7 @@ class FarKernel:
         with ranks.naming():
             self._kernel = ranks.near.load_kernel(kernel, flags=flags)
         self.context = self._kernel.context
-        self._number, self._epoch = ranks.next_handle(), 0
+        self._epoch = 0
         self._words = HandleWords(slices, device)
         self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
         there = self._words.addresses() | {
@@ -343,7 +338,7 @@ class FarKernel:
         if is_captured(ranks.near):
             raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
         self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        call = FarCall(self._number, self._epoch, self._words, source.view(-1), landing.view(-1))
+        call = FarCall(self._epoch, self._words, source.view(-1), landing.view(-1))
         ranks.proxy.begin(call)
         with ranks.naming():
             self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import torch
 
 from sidelane.memory.ordering import full_fence
 from sidelane.memory.persistent import lasting
-from sidelane.memory.release import Kept
+from sidelane.memory.release import keep_bytes
 from sidelane.program.wraparound import as_int32
 
 OPENED, READY, OVER, FLAGS, STOP, BOARD, NEARS, ACQUIRED = range(8)
@@ -128,20 +128,9 @@ class HandleWords:
         self._words[self._over] = as_int32(epoch)
 
 
-class _PinnedWords(Kept):
-    """Owner of pinned words, for ``numpy``, whose array keeps it: kernels may poll or write them after the last
-    reference, so they are released behind the idle device (``memory/release.py``).
-    """
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, words: torch.Tensor, device: torch.device) -> None:
-        super().__init__(words.untyped_storage(), device)
-        self.__array_interface__: dict[str, Any] = words.numpy().__array_interface__
-
-
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Return words of host memory, int32 zeros, which kernels of the device reach by the same address."""
     pinned = device.type == "cuda"
     words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned))
-    return torch.from_numpy(np.asarray(_PinnedWords(words, device))) if pinned else words
+    # Kernels may poll or write pinned words after the last reference: they are released behind the idle device.
+    return keep_bytes(words, device).view(torch.int32) if pinned else words

@@ -5,6 +5,7 @@ from sidelane.program.builders.batch import build_batch
 from sidelane.program.builders.everything import FILES
 from sidelane.program.builders.registry import (
     Algorithm,
+    Transport,
     algorithms,
     build,
     find_algorithm,
@@ -13,7 +14,6 @@ from sidelane.program.builders.registry import (
     variants,
     writes_into_outputs,
 )
-from sidelane.program.builders.transport import Transport
 
 __all__ = [
     "ALTERNATING",

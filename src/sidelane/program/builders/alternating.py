@@ -27,15 +27,16 @@ next. Calls of graphs have slots and flags that eager calls do not use.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from sidelane.config import COMPUTE
-from sidelane.program.builders.beside import beside, resets_beside
-from sidelane.program.builders.moving import MOVING, rotation
+from sidelane.program.builders.beside import beside
+from sidelane.program.builders.moving import MOVING, copy_own, output_of, rotation
 from sidelane.program.builders.registry import Algorithm, register
-from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Span
-from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
+from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
+from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.shape import CallShape
-from sidelane.program.transform import freeze
+from sidelane.program.transform.freeze import LOWERED, RAISED, freeze
 from sidelane.program.verify import Verification, verify_sequence
 
 ALTERNATING = "alternating"
@@ -125,45 +126,39 @@ def alternating(
         raise ValueError(f"{ALTERNATING}: collective (value={collective.kind}, allowed=those that only move bytes)")
     if turn not in range(TURNS):
         raise ValueError(f"{ALTERNATING}: turn (value={turn}, allowed=0, 1)")
-    n = collective.world_size
+    n, chunks = collective.world_size, list(collective.chunks())
     rows = frozen and n > 1 and _fits_rows(collective)
-    sent = [_sent(collective, rank, own=rows) for rank in range(n)]
+    sent = [_sent(chunks, rank, own=rows) for rank in range(n)]
     most = max(end for _, end in sent)
     if most > slot_bytes:
         raise ValueError(
             f"{ALTERNATING}: bytes that a rank sends in {collective.kind} (value={most}, allowed=..{slot_bytes})"
         )
-    queues = []
-    for rank in range(n):
-        peers = list(rotation(rank, n))
-        commands: list[Command] = []
-        if opening:
-            commands += [Signal(Flag(peer, TURNS * n + rank), EPOCH) for peer in peers]
-            commands += [Wait(Flag(rank, TURNS * n + peer), EPOCH) for peer in peers]
-        start, end = sent[rank]
-        if end > start:
-            slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
-            commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
-        commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
-        commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
-        pulls = _pulls(collective, rank, turn * slot_bytes, rows=rows)
-        commands += pulls
-        own = [] if rows else _own(collective, rank)
-        if end > start and pulls and not own and not frozen:
+    queues: list[Queue] = []
+    for rank, (start, end) in enumerate(sent):
+        commands = _handshake(rank, n, TURNS) if opening else []
+        slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
+        if slot.nbytes:
+            commands.append(Copy(slot, collective.input_span(rank, start, slot.nbytes)))
+        commands += _handshake(rank, n, turn)
+        coming = {chunk.src_rank: chunk for chunk in chunks if chunk.dst_rank == rank}
+        pulls = _pulls(collective, rank, coming, turn * slot_bytes, rows=rows)
+        own = copy_own(collective, coming[rank]) if rank in coming and not rows else []
+        if slot.nbytes and pulls and not (own or frozen):
             own = [_spare_copy(rank, TURNS * slot_bytes, slot)]
-        if commands:
-            queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-        if own:
-            queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
+        queues += [
+            Queue(rank, Engine(EngineKind.DMA), (*commands, *pulls)),
+            Queue(rank, Engine(EngineKind.LOCAL), tuple(own)),
+        ]
     program = Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
-        queues=tuple(queues),
+        queues=tuple(queue for queue in queues if queue.commands),
         staging_bytes=(staging_of(slot_bytes),) * n if n > 1 else (0,),
         flag_count=(TURNS + 1) * n,
     )
     program = beside(program)
-    return resets_beside(freeze(program)) if frozen else program
+    return _resets_beside(freeze(program), turn) if frozen else program
 
 
 def staging_of(slot_bytes: int) -> int:
@@ -173,7 +168,7 @@ def staging_of(slot_bytes: int) -> int:
 
 def flags_of(world_size: int) -> int:
     """Return the number of flags of a rank: a set for each turn and one for the entry handshake, with a flag for every
-    peer, and two between its own engines (``beside``, ``resets_beside``).
+    peer, and two between its own engines (``beside``, ``_resets_beside``).
 
     >>> flags_of(4)
     14
@@ -187,25 +182,32 @@ def _fits_rows(collective: Collective) -> bool:
     return rows and len(parts) == 1 and 0 < parts.pop() <= ROW_BYTES
 
 
-def _sent(collective: Collective, rank: int, *, own: bool) -> tuple[int, int]:
+def _sent(chunks: Sequence[Chunk], rank: int, *, own: bool) -> tuple[int, int]:
     """Return the range of the input of ``rank`` that peers need, from the first byte to the last; its own part may lie
     in between. With ``own``, bytes that the rank needs itself count too.
     """
-    chunks = [chunk for chunk in collective.chunks() if chunk.src_rank == rank and (own or chunk.dst_rank != rank)]
-    if not chunks:
-        return 0, 0
-    return min(chunk.src_offset for chunk in chunks), max(chunk.src_offset + chunk.nbytes for chunk in chunks)
+    needed = [chunk for chunk in chunks if chunk.src_rank == rank and (own or chunk.dst_rank != rank)]
+    ends = (chunk.src_offset + chunk.nbytes for chunk in needed)
+    return min((chunk.src_offset for chunk in needed), default=0), max(ends, default=0)
 
 
-def _own(collective: Collective, rank: int) -> list[Command]:
-    copies: list[Command] = []
-    for chunk in collective.chunks():
-        if chunk.src_rank == chunk.dst_rank == rank:
-            src = collective.input_span(rank, chunk.src_offset, chunk.nbytes)
-            dst = collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
-            if src != dst:
-                copies.append(Copy(dst, src))
-    return copies
+def _handshake(rank: int, n: int, number: int) -> list[Command]:
+    """Return the signals to all peers and the waits for theirs, with the set of flags of that number."""
+    peers = list(rotation(rank, n))
+    signals = [Signal(Flag(peer, number * n + rank), EPOCH) for peer in peers]
+    return [*signals, *(Wait(Flag(rank, number * n + peer), EPOCH) for peer in peers)]
+
+
+def _pulls(collective: Collective, rank: int, coming: Mapping[int, Chunk], slot: int, *, rows: bool) -> list[Copy]:
+    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one.
+    With ``rows``, one copy from this rank is added, and all are in the order of the ranks.
+    """
+    n = collective.world_size
+    return [
+        Copy(output_of(collective, chunk), Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes))
+        for peer in (range(n) if rows else rotation(rank, n))
+        if (chunk := coming.get(peer)) is not None
+    ]
 
 
 def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
@@ -218,20 +220,27 @@ def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
     return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
 
 
-def _pulls(collective: Collective, rank: int, slot: int, *, rows: bool) -> list[Command]:
-    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one.
-    With ``rows``, one copy from this rank is added, and all are in the order of the ranks.
-    """
-    by_source = {chunk.src_rank: chunk for chunk in collective.chunks() if chunk.dst_rank == rank}
-    n = collective.world_size
-    return [
-        Copy(
-            collective.output_span(rank, chunk.dst_offset, chunk.nbytes),
-            Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes),
-        )
-        for peer in (range(n) if rows else rotation(rank, n))
-        if (chunk := by_source.get(peer)) is not None
-    ]
+def _resets_beside(program: Program, turn: int) -> Program:
+    """Move the resets of a turn's flags to the local engine, behind its copies: beside the pulls, if there are any."""
+    n, mark, marked = program.world_size, program.flag_count, False
+    queues: list[Queue] = []
+    for rank in range(n):
+        given = {queue.engine.kind: queue for queue in program.queues_of(rank)}
+        dma, local = given.get(EngineKind.DMA), given.get(EngineKind.LOCAL)
+        if dma is None or not isinstance(dma.commands[-1], Copy):
+            queues += given.values()
+            continue
+        resets = [Signal(Flag(rank, turn * n + peer), LOWERED) for peer in rotation(rank, n)]
+        commands = [command for command in dma.commands if command not in resets]
+        if local is None:
+            flag, marked = Flag(rank, mark), True
+            last = max(index for index, command in enumerate(commands) if isinstance(command, Wait))
+            commands.insert(last + 1, Signal(flag, RAISED))
+            wait: tuple[Command, ...] = (Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED))
+            local = Queue(rank, Engine(EngineKind.LOCAL), wait)
+        queues.append(dataclasses.replace(dma, commands=tuple(commands)))
+        queues.append(dataclasses.replace(local, commands=(*local.commands, *resets)))
+    return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
 
 
 def _no_alternation(shape: CallShape) -> str:

@@ -27,8 +27,7 @@ from sidelane.fields import an, one_of, plain_text, several
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.flags import FlagPlan, FlagRole
-from sidelane.program.builders.registry import find_algorithm, list_variants
-from sidelane.program.builders.transport import Transport
+from sidelane.program.builders.registry import Transport, find_algorithm, list_variants
 from sidelane.program.collective import Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     Broadcast,

@@ -7,29 +7,13 @@ first DMA queue sets it when it begins to move. The local copy then overlaps the
     local:0                               wait | own part
 
 Executors need no fork of their own for such a queue, and on GPUs the copy keeps out of the way of the signals.
-
-Frozen programs whose flags may be reset late (``alternating``) do that there too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.ir import (
-    EPOCH,
-    MOVES,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    Wait,
-)
-from sidelane.program.transform.freeze import LOWERED, RAISED
+from sidelane.program.ir import EPOCH, MOVES, Copy, EngineKind, Flag, Program, Queue, Signal, Wait
 
 
 def beside(program: Program) -> Program:
@@ -55,56 +39,6 @@ def beside(program: Program) -> Program:
         }
         queues += [changed.get(queue.engine, queue) for queue in given]
     return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
-
-
-def resets_beside(program: Program) -> Program:
-    """Move resets behind the last signal to a peer from each rank's first DMA queue to a queue beside its last moves.
-
-    Only for a frozen program whose peers signal those flags again behind a later signal of this rank; ``verify``
-    checks that.
-    """
-    mark = program.flag_count
-    queues: list[Queue] = []
-    marked = False
-    for rank in range(program.world_size):
-        given = program.queues_of(rank)
-        first = next((queue for queue in given if queue.engine.kind is EngineKind.DMA), None)
-        resets = _late_resets(first) if first is not None else []
-        if first is None or not resets:
-            queues += given
-            continue
-        commands = [command for command in first.commands if command not in resets]
-        own = next((queue for queue in given if queue.engine.kind is EngineKind.LOCAL), None)
-        if own is None:
-            flag, marked = Flag(rank, mark), True
-            waits = [index for index, command in enumerate(commands) if isinstance(command, Wait)]
-            commands.insert(waits[-1] + 1, Signal(flag, RAISED))
-            own = Queue(rank, Engine(EngineKind.LOCAL), (Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED)))
-            given = (*given, own)
-        changed = {
-            first.engine: dataclasses.replace(first, commands=tuple(commands)),
-            own.engine: dataclasses.replace(own, commands=(*own.commands, *resets)),
-        }
-        queues += [changed.get(queue.engine, queue) for queue in given]
-    return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
-
-
-def first_move(queue: Queue) -> int:
-    """Return the position of the first command that moves bytes; the number of commands if none does."""
-    moves = (index for index, command in enumerate(queue.commands) if isinstance(command, MOVES))
-    return next(moves, len(queue.commands))
-
-
-def _late_resets(queue: Queue) -> list[Command]:
-    """Return the resets between the last signal to a peer and a move."""
-    sent = max(
-        (i for i, c in enumerate(queue.commands) if isinstance(c, Signal) and c.flag.rank != queue.rank), default=0
-    )
-    behind = queue.commands[sent:]
-    moves = [index for index, command in enumerate(behind) if isinstance(command, MOVES)]
-    before = behind[: moves[0]] if moves else ()
-    waited = {command.flag for command in before if isinstance(command, Wait)}
-    return [command for command in before if isinstance(command, Signal) and command.flag in waited]
 
 
 def _stays(queue: Queue) -> bool:

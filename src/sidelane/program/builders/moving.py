@@ -15,12 +15,10 @@ The counts of the paper are for transfers between ranks. Bytes that stay on thei
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sidelane.program.builders.flags import FlagPlan
-from sidelane.program.builders.registry import Algorithm, register
-from sidelane.program.builders.transport import Transport
+from sidelane.program.builders.registry import Algorithm, Transport, register
 from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,
@@ -42,12 +40,12 @@ MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 
 def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
     """Build a program with one engine for each pair of ranks (DMA collectives paper, 4.2.1)."""
-    return _Moving(collective, transport, "pcpy").program(lambda peers: [[peer] for peer in peers])
+    return _moving(collective, transport, "pcpy", _an_engine_each)
 
 
 def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
     """Build a program with one engine a rank: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
-    return _Moving(collective, transport, "b2b").program(lambda peers: [list(peers)] if peers else [])
+    return _moving(collective, transport, "b2b", lambda peers: [peers] if peers else [])
 
 
 def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
@@ -56,154 +54,172 @@ def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
     if transport is not Transport.PUSH:
         raise ValueError(f"bcst: transport (value={transport}, allowed=push: the command writes to its destinations)")
-    return _Moving(collective, transport, "bcst").program(
-        lambda peers: [list(peers[i : i + 2]) for i in range(0, len(peers), 2)]
-    )
+    return _moving(collective, transport, "bcst", lambda peers: [peers[i : i + 2] for i in range(0, len(peers), 2)])
 
 
 def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
     """Exchange chunks in pairs inside the output, where an input is copied first (DMA collectives paper, 4.2.3)."""
-    counts = collective.counts
+    counts, n = collective.counts, collective.world_size
     if collective.kind is not Kind.ALL_TO_ALL:
         raise ValueError(f"swap: collective (value={collective.kind}, allowed=all_to_all)")
-    if any(counts[i][j] != counts[j][i] for i in range(len(counts)) for j in range(i)):
+    if any(counts[i][j] != counts[j][i] for i in range(n) for j in range(i)):
         raise ValueError("swap: all_to_all must exchange equal counts between each two ranks")
     if transport is not Transport.PUSH:
         raise ValueError(f"swap: transport (value={transport}, allowed=push: both chunks are exchanged in the output)")
     if not collective.copies_own:
         raise ValueError(f"swap: {_SWAP_COPIES_ALL}")
-    return _swap(collective)
+    outputs = {(chunk.src_rank, chunk.dst_rank): output_of(collective, chunk) for chunk in collective.chunks()}
+    moves: Moves = {
+        (rank, peer): Swap(outputs[peer, rank], span)
+        for (rank, peer), span in outputs.items()
+        if rank != peer and swap_issuer(rank, peer, n) == rank
+    }
+    first: dict[int, list[Copy]] = {}
+    for rank, row in enumerate(counts if not collective.in_place else ()):
+        nbytes = sum(row)
+        copy = Copy(Span(rank, Buffer.OUTPUT, 0, nbytes), Span(rank, Buffer.INPUT, 0, nbytes))
+        first[rank] = [copy] if nbytes else []
+    handshake = _Handshake(collective, "swap", moves, first, holds=True)
+    queues: list[Queue] = []
+    for rank in range(n):
+        dma, local = handshake.queues(rank, _an_engine_each)
+        queues += [*local, *dma]
+    return handshake.program(queues, (0,) * n)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Transfer:
-    src: Span
-    dst: Span
-    mover: int
-    partner: int
+Moves = Mapping[tuple[int, int], Copy | Swap]
+"""Command by its mover and partner."""
+
+Sharing = Callable[[Sequence[int]], list[Sequence[int]]]
+"""Function that splits the peers of a rank, in rotated order, into those of each engine."""
 
 
-class _Moving:
-    """Assembler of queues: variants differ only in the way in which peers share engines."""
+def _an_engine_each(peers: Sequence[int]) -> list[Sequence[int]]:
+    return [[peer] for peer in peers]
 
-    def __init__(self, collective: Collective, transport: Transport, variant: str) -> None:
-        if collective.in_place and collective.kind is Kind.ALL_TO_ALL and transport is not Transport.STAGED:
-            raise ValueError(
-                f"{variant}: an all_to_all in place overwrites bytes that are still to be sent "
-                f"(transport={transport}, allowed=staged, or the variant swap)"
-            )
-        self.collective = collective
-        self.transport = transport
-        self.variant = variant
-        self.flags = FlagPlan(collective.world_size, phases=1)
-        self.local_flags = 0
-        self.own = [chunk for chunk in collective.chunks() if chunk.src_rank == chunk.dst_rank]
-        self.transfers = [self._transfer(chunk) for chunk in collective.chunks() if chunk.src_rank != chunk.dst_rank]
-        self.active = {(transfer.mover, transfer.partner): transfer for transfer in self.transfers}
 
-    def program(self, share_engines: Callable[[Sequence[int]], list[list[int]]]) -> Program:
-        """Make the program; ``share_engines`` splits a rank's peers, in rotated order, into a list for each engine."""
-        queues: list[Queue] = []
-        for rank in range(self.collective.world_size):
-            groups = share_engines(
-                [peer for peer in rotation(rank, self.collective.world_size) if (rank, peer) in self.active]
-            )
-            dma = self._dma_queues(rank, groups)
-            local: list[list[Command]] = []
-            if self.transport is Transport.STAGED:
-                local.append([*self._staging_commands(rank), *self._releases(rank, dma)])
-            local.append(self._own_copies(rank))
-            queues += dma
-            filled: list[tuple[Command, ...]] = [tuple(commands) for commands in local if commands]
-            queues += [Queue(rank, Engine(EngineKind.LOCAL, index), commands) for index, commands in enumerate(filled)]
-        return Program(
-            collective=self.collective,
-            variant=self.variant,
-            queues=tuple(queues),
-            staging_bytes=tuple(self._staging_bytes(rank) for rank in range(self.collective.world_size)),
-            flag_count=self.flags.handshakes + self.local_flags,
+def _moving(collective: Collective, transport: Transport, variant: str, share_engines: Sharing) -> Program:
+    overwrites = collective.in_place and collective.kind is Kind.ALL_TO_ALL
+    if overwrites and transport is not Transport.STAGED:
+        raise ValueError(
+            f"{variant}: an all_to_all in place overwrites bytes that are still to be sent "
+            f"(transport={transport}, allowed=staged, or the variant swap)"
         )
+    n = collective.world_size
+    moves: dict[tuple[int, int], Copy | Swap] = {}
+    staged: list[set[tuple[int, int]]] = [set() for _ in range(n)]
+    own: dict[int, list[Copy]] = {}
+    for chunk in collective.chunks():
+        sender, receiver = chunk.src_rank, chunk.dst_rank
+        if sender == receiver:
+            own[sender] = copy_own(collective, chunk)
+            continue
+        source = collective.input_span(sender, chunk.src_offset, chunk.nbytes)
+        if transport is Transport.STAGED:
+            source = Span(sender, Buffer.STAGING, chunk.src_offset, chunk.nbytes)
+            staged[sender].add((source.offset, source.end))
+        pair = (sender, receiver) if transport is Transport.PUSH else (receiver, sender)
+        moves[pair] = Copy(output_of(collective, chunk), source)
+    first = {rank: _stage(collective, rank, staged[rank]) for rank in range(n) if transport is Transport.STAGED}
+    handshake = _Handshake(collective, variant, moves, first, holds=overwrites)
+    queues: list[Queue] = []
+    for rank in range(n):
+        dma, local = handshake.queues(rank, share_engines)
+        queues += [*dma, *local]
+        if copies := own.get(rank):
+            queues.append(Queue(rank, Engine(EngineKind.LOCAL, len(local)), tuple(copies)))
+    return handshake.program(queues, tuple(max((end for _, end in pieces), default=0) for pieces in staged))
 
-    def _releases(self, rank: int, dma: list[Queue]) -> list[Command]:
-        """Hold ``dma`` queues that overwrite the input until it is staged; return the signals that release them."""
-        if not self._overwrites_own_input:
-            return []
-        flags = [self.flags.local(rank, index) for index in range(len(dma))]
-        self.local_flags = max(self.local_flags, len(flags))
-        dma[:] = [_preceded(queue, Wait(flag, EPOCH)) for queue, flag in zip(dma, flags, strict=True)]
-        return [Signal(flag, EPOCH) for flag in flags]
 
-    def _dma_queues(self, rank: int, groups: list[list[int]]) -> list[Queue]:
-        movers = [peer for peer in rotation(rank, self.collective.world_size) if (peer, rank) in self.active]
-        if movers and not groups:
-            groups = [[]]
-        queues = []
+def _stage(collective: Collective, rank: int, pieces: Iterable[tuple[int, int]]) -> list[Copy]:
+    """Return copies of a rank's input into its staging: pieces from start to end, neighbours as one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(pieces):
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, end))
+    return [
+        Copy(Span(rank, Buffer.STAGING, start, end - start), collective.input_span(rank, start, end - start))
+        for start, end in merged
+    ]
+
+
+class _Handshake:
+    """Queues of moves between ranks, with the signals and waits around them.
+
+    Args:
+        collective: collective of the program.
+        variant: name of the variant; ``bcst`` joins the copies of an engine.
+        moves: commands between ranks.
+        first: copies inside each rank that come before its peers may move: its ``local`` engine then tells the peers.
+            Empty if there are none: the engines that move tell them.
+        holds: the moves of a rank wait for these copies, too.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        variant: str,
+        moves: Moves,
+        first: Mapping[int, Sequence[Copy]],
+        *,
+        holds: bool,
+    ) -> None:
+        self._collective, self._variant = collective, variant
+        self._moves, self._first, self._holds = moves, first, holds and bool(first)
+        self._flags, self._local_flags = FlagPlan(collective.world_size, phases=1), 0
+
+    def program(self, queues: Sequence[Queue], staging: tuple[int, ...]) -> Program:
+        """Return the program of these queues."""
+        flag_count = self._flags.handshakes + self._local_flags
+        return Program(self._collective, self._variant, tuple(queues), staging, flag_count)
+
+    def queues(self, rank: int, share_engines: Sharing) -> tuple[list[Queue], list[Queue]]:
+        """Return the DMA queues of a rank, and the local queue of its first copies."""
+        flags, n = self._flags, self._collective.world_size
+        peers = [peer for peer in rotation(rank, n) if (rank, peer) in self._moves]
+        movers = [peer for peer in rotation(rank, n) if (peer, rank) in self._moves]
+        groups = share_engines(peers) or ([[]] if movers else [])
+        held = [flags.local(rank, index) for index in range(len(groups)) if self._holds and peers]
+        self._local_flags = max(self._local_flags, len(held))
+        dma = []
         for index, group in enumerate(groups):
             # A mover that this rank does not serve itself is answered by the first queue.
-            answered = [peer for peer in movers if peer in group or (index == 0 and not any(peer in g for g in groups))]
-            commands: list[Command] = []
-            if self.transport is not Transport.STAGED:
-                commands += [self.flags.signal_entry(partner=rank, mover=peer) for peer in answered]
-            commands += self._moves(rank, group)
-            commands += [self.flags.wait_exit(partner=rank, mover=peer) for peer in answered]
-            queues.append(Queue(rank, Engine(EngineKind.DMA, index), tuple(commands)))
-        return queues
+            answered = [peer for peer in movers if peer in group or (index == 0 and peer not in peers)]
+            commands: list[Command] = [Wait(flag, EPOCH) for flag in held[index : index + 1]]
+            if not self._first:
+                commands += [flags.signal_entry(partner=rank, mover=peer) for peer in answered]
+            commands += self._moved(rank, group)
+            commands += [flags.wait_exit(partner=rank, mover=peer) for peer in answered]
+            dma.append(Queue(rank, Engine(EngineKind.DMA, index), tuple(commands)))
+        if not self._first:
+            return dma, []
+        entries = [flags.signal_entry(partner=rank, mover=peer) for peer in movers]
+        told: tuple[Command, ...] = (*self._first[rank], *entries, *(Signal(flag, EPOCH) for flag in held))
+        return dma, [Queue(rank, Engine(EngineKind.LOCAL), told)] if told else []
 
-    def _moves(self, rank: int, group: Sequence[int]) -> list[Command]:
-        waits = [self.flags.wait_entry(partner=peer, mover=rank) for peer in group]
-        exits = [self.flags.signal_exit(partner=peer, mover=rank) for peer in group]
-        transfers = [self.active[rank, peer] for peer in group]
-        if self.variant == "bcst" and len(group) == 2:
-            first, second = transfers
-            return [*waits, Broadcast((first.dst, second.dst), first.src), *exits]
+    def _moved(self, rank: int, group: Sequence[int]) -> list[Command]:
+        moves: list[Command] = [self._moves[rank, peer] for peer in group]
+        if self._variant == "bcst" and len(moves) == 2:
+            (to, source), (other, _) = ((move.dst, move.src) for move in moves if isinstance(move, Copy))
+            moves = [Broadcast((to, other), source)]
         # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
         # of one with the beginning of the next (docs/lab/probes.md has the difference).
-        return [*waits, *(Copy(transfer.dst, transfer.src) for transfer in transfers), *exits]
-
-    def _own_copies(self, rank: int) -> list[Command]:
-        spans = [(self._output_span(c), self._input_span(c)) for c in self.own if c.src_rank == rank]
-        return [Copy(dst, src) for dst, src in spans if src != dst]
-
-    def _staging_commands(self, rank: int) -> list[Command]:
-        """Copy the bytes that peers will fetch, neighbours in one piece, and signal the peers."""
-        movers = [peer for peer in rotation(rank, self.collective.world_size) if (peer, rank) in self.active]
-        pieces: list[tuple[int, int]] = []
-        for start, end in sorted({(span.offset, span.end) for span in (self.active[m, rank].src for m in movers)}):
-            if pieces and pieces[-1][1] == start:
-                start, _ = pieces.pop()
-            pieces.append((start, end))
-        copies = [
-            Copy(Span(rank, Buffer.STAGING, start, end - start), self.collective.input_span(rank, start, end - start))
-            for start, end in pieces
-        ]
-        return [*copies, *(self.flags.signal_entry(partner=rank, mover=mover) for mover in movers)]
-
-    def _transfer(self, chunk: Chunk) -> _Transfer:
-        src, dst = self._input_span(chunk), self._output_span(chunk)
-        if self.transport is Transport.PUSH:
-            return _Transfer(src, dst, mover=chunk.src_rank, partner=chunk.dst_rank)
-        if self.transport is Transport.STAGED:
-            src = Span(chunk.src_rank, Buffer.STAGING, chunk.src_offset, chunk.nbytes)
-        return _Transfer(src, dst, mover=chunk.dst_rank, partner=chunk.src_rank)
-
-    def _staging_bytes(self, rank: int) -> int:
-        return max((transfer.src.end for transfer in self.transfers if transfer.src.rank == rank), default=0) * (
-            self.transport is Transport.STAGED
-        )
-
-    @property
-    def _overwrites_own_input(self) -> bool:
-        return self.collective.in_place and self.collective.kind is Kind.ALL_TO_ALL
-
-    def _input_span(self, chunk: Chunk) -> Span:
-        return self.collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
-
-    def _output_span(self, chunk: Chunk) -> Span:
-        return self.collective.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
+        waits = [self._flags.wait_entry(partner=peer, mover=rank) for peer in group]
+        exits = [self._flags.signal_exit(partner=peer, mover=rank) for peer in group]
+        return [*waits, *moves, *exits]
 
 
-def _preceded(queue: Queue, command: Command) -> Queue:
-    return dataclasses.replace(queue, commands=(command, *queue.commands))
+def copy_own(collective: Collective, chunk: Chunk) -> list[Copy]:
+    """Return the copy of a chunk that stays on its rank; none if it lies in its place already."""
+    source = collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
+    target = output_of(collective, chunk)
+    return [Copy(target, source)] if source != target else []
+
+
+def output_of(collective: Collective, chunk: Chunk) -> Span:
+    """Return the span of a chunk in its destination's output."""
+    return collective.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
 
 
 def rotation(rank: int, world_size: int) -> Iterable[int]:
@@ -228,52 +244,6 @@ def swap_issuer(i: int, j: int, world_size: int) -> int:
     if 2 * distance == world_size:
         return low if low % 2 == 0 else high
     return low if 2 * distance < world_size else high
-
-
-def _swap(collective: Collective) -> Program:
-    world_size = collective.world_size
-    flags = FlagPlan(world_size, phases=1)
-    chunks = {(chunk.src_rank, chunk.dst_rank): chunk for chunk in collective.chunks()}
-    queues: list[Queue] = []
-    local_flags = 0
-    for rank in range(world_size):
-        peers = [peer for peer in rotation(rank, world_size) if (rank, peer) in chunks]
-        issued = [peer for peer in peers if swap_issuer(rank, peer, world_size) == rank]
-        answered = [peer for peer in peers if peer not in issued]
-        entries = [flags.signal_entry(partner=rank, mover=peer) for peer in answered]
-        exits = [flags.wait_exit(partner=rank, mover=peer) for peer in answered]
-        dma: list[list[Command]] = [
-            [
-                flags.wait_entry(partner=peer, mover=rank),
-                Swap(_output_span_of(chunks[peer, rank], collective), _output_span_of(chunks[rank, peer], collective)),
-                flags.signal_exit(partner=peer, mover=rank),
-            ]
-            for peer in issued
-        ]
-        if peers and not dma:
-            dma = [[]]
-        if dma:
-            dma[0] += exits
-        if collective.in_place:
-            if dma:
-                dma[0] = [*entries, *dma[0]]
-        elif collective.input_bytes(rank):
-            # Out of place: the swaps of this rank and its peers may begin once the input has been copied to the output.
-            local_flags = max(local_flags, len(issued))
-            dma = [
-                [Wait(flags.local(rank, index), EPOCH), *commands] if index < len(issued) else commands
-                for index, commands in enumerate(dma)
-            ]
-            nbytes = collective.input_bytes(rank)
-            copy = Copy(Span(rank, Buffer.OUTPUT, 0, nbytes), Span(rank, Buffer.INPUT, 0, nbytes))
-            releases = [Signal(flags.local(rank, index), EPOCH) for index in range(len(issued))]
-            queues.append(Queue(rank, Engine(EngineKind.LOCAL), (copy, *entries, *releases)))
-        queues += [Queue(rank, Engine(EngineKind.DMA, index), tuple(commands)) for index, commands in enumerate(dma)]
-    return Program(collective, "swap", tuple(queues), (0,) * world_size, flags.handshakes + local_flags)
-
-
-def _output_span_of(chunk: Chunk, collective: Collective) -> Span:
-    return collective.output_span(chunk.dst_rank, chunk.dst_offset, chunk.nbytes)
 
 
 def _no_swap(shape: CallShape) -> str:

@@ -30,10 +30,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from sidelane.program.builders.flags import FlagPlan
-from sidelane.program.builders.moving import rotation
-from sidelane.program.builders.registry import Algorithm, register
-from sidelane.program.builders.transport import Transport
-from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk, Collective, Kind, Span
+from sidelane.program.builders.moving import copy_own, rotation
+from sidelane.program.builders.registry import Algorithm, Transport, register
+from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
 PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
@@ -69,7 +68,9 @@ def reduce(
     if not pieces or min(pieces) < 1:
         raise ValueError(f"reduce: pieces (value={tuple(pieces)}, allowed=relative sizes of 1 or more)")
     if collective.world_size == 1:
-        return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
+        copies = [copy for chunk in collective.chunks() for copy in copy_own(collective, chunk)]
+        queues = (Queue(0, Engine(EngineKind.LOCAL), tuple(copies)),) if copies else ()
+        return Program(collective, variant, queues, (0,), 0)
     return _Reducing(collective, variant, pieces, pushes=transport is Transport.PUSH).program()
 
 
@@ -256,14 +257,6 @@ def _cut(nbytes: int, pieces: Sequence[int]) -> Iterator[_Piece]:
         if end > start:
             yield _Piece(phase, start, end - start)
             start, phase = end, phase + 1
-
-
-def _copy_alone(collective: Collective) -> Iterator[Queue]:
-    chunk: Chunk | None = next(iter(collective.chunks()), None)
-    if chunk is not None and not collective.in_place:
-        src = collective.input_span(0, chunk.src_offset, chunk.nbytes)
-        dst = collective.output_span(0, chunk.dst_offset, chunk.nbytes)
-        yield Queue(0, Engine(EngineKind.LOCAL), (Copy(dst, src),))
 
 
 def _register(variant: str, preference: int) -> None:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from enum import StrEnum
 
 from sidelane.fields import an, one_of, plain_text, settle, several, whole
 from sidelane.program.builders.beside import beside
-from sidelane.program.builders.transport import Transport
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import CallShape
+
+
+class Transport(StrEnum):
+    """Rank that moves a chunk, and so the buffers that must be in symmetric memory.
+
+    ``push``: the source writes into its peer's output (output symmetric). ``pull``: the destination reads its peer's
+    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there; none of
+    the caller's buffers needs to be symmetric, for one more copy of the bytes that a rank sends.
+    """
+
+    PUSH = "push"
+    PULL = "pull"
+    STAGED = "staged"
+
 
 _KIND, _TRANSPORT, _COLLECTIVE = one_of(Kind), one_of(Transport), an(Collective)
 _KINDS = several(_KIND)

@@ -22,9 +22,8 @@ from __future__ import annotations
 import dataclasses
 
 from sidelane.program.builders.flags import FlagPlan
-from sidelane.program.builders.moving import rotation
-from sidelane.program.builders.registry import Algorithm, register
-from sidelane.program.builders.transport import Transport
+from sidelane.program.builders.moving import copy_own, rotation
+from sidelane.program.builders.registry import Algorithm, Transport, register
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Signal, Wait
 from sidelane.program.shape import CallShape
@@ -99,11 +98,14 @@ class _Relay:
         self.chunks = _cut(collective.largest_buffer, rounds * LANES)
 
     def program(self) -> Program:
-        queues = [
-            queue
-            for place in range(len(self.ranks))
-            for queue in (*(self._lane(place, lane) for lane in range(LANES)), self._own(place))
+        queues = [self._lane(place, lane) for place in range(len(self.ranks)) for lane in range(LANES)]
+        own = [
+            copy
+            for chunk in self.collective.chunks()
+            if chunk.dst_rank == self.root
+            for copy in copy_own(self.collective, chunk)
         ]
+        queues.insert(LANES, Queue(self.root, Engine(EngineKind.LOCAL), tuple(own)))
         filled = tuple(queue for queue in queues if queue.commands)
         return Program(self.collective, RELAY, filled, (0,) * self.collective.world_size, self.flags.handshakes + 1)
 
@@ -132,12 +134,6 @@ class _Relay:
         source = self.collective.input_span if rank == self.root else self.collective.output_span
         target = self.collective.output_span(behind, chunk.offset, chunk.nbytes)
         return Copy(target, source(rank, chunk.offset, chunk.nbytes))
-
-    def _own(self, place: int) -> Queue:
-        rank, nbytes = self.ranks[place], self.collective.largest_buffer
-        source, target = (span(rank, 0, nbytes) for span in (self.collective.input_span, self.collective.output_span))
-        copies = (Copy(target, source),) if rank == self.root and nbytes and source != target else ()
-        return Queue(rank, Engine(EngineKind.LOCAL), copies)
 
 
 def _cut(nbytes: int, count: int) -> list[_Chunk]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.builders.beside import beside, first_move
+from sidelane.program.builders.beside import beside
 from sidelane.program.builders.moving import MOVING, b2b
 from sidelane.program.builders.registry import Algorithm, register
 from sidelane.program.collective import Span
@@ -38,7 +38,7 @@ def _stripes(queue: Queue, start: int, end: int) -> list[Queue]:
     if queue.engine.kind is not EngineKind.DMA or not second:
         return [queue]
     assert queue.engine.index == 0, "the other engine of the rank is taken"
-    place = first_move(queue)
+    place = next(index for index, command in enumerate(queue.commands) if isinstance(command, Copy))
     begin, ended = Flag(queue.rank, start), Flag(queue.rank, end)
     commands: tuple[Command, ...] = (
         *queue.commands[:place],

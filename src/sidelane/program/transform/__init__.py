@@ -3,6 +3,5 @@
 from sidelane.program.transform.freeze import freeze
 from sidelane.program.transform.lower import lower
 from sidelane.program.transform.prelaunch import hold, prelaunch
-from sidelane.program.transform.stamp import stamp
 
-__all__ = ["freeze", "hold", "lower", "prelaunch", "stamp"]
+__all__ = ["freeze", "hold", "lower", "prelaunch"]

@@ -27,7 +27,7 @@ from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.movers import LIBRARY
-from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
+from sidelane_lab.pairs.run import GemmRun, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
@@ -214,7 +214,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
     cases = [case_of(rank, workload) for workload in workloads]
     roster.reserve_for(cases, sender.note)
-    streams = PairStreams.on(rank.device)
+    streams = pair_streams(rank.device)
     second = None if on_cpu else torch.cuda.Stream(rank.device)
     seeds = itertools.count(options.seed + 1)
     for workload, case in zip(workloads, cases, strict=True):

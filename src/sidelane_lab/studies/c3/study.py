@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sidelane.c3.partitions import DevicePartitions, PairStreams
+from sidelane.c3.partitions import DevicePartitions
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.candidate import DMA, SM
@@ -36,7 +36,7 @@ from sidelane_lab.pairs.measured_curves import isolated_times
 from sidelane_lab.pairs.movers import LIBRARY
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
 from sidelane_lab.pairs.partition import units_for
-from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.run import Instruments, pair_streams, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
@@ -128,7 +128,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
         return
     roster.reserve_for([case for _, case in pairs], sender.note)
     instruments = Instruments(roster.meter, options.warmup, options.repeats)
-    streams = PairStreams.on(rank.device)
+    streams = pair_streams(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     power = None
     if options.energy_s is not None:

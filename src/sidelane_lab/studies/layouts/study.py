@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from sidelane import config as settings
-from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.session import Communicator
@@ -31,7 +30,7 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.ideal import ideal_speedup, speedup
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers
+from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, pair_streams
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane_lab.studies.layouts.rows import BACK, LAYOUTS, THERE, LayoutRow, layout_tables
 from sidelane_lab.studies.layouts.ways import DTYPE, LayoutCase, LayoutExchange, LayoutExchanges
@@ -102,7 +101,7 @@ class _Study:
     def __init__(self, meter: Meter, options: LayoutOptions, comm: Communicator) -> None:
         self._meter, self._options, self._comm = meter, options, comm
         self._seeds = itertools.count(options.seed + 1)
-        self._streams = PairStreams.on(meter.device)
+        self._streams = pair_streams(meter.device)
 
     def close(self) -> None:
         self._meter.finish("layouts")

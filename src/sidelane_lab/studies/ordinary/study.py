@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from sidelane.c3.partitions import PairStreams
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
@@ -23,6 +22,7 @@ from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.pairs.run import pair_streams
 from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
@@ -96,7 +96,7 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
-    streams = PairStreams.on(rank.device)
+    streams = pair_streams(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
         yield from parts.alone(case)

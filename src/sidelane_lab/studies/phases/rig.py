@@ -22,12 +22,12 @@ from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
-from sidelane.program.transform.stamp import slots_of
 from sidelane.session.session import Session
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import poison
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.phases.split import Sample
+from sidelane_lab.studies.phases.stamp import slots_of
 
 FLAGS = 4096
 """Flags in each of two regions: programs with epochs, and frozen ones that reset their flags."""

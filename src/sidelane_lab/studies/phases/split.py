@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from sidelane.program.ir import Program
-from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim import simulate
+from sidelane_lab.studies.phases.stamp import StampMark, slots_of, times_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

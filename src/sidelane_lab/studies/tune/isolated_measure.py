@@ -26,7 +26,7 @@ from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
 from sidelane_lab.pairs.movers import implementation_of
-from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, refusal, run_alone
+from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, pair_streams, refusal, run_alone
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
@@ -103,7 +103,7 @@ class Bench:
         if self._on_cpu:
             self._threads = max(1, local.cores() // rank.world_size)
             torch.set_num_threads(self._threads)
-        self._streams = PairStreams.on(rank.device)
+        self._streams = pair_streams(rank.device)
         self._partitions, self._no_partitions = DevicePartitions.on(rank.device)
         self._units = self._threads if self._on_cpu else self._partitions.units if self._partitions else 0
         self._dtype = "float32" if self._on_cpu else options.dtype
@@ -181,7 +181,7 @@ class Bench:
         """Return units to take: on GPUs those of a sweep, on CPUs powers of two of threads."""
         if self._on_cpu:
             return tuple(1 << k for k in range(self._units.bit_length()) if 1 << k < self._units)
-        return shares(Partition(), self._units, memory_bound=False) if self._partitions else ()
+        return shares(self._units) if self._partitions else ()
 
     def _launch(self, run: GemmRun, means: str, units: int) -> Callable[[], object]:
         """Return what runs the GEMM without ``units``."""
@@ -299,7 +299,7 @@ class Bench:
     def _units_of(self, strategy: Strategy) -> tuple[int, ...]:
         if strategy.partition is None or self._partitions is None:
             return (0,)
-        return shares(strategy.partition, self._partitions.units, memory_bound=True)
+        return shares(self._partitions.units)
 
     # --- a GEMM beside traffic ----------------------------------------------------------------------------------------
 

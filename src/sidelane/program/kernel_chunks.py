@@ -1,7 +1,8 @@
-"""Chunks of an all_reduce that stores shards in the staging of their owners. This module needs no device.
+"""Chunks of kernels, some tiles of every thread block each. This module needs no device.
 
-A chunk has some tiles of every thread block: while peers store one chunk, the one before is added up. Chunks
-take turns among ``SLOTS`` slots, so that staging need not have room for whole shards.
+In an all_reduce that stores shards in the staging of their owners, one chunk is added up while peers store the next.
+Chunks take turns among ``SLOTS`` slots, so that staging need not have room for whole shards. In a broadcast peers relay
+one chunk (``kernels/broadcast.py``) while the next arrives.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MOST_CHUNKS = 32
 """Largest number of chunks: kernels have signals for so many (``device/layout.py``)."""
 
 LEAST_ROUNDS = 2
+"""Smallest number of tiles that a block moves in a chunk: a chunk's signal waits for all of its stores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,3 +79,23 @@ def chunks_of(shard_bytes: int, most_blocks: int, tile_bytes: int | None = None)
     of_a_block = -(-tiles // blocks)
     rounds = math.isqrt(of_a_block - 1) + 1
     return Chunks(tiles, blocks, max(LEAST_ROUNDS, rounds, -(-of_a_block // MOST_CHUNKS)), tile_bytes)
+
+
+def broadcast_rounds(tiles: int, blocks: int, world_size: int, *, staged: bool) -> int:
+    """Return the number of tiles that each block moves in a chunk. With one peer and no staging, there is one chunk.
+
+    Args:
+        tiles: number of tiles in the message.
+        blocks: number of thread blocks of the launch.
+        world_size: number of ranks.
+        staged: peers copy the received bytes out of staging.
+
+    >>> broadcast_rounds(640, 64, 2, staged=False), broadcast_rounds(640, 64, 2, staged=True)
+    (10, 2)
+    >>> broadcast_rounds(6400, 64, 8, staged=False)
+    4
+    """
+    rounds = -(-tiles // blocks)
+    if world_size <= 2 and not staged:
+        return max(1, rounds)
+    return max(LEAST_ROUNDS, -(-rounds // MOST_CHUNKS))

@@ -28,11 +28,11 @@ from sidelane.program.builders import Alternation, Transport, alternation, build
 from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Collective
 from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
-from sidelane.program.transform import freeze, lower, prelaunch, stamp
-from sidelane.program.transform.stamp import StampMark, slots_of, times_of
+from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane.program.verify import verify
 from sidelane_lab.model.collectives import bare
 from sidelane_lab.studies.phases.rig import round_trip_us
+from sidelane_lab.studies.phases.stamp import StampMark, slots_of, stamp, times_of
 
 
 def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Collective:
