@@ -20,7 +20,7 @@ from turns import Turns
 
 import sidelane
 from sidelane import CommunicatorClosedError, PeerError
-from sidelane.collectives.call_thread import CallThread
+from sidelane.collectives.work import CallThread
 from sidelane.integrations.ledger import Ledger
 from sidelane.memory import ordering
 

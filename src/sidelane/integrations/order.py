@@ -20,9 +20,8 @@ import torch.distributed as dist
 from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.call_forms import own_part
-from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
-from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.calls import GroupCall, dtype_name
 from sidelane.integrations.ledger import SIDELANE

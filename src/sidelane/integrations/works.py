@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
-from sidelane.collectives.call_thread import CallFuture
 from sidelane.collectives.side_stream import SideStream
-from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, CallFuture, FutureWork, Work, timed_out
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
