@@ -49,7 +49,7 @@ class EndedWork(Work):
         return future
 
 
-class Guard(Protocol):
+class WaitGuard(Protocol):
     """Interface of a group for its calls that wait.
 
     Attributes:
@@ -81,7 +81,9 @@ class HostWork(FutureWork):
         guard: group that a wait queries.
     """
 
-    def __init__(self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: Guard) -> None:
+    def __init__(
+        self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: WaitGuard
+    ) -> None:
         super().__init__()
         self.outputs = tuple(outputs)
         self._future, self._timeout, self._guard, self._maker = future, timeout, guard, os.getpid()
