@@ -241,7 +241,7 @@ def _file(name: str, value: Any) -> str:
 
 
 def _nodes(name: str, value: Any) -> tuple[int, ...]:
-    found = several(whole, int)(name, value)
+    found: tuple[int, ...] = several(whole, int)(name, value)
     if min(found, default=-1) < 0:
         raise ValueError(f"{name} (value={found}, allowed=0 and more, for each rank)")
     return found

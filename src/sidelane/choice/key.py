@@ -1,11 +1,10 @@
-"""MachineKey of a profile: hardware and software that change its times."""
+"""Key of a profile: hardware and software that change its times."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from sidelane.machine.inventory import machine_name
@@ -71,42 +70,34 @@ def key_here(device_type: str, world_size: int = 1) -> MachineKey:
         device_type: device type of the ranks' tensors.
         world_size: number of ranks on this machine: if each process sees one GPU only, there are that many.
     """
-    found = _here(device_type)
-    return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
-
-
-def quick_key(device_type: str, world_size: int = 1) -> MachineKey:
-    """Return the key of this machine as :func:`key_here` does, without links and software."""
-    found = _device_here(device_type)
-    return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
-
-
-def _device_here(device_type: str) -> MachineKey:
-    from sidelane.machine import local  # imports torch, which the command line does without
-
-    names = local.device_names() if device_type != CPU else ()
-    if not names:
-        return MachineKey(device_type, local.processor(), local.cores())
-    return MachineKey(device_type, ", ".join(dict.fromkeys(names)), len(names))
+    links, software = _links_and_software(device_type)
+    return dataclasses.replace(quick_key(device_type, world_size), links=links, software=software)
 
 
 @functools.cache
-def _here(device_type: str) -> MachineKey:
+def quick_key(device_type: str, world_size: int = 1) -> MachineKey:
+    """Return the key of this machine as :func:`key_here` does, without links and software."""
     from sidelane.machine import local  # imports torch, which the command line does without
 
-    versions = local.driver_versions() if device_type != CPU else {}
-    for name in ("torch", "triton"):
-        if name == "triton" and device_type == CPU:
-            continue  # no CPU collective runs a kernel
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
-    found = local.inspect().accelerators if device_type != CPU else None
+    names = () if device_type == CPU else local.device_names()
+    device = ", ".join(dict.fromkeys(names)) or local.processor()
+    count = len(names) or local.cores()
+    return MachineKey(device_type, device, count if device_type == CPU else max(count, world_size))
+
+
+@functools.cache
+def _links_and_software(device_type: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    from sidelane.machine import local
+
+    on_cpu = device_type == CPU
+    versions = {} if on_cpu else local.driver_versions()
+    for name in ("torch",) if on_cpu else ("torch", "triton"):  # no CPU collective runs a kernel
+        if (version := local.installed_version(name)) is not None:
+            versions[name] = version
+    found = None if on_cpu else local.inspect().accelerators
     links = ""
     if found is not None and found.gpus[0].links is not None:
         first = found.gpus[0]
         kind = {True: "to a switch", False: "to peers", None: ""}[first.through_switch]
         links = f"{first.links} {kind}".strip() if first.links else "none"
-    return dataclasses.replace(_device_here(device_type), links=links, software=software)
+    return links, tuple((name, versions[name]) for name in sorted(SOFTWARE) if name in versions)

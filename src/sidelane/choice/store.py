@@ -121,29 +121,26 @@ def users_profile(
     Raises:
         ValueError: see :func:`in_force`.
     """
-    notes: list[str] = []
-    if setting != BUILTIN:
-        path = user_file(key) if setting is None else Path(setting)
-        try:
-            profile = None if path is None else read_profile(path)
-            if path is None:
-                notes.append(f"no profile of this user is looked for: {NO_HOME}")
-            elif profile is not None:
-                differences = profile.key.differences(whole())
-                if not differences:
-                    return InForce(profile, f"{_shown(path)}, tuned {profile.date}"), ()
-                notes.append(
-                    f"{_shown(path)} is not used: measured on another machine or with other software: "
-                    f"{'; '.join(differences)} (sidelane tune measures again)"
-                )
-            elif setting is not None:
-                text = f"profile: no such file (value={setting!r}, allowed=a file of sidelane tune, {BUILTIN})"
-                raise see(ValueError(text), Page.TUNING)
-        except ValueError as problem:
-            if setting is not None:
-                raise
-            notes.append(f"the profile of this user is not used: {problem}")
-    return None, tuple(notes)
+    if setting == BUILTIN:
+        return None, ()
+    path = user_file(key) if setting is None else Path(setting)
+    if path is None:
+        return None, (f"no profile of this user is looked for: {NO_HOME}",)
+    try:
+        profile = read_profile(path)
+    except ValueError as problem:
+        if setting is not None:
+            raise
+        return None, (f"the profile of this user is not used: {problem}",)
+    if profile is None and setting is not None:
+        text = f"profile: no such file (value={setting!r}, allowed=a file of sidelane tune, {BUILTIN})"
+        raise see(ValueError(text), Page.TUNING)
+    if profile is None:
+        return None, ()
+    if differences := profile.key.differences(whole()):
+        other = "measured on another machine or with other software"
+        return None, (f"{_shown(path)} is not used: {other}: {'; '.join(differences)} (sidelane tune measures again)",)
+    return InForce(profile, f"{_shown(path)}, tuned {profile.date}"), ()
 
 
 def user_file(key: MachineKey, name: str = "{}.json") -> Path | None:

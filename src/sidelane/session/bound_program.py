@@ -170,8 +170,7 @@ class BoundProgram:
         self._has_callers = bool(self.triggers or self.arrivals)
         self._epoch = 0
         self._unfired: set[int] = set()
-        self._work: Work | None = None  # of the last call outside of graphs, if callers signal or wait in it
-        self._captured_work: Work | None = None  # of the last call in a graph
+        self._works: list[Work | None] = [None, None]  # of the last call with callers outside of graphs, and in one
         self._capture = 0  # number of the capture that the last call of all went into
 
     def __str__(self) -> str:
@@ -208,10 +207,7 @@ class BoundProgram:
         work = calls.run(prepared, call, async_op, self._tensors, self._written, place)
         if self._has_callers:
             self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
-            if capture:
-                self._captured_work = work
-            else:
-                self._work = work
+            self._works[region] = work
         return work
 
     def trigger(self, number: int) -> None:
@@ -229,7 +225,7 @@ class BoundProgram:
         place = self._place_of_call("trigger")
         with self._calls.failing_for_good():
             if place[1]:
-                cast("CudaMarkedWork", self._captured_work).mark(number, place)
+                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, place)
             else:
                 self._triggers[number].fire(self._epoch, place)
         self._unfired.discard(number)
@@ -268,7 +264,7 @@ class BoundProgram:
         """
         if not 0 <= number < self.arrivals:
             raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
-        work = self._captured_work if self._capture else self._work
+        work = self._works[_CAPTURED if self._capture else _EAGER]
         if work is None:
             raise RuntimeError(
                 f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
@@ -306,13 +302,13 @@ class BoundProgram:
                 for number in sorted(self._unfired):  # waits that are submitted to streams cannot be cancelled
                     self._triggers[number].fire_from_host(self._epoch)
                 self._calls.backend.synchronize()
-                if self._work is not None:
-                    self._work.wait()
+                if (work := self._works[_EAGER]) is not None:
+                    work.wait()
         rank = self._calls.control.rank
         self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
-        self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None
+        self._triggers, self._arrivals, self._works = [], [], [None, None]
         self._unfired.clear()
 
     def __enter__(self) -> BoundProgram:
@@ -336,8 +332,8 @@ class BoundProgram:
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
         if self.triggers and not async_op:
             raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
-        before = self._work if not capture else self._captured_work if capture == self._capture else None
-        if before is not None and self.triggers:
+        before = self._works[_CAPTURED if capture else _EAGER]
+        if before is not None and self.triggers and capture in (0, self._capture):
             before.wait()  # the caller overwrites bytes that the previous call has read
         return capture
 
