@@ -165,12 +165,13 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_the_report_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(ranges, "MOST_ROWS", 3)
+    ledger.reset()
     calls = ledger.Ledger([0])
     try:
         for number in range(10):
             calls.note(("all_reduce", "float32", "cpu", "gloo", f"{number} bytes"), "", 4)
         calls.note(("all_reduce", "float32", "cpu", "sidelane", "b2b"), "fastest", 4)
-        rows = [(row.operation, row.where, row.why, row.calls) for row in calls.rows()]
+        rows = [(row.operation, row.where, row.why, row.calls) for row in ledger.report().rows]
     finally:
         ledger._ledgers.remove(calls)
     assert rows[3:] == [("others", "gloo", "others", 7), ("others", "sidelane", "others", 1)]

@@ -24,7 +24,7 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
-from sidelane.integrations.calls import GroupReduction, name_of
+from sidelane.integrations.calls import GroupReduction, dtype_name
 from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, make_fsdp_group
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
@@ -200,7 +200,7 @@ class Scatter(ReduceScatter):
         numel, given = math.prod(int(length) for length in size), self._input_numel
         is_output = given is not None and numel * self._calls.world_size == given
         self._input_numel = None if is_output else numel
-        if is_output or name_of(dtype) not in ELEMENT_BYTES:
+        if is_output or dtype_name(dtype) not in ELEMENT_BYTES:
             return torch.empty(*size, dtype=dtype, device=device)
         return self._calls.allocate([int(length) for length in size], dtype)
 
@@ -213,7 +213,7 @@ class Scatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         calls, kind = self._calls, Kind.REDUCE_SCATTER
-        reduction, dtype = GroupReduction.of(op, input_tensor.dtype), name_of(input_tensor.dtype)
+        reduction, dtype = GroupReduction.of(op, input_tensor.dtype), dtype_name(input_tensor.dtype)
         if not calls.is_of(group):
             why = OTHER_GROUP
         elif reduction.op not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:

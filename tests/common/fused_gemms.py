@@ -168,7 +168,7 @@ def walks(group: dist.ProcessGroup) -> dict[str, int]:
     block, backend and executor of CPU ranks and without the interpreted kernel.
     """
     sources, found = Path(sidelane.__file__).parent, {}
-    backend = "collectives/backend_cpu.py", "collectives/call_thread.py"
+    backend = "collectives/backend_cpu.py", "collectives/work.py"
     left_out = tuple(str(sources / room) for room in ("memory", "execute", "device", *backend))
     kernels = {name for module in (gemm, dispatch_gemm) for name, made in vars(module).items() if hasattr(made, "fn")}
     with communicator(group) as comm:

@@ -1,14 +1,26 @@
-"""Lists of tables that an operator has looked at before."""
+"""Lists of tables that an operator has looked at before, and the order in which their bags leave."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from sidelane.choice.fused import ORDERS
 from sidelane.ops import embedding_tables
+from sidelane.ops.embedding import choose_order
 from sidelane.ops.embedding_tables import MOST_CHECKED, checked
+from sidelane_lab.harness.study import read
+from sidelane_lab.studies.fused.rows import FusedRow
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.fixture
@@ -89,3 +101,22 @@ def test_lists_that_change_with_every_call_do_not_pile_up() -> None:
     for _ in range(MOST_CHECKED + 5):
         checked(comm, tables_of(1))
     assert len(comm.kept[checked]) <= MOST_CHECKED
+
+
+@pytest.mark.parametrize("machine", ["h100x2", "h200x2"])
+def test_orders_by_the_rule_are_the_measured_ones(machine: str) -> None:
+    """Where one is faster by 2% and more; in graphs, as eager calls are the host's."""
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in read(RESULTS / machine / "fused.json").rows:
+        assert isinstance(row, FusedRow)
+        chosen = (row.op, row.implementation, row.launch) == (embedding_tables.NAME, "fused", "graph")
+        if chosen and row.schedule in ORDERS and row.time_us is not None:
+            times.setdefault(tuple(map(int, re.findall(r"\d+", row.shape)[:3])), {})[row.schedule] = row.time_us
+    assert len(times) == 7
+    for sizes, by_order in times.items():
+        assert by_order[choose_order(2, sizes).candidate] <= 1.02 * min(by_order.values()), (sizes, by_order)
+
+
+def test_orders_among_many_ranks() -> None:
+    assert choose_order(8, (64, 64, 79)).candidate == ORDERS[0]  # seven senders for one link
+    assert choose_order(1, (64, 64, 1)).candidate == ORDERS[1]

@@ -20,7 +20,7 @@ from turns import Turns
 
 import sidelane
 from sidelane import CommunicatorClosedError, PeerError
-from sidelane.collectives.call_thread import CallThread
+from sidelane.collectives.work import CallThread
 from sidelane.integrations.ledger import Ledger
 from sidelane.memory import ordering
 
@@ -167,7 +167,9 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
         signal.signal(signal.SIGUSR2, before)
 
     late: list[dist.Work] = []
-    for call, is_inside in zip(calls, (lambda: turn._is_taken, comm._calls.entrance.locked), strict=True):
+    for call, is_inside in zip(
+        calls, (lambda: repr(turn._lock).startswith("<locked"), comm._calls.entrance.locked), strict=True
+    ):
 
         def again(call: Callable[..., Any] = call) -> None:
             gc.collect()

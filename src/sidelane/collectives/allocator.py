@@ -5,7 +5,6 @@ Every rank runs the same allocator on the same input, so that all of them give o
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -40,9 +39,8 @@ class MemoryUse:
     def of_all(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
         """Add up several of them."""
         found = tuple(uses)
-        sums = (sum(getattr(use, name) for use in found) for name in ("reserved", "used", "own"))
-        reserved, used, own = sums
-        return cls(reserved, used, None, own)
+        used = sum(use.used for use in found)
+        return cls(sum(use.reserved for use in found), used, None, sum(use.own for use in found))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,9 +85,9 @@ class BlockAllocator:
         if not fitting:
             return None
         hole = min(fitting, key=lambda hole: (hole.nbytes, hole.segment, hole.offset))
-        self._holes.remove(hole)
-        if hole.nbytes > wanted:
-            bisect.insort(self._holes, Range(hole.segment, hole.offset + wanted, hole.nbytes - wanted), key=_place)
+        rest = Range(hole.segment, hole.offset + wanted, hole.nbytes - wanted)
+        at = self._holes.index(hole)
+        self._holes[at : at + 1] = [rest] if rest.nbytes else []
         number, self._next = self._next, self._next + 1
         found = self._given[number] = Range(hole.segment, hole.offset, wanted)
         return number, found
@@ -97,7 +95,7 @@ class BlockAllocator:
     def grow(self, segment: int, nbytes: int) -> None:
         """Add a segment."""
         self.reserved += nbytes
-        bisect.insort(self._holes, Range(segment, 0, nbytes), key=_place)
+        self._add_hole(Range(segment, 0, nbytes))
 
     def drop(self, numbers: Iterable[int]) -> list[Range]:
         """Note that one rank has dropped ranges. Return those that all ranks have dropped and that are free now."""
@@ -111,16 +109,12 @@ class BlockAllocator:
         return free
 
     def _add_hole(self, new: Range) -> None:
-        at = bisect.bisect(self._holes, _place(new), key=_place)
-        before, behind = self._holes[max(0, at - 1) : at], self._holes[at : at + 1]
-        start, end = new.offset, new.offset + new.nbytes
-        if before and before[0].segment == new.segment and before[0].offset + before[0].nbytes == start:
-            start = before[0].offset
-            self._holes.remove(before[0])
-        if behind and behind[0].segment == new.segment and behind[0].offset == end:
-            end += behind[0].nbytes
-            self._holes.remove(behind[0])
-        bisect.insort(self._holes, Range(new.segment, start, end - start), key=_place)
+        holes: list[Range] = []
+        for hole in sorted([*self._holes, new], key=_place):
+            if holes and (hole.segment, hole.offset) == (holes[-1].segment, holes[-1].offset + holes[-1].nbytes):
+                hole = Range(hole.segment, holes[-1].offset, holes.pop().nbytes + hole.nbytes)
+            holes.append(hole)
+        self._holes = holes
 
 
 def rounded(nbytes: int, multiple: int) -> int:

@@ -6,7 +6,7 @@ Shapes, dtypes, devices and overlaps are checked here only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,11 +62,7 @@ class Arguments:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
         """Check an all_gather: ``output`` must hold ``world_size`` times the elements of ``input``."""
         self._same_dtype("all_gather", output, input)
-        if output.numel() != self.world_size * input.numel():
-            raise ValueError(
-                f"all_gather: output must hold {self.world_size} times the elements of input "
-                f"(output={output.numel()}, input={input.numel()}, allowed output={self.world_size * input.numel()})"
-            )
+        self._holds_all("all_gather", "output", output, "input", input)
         output_region, input_region = self.regions("all_gather", output, input)
         in_place = self._in_place("all_gather", output_region, input_region, self.rank * input.nbytes)
         collective = define.all_gather([input.nbytes] * self.world_size, in_place=in_place)
@@ -160,11 +156,7 @@ class Arguments:
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
         """Check a reduce_scatter: ``input`` must hold ``world_size`` times the elements of ``output``."""
         self._same_dtype("reduce_scatter", output, input)
-        if input.numel() != self.world_size * output.numel():
-            raise ValueError(
-                f"reduce_scatter: input must hold {self.world_size} times the elements of output "
-                f"(input={input.numel()}, output={output.numel()}, allowed input={self.world_size * output.numel()})"
-            )
+        self._holds_all("reduce_scatter", "input", input, "output", output)
         output_region, input_region = self.regions("reduce_scatter", output, input)
         in_place = self._in_place("reduce_scatter", input_region, output_region, self.rank * output.nbytes)
         reduction = self._reduction("reduce_scatter", op, input.dtype)
@@ -195,41 +187,47 @@ class Arguments:
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int) -> Request:
         """Check a scatter: the root's ``input`` must hold ``world_size`` times the elements of ``output``."""
-        check_tensors("scatter", output)
-        collective = define.scatter([output.nbytes] * self.world_size, root)
-        self._rooted_argument("scatter", "input", input, output, root)
-        if input is None:
-            return Request(collective, EMPTY, self.regions("scatter", output)[0], output.dtype)
-        output_region, input_region = self.regions("scatter", output, input)
-        self._apart("scatter", output_region, input_region)
-        return Request(collective, input_region, output_region, output.dtype)
+        return self._rooted("scatter", define.scatter, "input", input, "output", output, root)
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int) -> Request:
         """Check a gather: the root's ``output`` must hold ``world_size`` times the elements of ``input``."""
-        check_tensors("gather", input)
-        collective = define.gather([input.nbytes] * self.world_size, root)
-        self._rooted_argument("gather", "output", output, input, root)
-        if output is None:
-            return Request(collective, self.regions("gather", input)[0], EMPTY, input.dtype)
-        output_region, input_region = self.regions("gather", output, input)
-        self._apart("gather", output_region, input_region)
-        return Request(collective, input_region, output_region, input.dtype)
+        return self._rooted("gather", define.gather, "output", output, "input", input, root)
 
-    def _rooted_argument(
-        self, function: str, name: str, tensor: torch.Tensor | None, part: torch.Tensor, root: int
-    ) -> None:
-        if (tensor is not None) != (self.rank == root):
-            given = "None" if tensor is None else "a tensor"
+    def _rooted(
+        self,
+        function: str,
+        make: Callable[[list[int], int], define.Collective],
+        name: str,
+        whole: torch.Tensor | None,
+        part_name: str,
+        part: torch.Tensor,
+        root: int,
+    ) -> Request:
+        """Check a call with the parts of all ranks (``whole``) on the root only."""
+        check_tensors(function, part)
+        collective = make([part.nbytes] * self.world_size, root)
+        if (whole is not None) != (self.rank == root):
+            given = "None" if whole is None else "a tensor"
             raise ValueError(
                 f"{function}: {name} on rank {self.rank} (value={given}, allowed=a tensor on the root {root} only)"
             )
-        if tensor is None:
-            return
-        self._same_dtype(function, tensor, part)
-        if tensor.numel() != self.world_size * part.numel():
+        region = EMPTY
+        if whole is not None:
+            self._same_dtype(function, whole, part)
+            self._holds_all(function, name, whole, part_name, part)
+            (region,) = self.regions(function, whole)
+        (part_region,) = self.regions(function, part)
+        self._apart(function, region, part_region)
+        output, input = (region, part_region) if name == "output" else (part_region, region)
+        return Request(collective, input, output, part.dtype)
+
+    def _holds_all(self, function: str, name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+        """Refuse a tensor that does not hold as many elements as the parts of all ranks together."""
+        allowed = self.world_size * part.numel()
+        if whole.numel() != allowed:
             raise ValueError(
-                f"{function}: {name} must hold {self.world_size} times the elements of a part "
-                f"({name}={tensor.numel()}, part={part.numel()}, allowed={self.world_size * part.numel()})"
+                f"{function}: {name} must hold {self.world_size} times the elements of {part_name} "
+                f"({name}={whole.numel()}, {part_name}={part.numel()}, allowed {name}={allowed})"
             )
 
     def regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:

@@ -14,8 +14,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.call_thread import CallFuture, CallThread
-from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread, FutureWork, Work, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor

@@ -8,6 +8,7 @@ FSDP2 may be imported later than Sidelane, and importing it takes longer than al
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -72,25 +73,39 @@ class FsdpBuffers:
 
 
 class Allocating:
-    """Mixin in front of a backend class of torch: its answers to requests for memory.
+    """Mixin in front of a backend class of torch: symmetric memory of a group's communicator on the backend's device.
+
+    Ranks take and drop it in one order, as FSDP2 does. An allocation of 1/n of the elements of the one before it, among
+    n ranks, gets ordinary memory: FSDP2 scatters into it, so it becomes the gradient, and the program drops it at any
+    time.
 
     Attributes:
-        source: returns the provider of memory, as long as its group lives; None for ordinary memory.
+        life: returns the maker of the group's communicators, a :class:`sidelane.integrations.lifetime.GroupLifetime`,
+            as long as the group lives; None for ordinary memory.
     """
 
-    source: Callable[[], GroupMemory | None] = staticmethod(lambda: None)
+    life: Callable[[], Any] = staticmethod(lambda: None)
+    _buffers: FsdpBuffers | None = None
+    _last: int | None = None
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return True if there is memory for calls on such a device."""
-        source = self.source()
-        return source is not None and source.has(torch.device(device))
+        """Return True if there is memory for calls on such a device; alike on all ranks."""
+        life = self.life()
+        return life is not None and not life.no_memory(torch.device(device).type)
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of ``size`` elements. Collective."""
-        source = self.source()
-        if source is None:
-            return torch.empty(size, dtype=dtype, device=device)
-        return source.take(size, dtype, torch.device(device))
+        life, device = self.life(), torch.device(device)
+        is_output = life is not None and self._last == size * len(life.ranks)
+        self._last = None if is_output else size
+        made: Communicator | None = None if is_output or life is None else life.for_memory(device)
+        if made is not None and device.type == "cpu":  # threads that make calls drop their references to tensors late
+            with contextlib.suppress(UnavailableError):
+                return made.empty(size, dtype=dtype)
+        elif made is not None:
+            self._buffers = self._buffers or FsdpBuffers(made)
+            return self._buffers.take([size], dtype)
+        return torch.empty(size, dtype=dtype, device=device)
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
         """Make all that a ``torch.cuda.MemPool`` holds now symmetric, so that the group's calls need not stage it.
@@ -103,79 +118,38 @@ class Allocating:
             pool: pool of any allocator: torch's own, or the one of NCCL (``ncclMemAlloc``).
             symm: accepted for NCCL's sake; the segments are symmetric either way.
         """
-        if (source := self.source()) is not None:
-            source.register(pool)
+        self.deregister_mem_pool(pool)  # NCCL registers what has come since, too
+        device = torch.device("cuda", torch.cuda.current_device())
+        made = self.life().for_memory(device) if self.supports_tensor_alloc(device) else None
+        if made is not None:
+            segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
+            self._registered()[pool.id] = register_segments(made, segments, pool)
 
     def deregister_mem_pool(self, pool: Any) -> None:
         """End the registration of a pool, on all ranks alike.
 
         The calls on its tensors have ended, and the graphs that hold them are replayed no more.
         """
-        if (source := self.source()) is not None:
-            source.deregister(pool)
-
-
-class GroupMemory:
-    """Symmetric memory of the communicators of a group. Ranks take and drop it in one order, as FSDP2 does.
-
-    An allocation of 1/n of the elements of the one before it, among n ranks, gets ordinary memory: FSDP2 scatters into
-    it, so it becomes the gradient, and the program drops it at any time.
-
-    Args:
-        size: number of ranks of the group.
-        life: maker of the group's communicators, a :class:`sidelane.integrations.lifetime.GroupLifetime`.
-    """
-
-    def __init__(self, size: int, life: Any) -> None:
-        self._size, self._life = size, life
-        self._buffers: dict[str, FsdpBuffers] = {}
-        self._registered: dict[tuple[int, int], Registration] = {}  # by the number of the pool
-        self._last: int | None = None
-
-    def has(self, device: torch.device) -> bool:
-        """Return True if there is memory for calls on such a device; alike on all ranks."""
-        return not self._life.no_memory(device.type)
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``numel`` elements. Collective."""
-        is_output, self._last = self._last == numel * self._size, numel
-        made: Communicator | None = None if is_output else self._life.for_memory(device)
-        if made is None:
-            self._last = None if is_output else numel
-            return torch.empty(numel, dtype=dtype, device=device)
-        if device.type == "cpu":  # threads that make calls drop their references to tensors late
-            try:
-                return made.empty(numel, dtype=dtype)
-            except UnavailableError:
-                return torch.empty(numel, dtype=dtype, device=device)
-        return self._buffers.setdefault(device.type, FsdpBuffers(made)).take([numel], dtype)
-
-    def register(self, pool: Any) -> None:
-        """Make the segments of a ``torch.cuda.MemPool`` symmetric. Collective."""
-        self.deregister(pool)  # NCCL registers what has come since, too
-        device = torch.device("cuda", torch.cuda.current_device())
-        made = self._life.for_memory(device) if self.has(device) else None
-        if made is not None:
-            segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
-            self._registered[pool.id] = register_segments(made, segments, pool)
-
-    def deregister(self, pool: Any) -> None:
-        """End the registration of a pool, on all ranks alike."""
-        found = self._registered.pop(pool.id, None)
+        found = self._registered().pop(pool.id, None)
         if found is not None:
             found.end()
 
     def went_elsewhere(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that another backend was given these tensors."""
-        for buffers in self._buffers.values():
+        if (buffers := self._buffers) is not None:
             for tensor in tensors:
                 if tensor.layout is torch.strided:  # others have no storage
                     buffers.is_not_to_come_back(tensor)
 
     def clear(self) -> None:
         """Drop the free buffers and registrations."""
-        self._buffers.clear()
-        self._registered.clear()
+        self._buffers = None
+        self._registered().clear()
+
+    def _registered(self) -> dict[tuple[int, int], Registration]:
+        """Return the registrations by the number of the pool."""
+        found: dict[tuple[int, int], Registration] = vars(self).setdefault("_pools", {})
+        return found
 
 
 def ask_groups_of(kind: type[Any]) -> None:

@@ -128,8 +128,7 @@ _ANY_ORDER = ("min", "max", "band", "bor", "bxor")
 _SPLITS = "parts of several sizes: a rank knows its own only, and to ask costs what steps save"
 _BARRIER = "barrier"
 
-Tensor = torch.Tensor
-Key = tuple[str, Hashable, torch.dtype, torch.device]
+RepeatKey = tuple[str, Hashable, torch.dtype, torch.device]
 """Key of repeated calls: torch's name of the operation, its reduction or root, dtype and device of all tensors."""
 
 
@@ -210,18 +209,18 @@ class GroupCall:
     """
 
     operation: GroupOperation
-    outputs: Sequence[Tensor]
-    inputs: Sequence[Tensor]
+    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
     opts: Any
     args: Sequence[Any]
-    key: Key | None = None
+    key: RepeatKey | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     reduction: GroupReduction | None = None
     refusal: str = ""
     reason: str = ""
 
     @property
-    def tensors(self) -> Sequence[Tensor]:
+    def tensors(self) -> Sequence[torch.Tensor]:
         """All tensors of the caller."""
         return (*self.outputs, *self.inputs)
 
@@ -258,7 +257,7 @@ class GroupCall:
                 torch.cuda.current_stream(inputs[0].device).synchronize()
             return
         is_exchange = kind == Kind.ALL_TO_ALL
-        given: Sequence[Tensor | None] = [plain(tensor) for tensor in inputs]
+        given: Sequence[torch.Tensor | None] = [plain(tensor) for tensor in inputs]
         if self.operation.has_input_parts:
             given = [joined(inputs, apart_from=None if is_exchange else outputs[0])] if inputs else [None]
         writing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([None])
@@ -274,13 +273,13 @@ class GroupCall:
                 self.reduction.finish(written)
 
 
-def describe(
+def describe_call(
     operation: GroupOperation,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     opts: Any,
     args: Sequence[Any],
-    key: Key | None = None,
+    key: RepeatKey | None = None,
 ) -> GroupCall:
     """Put a call together, and make the decisions that need no group. The arguments are those of :class:`GroupCall`."""
     call, kind, op = GroupCall(operation, outputs, inputs, opts, args, key), operation.kind, None
@@ -339,7 +338,7 @@ class GroupReduction:
             return cls(ReduceOp.SUM, factor, repeats=False)
         return cls(name, repeats=False)
 
-    def finish(self, results: Iterable[Tensor]) -> None:
+    def finish(self, results: Iterable[torch.Tensor]) -> None:
         """Multiply the results."""
         if self.factor != 1:
             for result in results:
@@ -351,13 +350,13 @@ def _named(name: str) -> GroupReduction:
     return GroupReduction(name)
 
 
-def _reduction(opts: Any, tensors: Sequence[Tensor]) -> GroupReduction:
+def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> GroupReduction:
     if opts is None or not tensors:
         return _named(ReduceOp.SUM)
     return GroupReduction.of(opts.reduceOp, tensors[0].dtype)
 
 
-def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:
+def _refusal(tensors: Sequence[torch.Tensor], op: str | None) -> str:
     if not tensors:
         return "no tensors"
     first = tensors[0]
@@ -374,13 +373,13 @@ def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:
         return ""
     if op not in tuple(ReduceOp):
         return f"operation {op}"
-    return "" if first.dtype in DTYPES else f"{op} of {name_of(first.dtype)}"
+    return "" if first.dtype in DTYPES else f"{op} of {dtype_name(first.dtype)}"
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # a sparse one has no nbytes

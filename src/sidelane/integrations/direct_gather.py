@@ -162,7 +162,7 @@ class DirectGather:
 
     def take_over(self) -> None:
         """Replace torch's freeing of the parameters, so that it returns ring memory."""
-        take_over(self)
+        replace_functions(self)
         for param in self._params.fsdp_params:
             param.free_unsharded_param = functools.partial(self._free, param)
 
@@ -180,7 +180,7 @@ class DirectGather:
             if copy is not None:
                 exchange_memory(param.all_gather_outputs[0].untyped_storage(), copy.untyped_storage())
             vars(param).pop("free_unsharded_param", None)
-        give_back(self)
+        restore_functions(self)
 
     def lend(self, param: Any, part: RingPart) -> None:
         """Give the storage of a parameter the memory of a gather."""
@@ -273,8 +273,8 @@ _users: weakref.WeakSet[DirectGather] = weakref.WeakSet()
 _changing = forks.lock()
 
 
-def take_over(user: DirectGather) -> None:
-    """Replace the two functions of torch by those here, until :func:`give_back`."""
+def replace_functions(user: DirectGather) -> None:
+    """Replace the two functions of torch by those here, until :func:`restore_functions`."""
     with _changing:
         _users.add(user)
         if not _TORCHS:
@@ -283,7 +283,7 @@ def take_over(user: DirectGather) -> None:
                 setattr(_fsdp_param_group, name, ours)
 
 
-def give_back(user: DirectGather) -> None:
+def restore_functions(user: DirectGather) -> None:
     """Restore torch's own functions when no user needs ours any more. Idempotent."""
     with _changing:
         _users.discard(user)

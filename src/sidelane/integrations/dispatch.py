@@ -19,12 +19,12 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import start_observers
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
-from sidelane.integrations.buffers import GroupMemory
-from sidelane.integrations.calls import GroupCall, GroupOperation, Key
+from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
+from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
-from sidelane.integrations.works import EndedWork, OtherWork
+from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -49,22 +49,23 @@ class GroupDispatcher:
     Attributes:
         life: see above.
         ledger: counts of the calls, by their maker.
-        memory: symmetric memory for users of the group.
         names: names of the other group's backends, by device.
     """
 
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
-        self.names, self.memory = life.names, GroupMemory(len(life.ranks), weakref.proxy(life))
+        self.names, self._allocating = life.names, backends_of(life.other)
+        for backend in self._allocating:
+            backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
-        self._repeated: dict[Key, RepeatedCall] = {}
+        self._repeated: dict[RepeatKey, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
-        life.forgets = (self._kept.clear, self._repeated.clear, self.memory.clear)
+        life.forgets = (self._kept.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         forks.in_copies_of(self, GroupDispatcher.forget_repeated)
@@ -73,15 +74,21 @@ class GroupDispatcher:
         """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
         self._repeated.clear()
 
-    def begin_coalescing(self) -> None:
+    def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
         self._coalescing = []
+        if self.names.get(device.type) == "nccl":
+            self.life.other._start_coalescing(device)
 
-    def end_coalescing(self) -> list[dist.Work]:
-        """Return the works kept since :meth:`begin_coalescing`."""
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the works kept since :meth:`begin_coalescing`, as one."""
+        self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        return works
+        if self.names.get(device.type) == "nccl":
+            last = self.life.other._end_coalescing(device)
+            works = [*works, last] if last is not None else works
+        return JoinedWork(works)
 
     def launch(
         self,
@@ -112,7 +119,7 @@ class GroupDispatcher:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
         if not operation.repeats:
-            return self._run(calls.describe(operation, outputs, inputs, opts, args), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args), observed)
         tensors, device = (*outputs, *inputs), outputs[0].device
         key = (operation.name, detail, outputs[0].dtype, device)
         repeated = self._repeated.get(key)
@@ -123,7 +130,7 @@ class GroupDispatcher:
             or (operation is calls.ALL_TO_ALL and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
             or (device.type == "cpu" and self._captures())
         ):
-            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
         is_async = opts.asyncOp
         try:
             work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
@@ -131,7 +138,7 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if work is None:
-            return self._run(calls.describe(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
         nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
         assert choice is not None
@@ -241,7 +248,7 @@ class GroupDispatcher:
             peers: the other rank, or all ranks that it may be.
         """
         self.life.require()
-        call = calls.describe(operation, outputs, inputs, None, args)
+        call = calls.describe_call(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
@@ -289,7 +296,8 @@ class GroupDispatcher:
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
-        self.memory.went_elsewhere(call.tensors)
+        for backend in self._allocating:
+            backend.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             args, copies = call.args, calls.Copies()
@@ -304,5 +312,5 @@ class GroupDispatcher:
         return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
-        dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
+        dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""
         self.ledger.note((call.operation.name, dtype, device, where, why), reason, call.nbytes)

@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.errors import PeerError
-from sidelane.integrations.buffers import Allocating, GroupMemory
+from sidelane.integrations.buffers import Allocating
 from sidelane.memory.liveness import DYING_S, Liveness
 
-Kind = dist.ProcessGroup.BackendType
+BackendType = dist.ProcessGroup.BackendType
 _LATE = ("timed out", "timeout")
 _OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -33,10 +33,9 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weak
 """Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
 
-def ask_for_memory(group: dist.ProcessGroup, source: GroupMemory) -> None:
-    """Let the backends of a group that was made here provide memory of ``source``; others keep their own."""
-    for backend in _backends.get(group, ()):
-        backend.source = weakref.ref(source)  # which refers to the group, and to this backend
+def backends_of(group: dist.ProcessGroup) -> Sequence[Allocating]:
+    """Return the backends of a group that was made here, which can provide Sidelane's memory; others keep their own."""
+    return _backends.get(group, ())
 
 
 @functools.cache
@@ -61,13 +60,13 @@ def make_other(
     group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
     gloo = _Gloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
-    group._set_default_backend(Kind.GLOO)
-    group._register_backend(torch.device("cpu"), Kind.GLOO, gloo)
+    group._set_default_backend(BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), BackendType.GLOO, gloo)
     backends: list[Allocating] = [gloo]
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = _nccl(dist.PrefixStore("cuda/", store), rank, size, timeout, name, ranks, options)
-        group._set_default_backend(Kind.NCCL)
-        group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
+        group._set_default_backend(BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), BackendType.NCCL, nccl)
         backends += [nccl] if isinstance(nccl, Allocating) else []
     _backends[group] = backends
     forks.in_copies_of(group, forks.keep_for_ever)  # its connections belong to the parent process
@@ -127,8 +126,8 @@ def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
     found: dict[torch.device, tuple[Any, Any]] = {}
     for device in group._device_types:
         backend = group._get_backend(device)
-        known = {"gloo": Kind.GLOO, "nccl": Kind.NCCL, "mpi": Kind.MPI, "ucc": Kind.UCC}
-        found[device] = (known.get(str(backend.name()).lower(), Kind.CUSTOM), backend)
+        known = {"gloo": BackendType.GLOO, "nccl": BackendType.NCCL, "mpi": BackendType.MPI, "ucc": BackendType.UCC}
+        found[device] = (known.get(str(backend.name()).lower(), BackendType.CUSTOM), backend)
     return found
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
-from sidelane.integrations.calls import name_of
+from sidelane.integrations.calls import dtype_name
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
@@ -131,7 +131,7 @@ class FsdpGroup:
             self._note(kind, tensor.dtype, where, why, tensor.nbytes)
 
     def _note(self, kind: Kind, dtype: torch.dtype, where: str, why: str, nbytes: int) -> None:
-        self._ledger.note((f"fsdp {kind}", name_of(dtype), self.device.type, where, why), "", nbytes)
+        self._ledger.note((f"fsdp {kind}", dtype_name(dtype), self.device.type, where, why), "", nbytes)
 
 
 def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: FsdpCounts) -> FsdpGroup:

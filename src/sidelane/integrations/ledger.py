@@ -11,7 +11,9 @@ from sidelane import forks, log, ranges
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
 
-Key = tuple[str, str, str, str, str]
+RowKey = tuple[str, str, str, str, str]
+_FIELDS = {"bytes": "nbytes"}
+"""Fields of rows by the heads of their columns, where these differ."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,7 +66,7 @@ class Report:
         if not self.rows:
             return "no calls of a Sidelane process group so far"
         heads = ("group", "operation", "dtype", "device", "where", "calls", "bytes", "why")
-        lines = [heads, *(_cells(row) for row in self.rows)]
+        lines = [heads, *(tuple(str(getattr(row, _FIELDS.get(head, head))) for head in heads) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
         numbers = (heads.index("calls"), heads.index("bytes"))
         return "\n".join(
@@ -81,18 +83,21 @@ class Ledger:
 
     Args:
         ranks: ranks of the group, in the world.
+
+    Attributes:
+        group: name of the group, as torch has it.
+        sums: calls by the key of their row.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.group = ""  # torch sets the name after the group was made
         self._ranks = tuple(ranks)
-        self._lock = forks.rlock()  # a signal handler, or a finaliser, may make a call or a report in the middle of one
-        self._sums: dict[Key, _Sum] = {}
-        with _keeping:
+        self.sums: dict[RowKey, _Sum] = {}
+        with _lock:
             _ledgers.append(self)
             del _ledgers[:-_MOST_GROUPS]
 
-    def note(self, key: Key, reason: str, nbytes: int) -> None:
+    def note(self, key: RowKey, reason: str, nbytes: int) -> None:
         """Count a call.
 
         Args:
@@ -103,39 +108,26 @@ class Ledger:
         global _last
         _last = (self, key, nbytes, reason)
         is_new = False
-        with self._lock:
-            entry = self._sums.get(key)
+        with _lock:
+            entry = self.sums.get(key)
             if entry is None:
-                row = ranges.row_of(key, self._sums)
+                row = ranges.row_of(key, self.sums)
                 if row is not key:
                     row, reason = (*row[:3], key[3], row[4]), ""
-                is_new = row not in self._sums
-                entry = self._sums.setdefault(row, _Sum())
+                is_new = row not in self.sums
+                entry = self.sums.setdefault(row, _Sum())
             entry.calls += 1
             entry.nbytes += nbytes
             entry.reason = reason
-        if is_new:
-            self._log(key)
-        if key[3] != SIDELANE and ranges.observers:
-            ranges.tell("fell_back", key[0], key[3], key[4])
-
-    def _log(self, key: Key) -> None:
         operation, dtype, device, where, why = key
-        what = f"{operation} of {dtype} on {device}" if dtype else operation
-        level = logging.INFO if where == SIDELANE else logging.WARNING
-        log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
+        if is_new:
+            what = f"{operation} of {dtype} on {device}" if dtype else operation
+            level = logging.INFO if where == SIDELANE else logging.WARNING
+            log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
+        if where != SIDELANE and ranges.observers:
+            ranges.tell("fell_back", operation, where, why)
 
-    def forget(self) -> None:
-        """Reset the counts."""
-        with self._lock:
-            self._sums.clear()
-
-    def rows(self) -> list[ReportRow]:
-        """Return the sums, in the order of their first call."""
-        with self._lock:
-            return [self.row(key, entry) for key, entry in list(self._sums.items())]
-
-    def row(self, key: Key, entry: _Sum) -> ReportRow:
+    def row(self, key: RowKey, entry: _Sum) -> ReportRow:
         """Return a sum as a row of the report."""
         operation, dtype, device, where, why = key
         why = f"{why}: {entry.reason}" if entry.reason else why
@@ -147,31 +139,23 @@ def report() -> Report:
 
     Groups that were destroyed are in it, too. Asynchronous calls appear when they have ended.
     """
-    with _keeping:
-        rows = tuple(row for ledger in list(_ledgers) for row in ledger.rows())
-    last = _last
-    if last is None:
+    with _lock:
+        rows = tuple(ledger.row(*entry) for ledger in list(_ledgers) for entry in list(ledger.sums.items()))
+    if _last is None:
         return Report(rows, None)
-    ledger, key, nbytes, reason = last
+    ledger, key, nbytes, reason = _last
     return Report(rows, ledger.row(key, _Sum(1, nbytes, reason)))
 
 
 def reset() -> None:
     """Reset the counts."""
     global _last
-    with _keeping:
+    with _lock:
         for ledger in list(_ledgers):
-            ledger.forget()
+            ledger.sums.clear()
         _last = None
 
 
-def _cells(row: ReportRow) -> tuple[str, ...]:
-    return (
-        *(row.group, row.operation, row.dtype, row.device, row.where),
-        *(str(row.calls), str(row.nbytes), row.why),
-    )
-
-
-_keeping = forks.rlock()
+_lock = forks.rlock()  # a signal handler, or a finaliser, may make a call or a report in the middle of one
 _ledgers: list[Ledger] = []
-_last: tuple[Ledger, Key, int, str] | None = None
+_last: tuple[Ledger, RowKey, int, str] | None = None

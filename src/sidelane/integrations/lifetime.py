@@ -33,7 +33,7 @@ ABORTED = "was aborted"
 
 
 class GroupLifetime:
-    """Maker and end of a group's communicators. Waiting calls query it (``works.Guard``).
+    """Maker and end of a group's communicators. Waiting calls query it (``works.WaitGuard``).
 
     Args:
         group: group that torch knows; this object does not keep it alive.

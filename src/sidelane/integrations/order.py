@@ -20,13 +20,12 @@ import torch.distributed as dist
 from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.call_forms import own_part
-from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
-from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations.calls import GroupCall, name_of
+from sidelane.integrations.calls import GroupCall, dtype_name
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.works import EndedWork, Guard, HostWork
+from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
 from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -58,7 +57,7 @@ class RepeatedCall:
         assert call.key is not None
         self.communicator, self._options = communicator, call.options
         name, _, self._dtype, self._device = call.key
-        self._columns = name, name_of(self._dtype), self._device.type, SIDELANE
+        self._columns = name, dtype_name(self._dtype), self._device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
@@ -98,7 +97,7 @@ class HostOrder:
         guard: group that waiting calls query.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: WaitGuard) -> None:
         self._guard = guard
         self._turn = forks.Turn(_names)
         self._thread = CallThread("sidelane-group", self._turn.is_mine)
@@ -193,7 +192,7 @@ class StreamOrder:
         guard: maker of the works that asynchronous calls return.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: WaitGuard) -> None:
         self._guard = guard
         self._side: SideStream | None = None
 

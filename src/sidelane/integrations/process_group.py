@@ -22,16 +22,15 @@ from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
-from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
+from sidelane.integrations.fallback import Witness, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.integrations.works import JoinedWork
 from sidelane.memory.liveness import Wider, keep, known
 from sidelane.modes import untraced
 from sidelane.session import Communicator
 
-Tensors = Sequence[torch.Tensor] | torch.Tensor
+GivenTensors = Sequence[torch.Tensor] | torch.Tensor
 
 
 @untraced
@@ -80,7 +79,6 @@ class SidelaneGroup(dist.ProcessGroup):
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
         self._dispatcher = GroupDispatcher(self._lifetime)
-        ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         for group in (self, self._other):
             forks.in_copies_of(group, forks.keep_for_ever)
@@ -209,7 +207,9 @@ class SidelaneGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allgather(
+        self, outputs: Any, inputs: GivenTensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Make an ``all_gather``."""
         opts, inputs = _options(c10d.AllgatherOptions, opts, timeout), _listed(inputs)
         nested = outputs if isinstance(outputs[0], list | tuple) else [outputs]
@@ -266,7 +266,7 @@ class SidelaneGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self, outputs: GivenTensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Make a ``reduce_scatter``."""
         opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
@@ -276,7 +276,7 @@ class SidelaneGroup(dist.ProcessGroup):
             return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
         return self._dispatcher.launch(operation, outputs, nested[0], opts, args)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allreduce(self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
         if timeout is not None or not isinstance(opts, dist.AllreduceOptions):
             opts = _options(dist.AllreduceOptions, opts, timeout)
@@ -293,7 +293,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts))
 
     def broadcast(
-        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``broadcast``."""
         opts, tensors = _options(dist.BroadcastOptions, opts, timeout, root), _listed(tensors)
@@ -302,7 +302,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.rootRank)
 
     def scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, outputs: GivenTensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``scatter``; ``inputs`` is empty except on the root."""
         opts, outputs = _options(dist.ScatterOptions, opts, timeout, root), _listed(outputs)
@@ -311,7 +311,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.launch(calls.SCATTER, outputs, given, opts, (outputs, nested, opts))
 
     def gather(
-        self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, outputs: Any, inputs: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``gather``; ``outputs`` is empty except on the root."""
         opts, inputs = _options(dist.GatherOptions, opts, timeout, root), _listed(inputs)
@@ -336,7 +336,7 @@ class SidelaneGroup(dist.ProcessGroup):
     # --- operations that Sidelane lacks -------------------------------------------------------------------------------
 
     def reduce(
-        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
         """Make a ``reduce``."""
         opts, tensors = _options(dist.ReduceOptions, opts, timeout, root), _listed(tensors)
@@ -365,20 +365,13 @@ class SidelaneGroup(dist.ProcessGroup):
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._dispatcher.begin_coalescing()
-        if self._lifetime.names.get(device.type) == "nccl":
-            self._other._start_coalescing(device)
+        self._dispatcher.begin_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        self._lifetime.require()
-        works = self._dispatcher.end_coalescing()
-        if self._lifetime.names.get(device.type) == "nccl":
-            last = self._other._end_coalescing(device)
-            works = [*works, last] if last is not None else works
-        return JoinedWork(works)
+        return self._dispatcher.end_coalescing(device)
 
 
-def _listed(tensors: Tensors) -> list[torch.Tensor]:
+def _listed(tensors: GivenTensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
-from sidelane.collectives.call_thread import CallFuture
 from sidelane.collectives.side_stream import SideStream
-from sidelane.collectives.work import NO_TIMEOUT, FutureWork, Work, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, CallFuture, FutureWork, Work, timed_out
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
@@ -50,7 +49,7 @@ class EndedWork(Work):
         return future
 
 
-class Guard(Protocol):
+class WaitGuard(Protocol):
     """Interface of a group for its calls that wait.
 
     Attributes:
@@ -82,7 +81,9 @@ class HostWork(FutureWork):
         guard: group that a wait queries.
     """
 
-    def __init__(self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: Guard) -> None:
+    def __init__(
+        self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: WaitGuard
+    ) -> None:
         super().__init__()
         self.outputs = tuple(outputs)
         self._future, self._timeout, self._guard, self._maker = future, timeout, guard, os.getpid()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import NO_ROOM, ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import (
     FLOATS,
+    BufferTurn,
     check_tensor,
     compare_shapes,
     in_turn,
@@ -200,36 +202,39 @@ def _places(routes: ExpertRoutes) -> list[Tensor]:
     return [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
 
 
-class _Exchange:
-    """Rows between ranks for one shape: a handle of its own, since its output is read behind each call, in turn.
+def _exchanged(
+    name: str,
+    number: int,
+    sent: Tensor,
+    terms: Tensor,
+    places: list[Tensor],
+    experts: int,
+    read: Callable[[Tensor], Tensor],
+    factors: Tensor | None = None,
+    *,
+    sends_zeros: bool = False,
+) -> Tensor:
+    """Send sums of rows of ``sent``, and return what ``read`` makes of those that come, in turn.
 
-    Each number of experts has one, so that ranks that differ in it never take each other's rows for theirs.
+    Each shape has a handle of its own, since its output is read behind each call, and each number of experts has one,
+    so that ranks that differ in it never take each other's rows for theirs.
     """
-
-    def __init__(
-        self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, experts: int, k: int
-    ) -> None:
-        self.comm, self.most_rows, self.in_turn = comm, most_rows, in_turn(comm)
-        self._handle = GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)
-        self._alike = f", {experts} experts of a rank, {k} of a token"
-
-    def send(
-        self, x: Tensor, counts: Tensor, terms: Tensor, factors: Tensor | None = None, *, sends_zeros: bool = False
-    ) -> Tensor:
-        """Send sums of rows of ``x``; as long as its result is read, the caller is ``in_turn``."""
-
-        def sender() -> CachedLaunch:
-            return functools.partial(self._handle.run, sends_zeros=sends_zeros, alike=self._alike)
-
-        return send_rows(self.comm, self.most_rows, sender, (self, sends_zeros), x, counts, terms, factors)
-
-
-def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:
-    comm, (most_rows, k) = communicator(number), results.shape
+    comm, (most_rows, k), counts = communicator(number), places[3].shape, places[4]
     shape = most_rows, sent.shape[1], sent.dtype, experts, k
     # By dtype: tokens that leave in float8 come back, as gradients, in their own dtype, in each step anew.
     compare_shapes(comm, f"{name} of {sent.dtype}", shape)
-    return kept(comm, (_Exchange, *shape), lambda: _Exchange(comm, *shape))
+
+    def make() -> tuple[GemmAllToAll, BufferTurn]:
+        return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), in_turn(comm)
+
+    handle, turn = kept(comm, (_exchanged, *shape), make)
+
+    def sender() -> CachedLaunch:
+        alike = f", {experts} experts of a rank, {k} of a token"
+        return functools.partial(handle.run, sends_zeros=sends_zeros, alike=alike)
+
+    with turn:  # until the rows have been read
+        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors))
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -251,12 +256,11 @@ def tokens_to_experts(comm: int, tokens: Tensor, places: list[Tensor], quantized
     """See :func:`dispatch_tokens`; ``places``: :func:`_places`; ``quantized``: tokens travel in float8; ``experts``: E,
     which ranks compare.
     """
-    leaving, _, rows, results, counts = places
-    sent = quantized_rows(in_rows(tokens)) if quantized else in_rows(tokens)
-    exchange = _exchange(DISPATCH, comm, sent, results, experts)
-    with exchange.in_turn:  # until its rows have been copied
-        came = exchange.send(sent, counts, leaving)
-        return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
+    leaving, rows, sent = places[0], places[2], in_rows(tokens)
+    if not quantized:
+        return _exchanged(DISPATCH, comm, sent, leaving, places, experts, lambda came: sum_rows(came, rows))
+    read = functools.partial(dequantized_rows, rows=rows, columns=tokens.shape[1], dtype=tokens.dtype)
+    return _exchanged(DISPATCH, comm, quantized_rows(sent), leaving, places, experts, read)
 
 
 def _combine_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -289,11 +293,12 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 )
 def experts_to_tokens(comm: int, values: Tensor, gates: Tensor | None, places: list[Tensor], experts: int) -> Tensor:
     """See :func:`combine_tokens`. Without gates, sums of experts' rows: gradients of dispatched tokens."""
-    _, returned, _, results, counts = places
-    sent = in_rows(values)
-    exchange = _exchange(COMBINE, comm, sent, results, experts)
-    with exchange.in_turn:  # until its rows have been added up
-        return sum_rows(exchange.send(sent, counts, results, gates, sends_zeros=True), returned)
+    returned, results = places[1], places[3]
+
+    def read(came: Tensor) -> Tensor:
+        return sum_rows(came, returned)
+
+    return _exchanged(COMBINE, comm, in_rows(values), results, places, experts, read, gates, sends_zeros=True)
 
 
 def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,8 @@ class NodesCommunicator:
     """Collectives among nodes of one size by recipes (``collectives.py``), on contiguous tensors and on lists.
 
     Every rank of the group makes it, and makes the same calls in one order. Asynchronous calls run on a thread, or on a
-    stream of a GPU; all others come behind them, and those that wait query it (``works.Guard``). A call that fails, or
-    that one rank refuses, ends it: some of its steps may have run.
+    stream of a GPU; all others come behind them, and those that wait query it (``works.WaitGuard``). A call that fails,
+    or that one rank refuses, ends it: some of its steps may have run.
 
     Args:
         ranks: ranks of the group, on nodes of one size.
@@ -178,7 +178,7 @@ class NodesCommunicator:
         self._order.close()
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """See ``works.Guard``."""
+        """See ``works.WaitGuard``."""
         backend: Any = self.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
