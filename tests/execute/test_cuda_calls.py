@@ -27,6 +27,7 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.copy_batches import join_rows
 from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
+from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
@@ -275,16 +276,14 @@ def test_queues_of_one_rank_wait_for_each_other_by_events() -> None:
         assert all(plan.calls().count(call) == 1 for call in of_type(plan, RecordEvent))
 
 
-def test_prelaunched_queues_are_ahead_and_the_caller_only_fires() -> None:
-    plan = plan_calls(prelaunch(build(all_gather(4), "pcpy")), 0)
-    assert {step.stream for step in plan.ahead} == {1, 2, 3, 4} and {step.stream for step in plan.steps} == {0}
-    for stream in (1, 2, 3, 4):
-        first = plan.calls(stream)[0]
-        assert isinstance(first, MemOps) and isinstance(first.ops[0], WaitValue), "held by its trigger"
-    first, *joins, last = plan.calls(0)
-    assert [op.target for op in first.ops][1:] == [Flag(0, 9 + index) for index in range(4)]
-    assert [type(join) for join in joins] == [WaitEvent] * 4
-    assert last.ops == (WriteValue(HostWord.FINISHED, EPOCH),)
+def test_prelaunched_queues_are_ahead_behind_the_first_trigger_and_the_call_only_fires_it() -> None:
+    program = build(all_gather(4), "pcpy")
+    plan, trigger = plan_calls(prelaunch(program), 0), Flag(0, program.flag_count)
+    assert plan == hold_back(plan_calls(program, 0), trigger)
+    assert isinstance(plan.ahead[0].call, MemOps) and plan.ahead[0].call.ops[0] == WaitValue(trigger, EPOCH)
+    assert [step.call.ops[0] for step in plan.steps] == [WriteValue(trigger, EPOCH)]
+    idle = dataclasses.replace(program, queues=tuple(queue for queue in program.queues if queue.rank))
+    assert plan_calls(prelaunch(idle), 0) == plan_calls(idle, 0), "a rank without queues has no trigger"
 
 
 def test_copies_that_depend_on_each_other_are_not_one_call() -> None:
@@ -295,12 +294,12 @@ def test_copies_that_depend_on_each_other_are_not_one_call() -> None:
     assert not of_type(plan, MemcpyBatch) and len(of_type(plan, Memcpy)) == 3
 
 
-def test_a_captured_prelaunched_program_is_one_piece() -> None:
-    plan = plan_calls(freeze(prelaunch(build(all_gather(4), "pcpy"))), 0, captured=True)
-    assert not plan.ahead and plan.streams == 5
-    for stream in (1, 2, 3, 4):
-        trigger = plan.calls(stream)[0]
-        assert isinstance(trigger, WaitEvent), "the trigger is an event of the graph, and a fork"
+def test_a_captured_prelaunched_program_is_the_program() -> None:
+    program = build(all_gather(4), "pcpy")
+    plan, plain = (plan_calls(freeze(each), 0, captured=True) for each in (prelaunch(program), program))
+    assert not plan.ahead and plan.streams == plain.streams and plan.marks == plain.marks == ()
+    copies, copies_of_plain = ([call for call in each.calls() if isinstance(call, Memcpy)] for each in (plan, plain))
+    assert copies == copies_of_plain
 
 
 def test_a_captured_plan_holds_no_epoch() -> None:

@@ -242,7 +242,7 @@ def test_hold_puts_all_queues_of_a_rank_behind_one_trigger() -> None:
         assert [queue.commands[0] for queue in engines] == [Wait(trigger, EPOCH)] * 4
         assert (caller.engine.kind, caller.commands) == (EngineKind.CALLER, (Signal(trigger, EPOCH),))
     assert release(held).queues == release(prelaunch(program)).queues == program.queues
-    assert held_by(program, 0) is None and held_by(prelaunch(program), 0) is None
+    assert held_by(program, 0) is None and held_by(prelaunch(program), 1) == Flag(1, program.flag_count)
     with pytest.raises(ValueError, match="hold: the program is prelaunched already"):
         hold(held)
     with pytest.raises(ValueError, match="release: the program has no triggers"):

@@ -131,7 +131,7 @@ def dependencies(program: Program) -> frozenset[Flag]:
     """
     between: set[Flag] = set()
     for rank in range(program.world_size):
-        own = set(flags_between_own_queues(program, rank, split=False))
+        own = set(flags_between_own_queues(program, rank))
         for queue in program.queues_of(rank):
             if queue.engine.kind is not EngineKind.DMA:
                 own -= {command.flag for command in queue.commands if isinstance(command, Signal | Wait)}

@@ -9,9 +9,8 @@ such a program needs no event. Every other queue gets a stream that forks from s
     stream 0   record fork | memory ops | copies ...            | wait join 1 | memory ops (finished)
     stream 1               wait fork | memory ops | copies ... | record join 1
 
-A prelaunched program is split: its queues are submitted ``ahead`` and block on their triggers, which the ``caller``
-queue on stream 0 writes when the collective is called. Until then they occupy hardware channels. If all queues have one
-trigger, the call is one batch.
+A prelaunched program is submitted ``ahead`` and blocks on a trigger, which the call writes in one batch. Until then it
+occupies hardware channels.
 """
 
 from __future__ import annotations
@@ -194,9 +193,9 @@ class StreamPlan:
         streams: number of streams, including the caller's.
         events: number of events.
         cells: number of words of device memory that the signals need.
-        ahead: calls submitted before the collective is called (prelaunched programs; else empty).
+        ahead: calls submitted before the collective is called, which one trigger fires and which begin and end on
+            stream 1 (prelaunched programs; else empty).
         steps: calls submitted by the call.
-        is_held: one trigger fires all calls ahead, which begin and end on stream 1.
         marks: for a graph, events that the caller records where each trigger would be fired, before these steps.
         arrivals: for a graph, events for which the caller waits at each arrival, after these steps.
     """
@@ -206,14 +205,18 @@ class StreamPlan:
     cells: int
     ahead: tuple[StreamCall, ...]
     steps: tuple[StreamCall, ...]
-    is_held: bool = False
     marks: tuple[tuple[int, ...], ...] = ()
     arrivals: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def is_held(self) -> bool:
+        """True if a trigger fires the plan."""
+        return bool(self.ahead)
+
+    @property
     def held_streams(self) -> int:
         """Number of streams that wait for triggers: without the caller's if that has the trigger."""
-        return self.streams - bool(self.ahead)
+        return self.streams - self.is_held
 
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
         """Return all calls, or those on one stream."""

@@ -86,14 +86,14 @@ class CudaProgram:
     def arm(self, epoch: int, after: int | None = None) -> None:
         """Submit all queues of invocation ``epoch``, the executor's next one, except the ``caller`` queue.
 
-        Unlike on CPUs, it cannot be cancelled: an armed invocation must be started, or fired if it has one trigger.
+        Unlike on CPUs, it cannot be cancelled: an armed invocation must be started or fired before the next is armed.
 
         Args:
             epoch: number of the invocation, larger than all before.
-            after: a stream behind whose work so far the invocation runs, whoever fires the one trigger.
+            after: a stream behind whose work so far the invocation runs, whoever fires it.
 
         Raises:
-            ValueError: the program is not prelaunched, or is armed for another epoch.
+            ValueError: the program is not prelaunched.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused a call. The executor is unusable from now on.
         """
@@ -105,8 +105,6 @@ class CudaProgram:
             try:
                 self._arm(epoch, after)
                 executor.armed_epoch = epoch
-            except ValueError:
-                raise
             except BaseException as error:
                 executor.fail_submission(self._title, error)
                 raise
@@ -240,8 +238,6 @@ class CudaProgram:
         executor, is_held = self._executor, self._bound.plan.is_held
         if self._armed == epoch:
             return
-        if self._armed is not None and not is_held:  # with one trigger, its owner knows whether it was fired
-            raise ValueError(f"arm: armed already, for epoch {self._armed} (value={epoch})")
         self._bound.set_epoch(epoch)
         if is_held and after is not None and after != self.home:
             driver, event = executor.driver, self._events[0]
@@ -260,8 +256,6 @@ class CudaProgram:
         if plan.is_held:
             sides = [executor.held_stream(), *executor.shared_sides(count - 1)]
             self._events.append(driver.create_event())
-        elif plan.ahead:  # its streams are blocked until the call: no other program may use them
-            sides = [executor.create_stream() for _ in range(count)]
         else:
             sides = executor.shared_sides(count)
         events = [driver.create_event() for _ in range(plan.events)]

@@ -53,17 +53,14 @@ def plan_calls(
     Raises:
         ValueError: the driver does not support a command of the program; the text names the first.
     """
-    trigger = None if captured else held_by(program, rank)
-    if trigger is not None:
+    if program.prelaunched:  # a graph submits all of its commands at once: it needs no trigger
         options = {"peer_writes": peer_writes, "copy_batches": copy_batches, "in_rows": in_rows}
-        plan = plan_calls(release(program), rank, **options)
-        return hold_back(plan, trigger)
+        plan, trigger = plan_calls(release(program), rank, **options, captured=captured), held_by(program, rank)
+        return plan if captured or trigger is None else hold_back(plan, trigger)
     plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan()
     if captured:
         return dataclasses.replace(plan, steps=join_rows(plan.steps))
-    if not copy_batches:
-        return plan
-    return dataclasses.replace(plan, ahead=batch_copies(plan.ahead), steps=batch_copies(plan.steps))
+    return dataclasses.replace(plan, steps=batch_copies(plan.steps)) if copy_batches else plan
 
 
 class _Lowering:
@@ -101,10 +98,9 @@ class _Lowering:
         self._join(streams.joining)
         self._end(behind)
         self._flush()
-        ahead = tuple(step for step in self.steps if streams.is_split and step.stream)
-        steps = tuple(step for step in self.steps if not (streams.is_split and step.stream))
         marks, arrivals = self._events_of_callers()
-        return StreamPlan(len(streams.sides) + 1, self.events, self.cells, ahead, steps, marks=marks, arrivals=arrivals)
+        counts = (len(streams.sides) + 1, self.events, self.cells)
+        return StreamPlan(*counts, ahead=(), steps=tuple(self.steps), marks=marks, arrivals=arrivals)
 
     def _begin(self, position: int) -> None:
         """Tell the host of the begin, if ``position`` is its place."""
@@ -132,8 +128,7 @@ class _Lowering:
     def _events_of_callers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Return the events that replace the triggers and the arrivals in a graph."""
         streams = self.streams
-        with_callers = streams.captured and not streams.program.prelaunched
-        both = flags_by_callers(streams.program, streams.rank) if with_callers else ((), ())
+        both = flags_by_callers(streams.program, streams.rank) if streams.captured else ((), ())
         events = self.event_of
         return tuple(tuple(tuple(events[flag] for flag in flags if flag in events) for flags in one) for one in both)
 

@@ -45,21 +45,19 @@ class RankStreams:
         joining: side streams that stream 0 joins at the end.
         begin_at: position of the command before which the host is told of the begin; -1: at once.
         end_at: position of the command behind which the host is told of the end; None: where the asides end.
-        is_split: the side streams are submitted ahead of the collective's call.
     """
 
     def __init__(self, program: Program, rank: int, captured: bool) -> None:
         self.program, self.rank, self.captured = program, rank, captured
-        self.is_split = program.prelaunched and not captured
         queues = program.queues_of(rank)
-        stream_of = _assign_streams(queues, program.prelaunched, captured)
+        stream_of = _assign_streams(queues, captured)
         order = submission_order(program, is_small)[rank]
         self.commands = [
             Placed(stream_of[index], queues[index], queues[index].commands[position])
             for index, position in order
             if index in stream_of
         ]
-        self.own_flags = tuple(flags_between_own_queues(program, rank, self.is_split))
+        self.own_flags = tuple(flags_between_own_queues(program, rank))
         self.sides = sorted(set(stream_of.values()) - {0})
         self._signalled: defaultdict[int, set[Flag]] = defaultdict(set)
         self._waited: defaultdict[int, set[Flag]] = defaultdict(set)
@@ -74,9 +72,9 @@ class RankStreams:
                         by_stream[stream].add(command.flag)
         self.asides, self.join_at = self._place_asides()
         own = set(self.own_flags)
-        self.forking = [] if self.is_split else [s for s in self.sides if not self._forks_by_itself(s, own)]
+        self.forking = [s for s in self.sides if not self._forks_by_itself(s, own)]
         self.joining = [s for s in self.sides if s not in self.asides and not self._joins_by_itself(s, own)]
-        self.begin_at = -1 if self.is_split else self._place_of_begin()
+        self.begin_at = self._place_of_begin()
         self.end_at = self._place_of_end()
 
     def is_within_stream(self, flag: Flag) -> bool:
@@ -138,7 +136,7 @@ class RankStreams:
         stay one node: 171 us at 64 MiB, instead of 177 or 183. There the copies of stream 0 must come first: 25 us
         instead of 34 at 1 KB, since the driver gives the first captured work the channel of the work before.
         """
-        asides = [] if self.is_split else [stream for stream in self.sides if self._only_copies(stream)]
+        asides = [stream for stream in self.sides if self._only_copies(stream)]
         main = [placed for placed in self.commands if placed.stream not in asides]
         first = [(n, placed.command) for n, placed in enumerate(main) if not placed.stream]
         last_move = max((n for n, c in first if not isinstance(c, Signal | Wait | Stamp)), default=-1)
@@ -182,19 +180,15 @@ def is_small(queue: Queue) -> bool:
     return sum(span.nbytes for command in queue.commands for span in spans(command)) // 2 <= INLINE_BYTES
 
 
-def _assign_streams(queues: Sequence[Queue], prelaunched: bool, captured: bool) -> dict[int, int]:
+def _assign_streams(queues: Sequence[Queue], captured: bool) -> dict[int, int]:
     """Assign a stream to the index of each queue with commands to submit."""
-    marked = captured and not prelaunched  # callers record and wait for events themselves
-    used = [
+    used = [  # callers of a graph record and wait for events themselves
         index
         for index, queue in enumerate(queues)
-        if any(_submits(queue)) and not (marked and queue.engine.kind is EngineKind.CALLER)
+        if any(_submits(queue)) and not (captured and queue.engine.kind is EngineKind.CALLER)
     ]
-    kind = EngineKind.CALLER if prelaunched else EngineKind.DMA
-    on_first = {*[index for index in used if queues[index].engine.kind is kind][:1]}
-    if not prelaunched:
-        on_first = on_first or {*used[:1]}
-        on_first |= {index for index in used if is_small(queues[index]) and not _follows(queues, index)}
+    on_first = {*[index for index in used if queues[index].engine.kind is EngineKind.DMA][:1]} or {*used[:1]}
+    on_first |= {index for index in used if is_small(queues[index]) and not _follows(queues, index)}
     others = [index for index in used if index not in on_first]
     return dict.fromkeys(on_first, 0) | {index: stream for stream, index in enumerate(others, start=1)}
 

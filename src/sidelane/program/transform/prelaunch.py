@@ -39,13 +39,9 @@ def hold(program: Program) -> Program:
 
 
 def held_by(program: Program, rank: int) -> Flag | None:
-    """Return the trigger that all queues of a rank wait for first; None if there is no such trigger."""
-    if not program.prelaunched:
-        return None
-    queues = (queue for queue in program.queues_of(rank) if queue.engine.kind is not EngineKind.CALLER)
-    first = {queue.commands[0] if queue.commands else None for queue in queues}
-    wait = first.pop() if len(first) == 1 else None
-    return wait.flag if isinstance(wait, Wait) else None
+    """Return the trigger of a rank's first queue, which fires all of its queues on GPUs; None if there is none."""
+    first = [queue.commands[0] for queue in program.queues_of(rank) if queue.commands and program.prelaunched]
+    return next((wait.flag for wait in first if isinstance(wait, Wait)), None)
 
 
 def release(program: Program) -> Program:

@@ -96,12 +96,11 @@ def _waited(queue: Queue) -> tuple[Wait, ...]:
     return tuple(command for command in queue.commands if isinstance(command, Wait))
 
 
-def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[Flag]:
+def flags_between_own_queues(program: Program, rank: int) -> list[Flag]:
     """Return the flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
 
     On GPUs they become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
-    put two branches on one channel. Triggers of a program that is ``split`` cannot: the wait for a trigger comes before
-    it is signalled.
+    put two branches on one channel.
     """
     signals: dict[Flag, list[Queue]] = {}
     for queue in program.queues:
@@ -114,8 +113,7 @@ def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[F
         waiters = [queue for queue in queues for c in queue.commands if isinstance(c, Wait) and c.flag == flag]
         setters = [queue for queue in senders if not waits_for(queue, flag)]
         local = all(queue.rank == rank for queue in senders)
-        trigger = split and any(queue.engine.kind is EngineKind.CALLER for queue in setters)
-        if local and not trigger and len(setters) == len(waiters) == 1:
+        if local and len(setters) == len(waiters) == 1:
             found.append(flag)
     return found
 
