@@ -236,7 +236,8 @@ class Report(str):
 
 def test_what_a_thread_holds_its_signal_handlers_may_take() -> None:
     def fence() -> None:
-        ordering._order(lock)  # type: ignore[arg-type]
+        ordering._own.lock = lock  # type: ignore[assignment]
+        ordering.full_fence()
 
     def note() -> None:
         Ledger([0]).note((Report("all_reduce"), "float32", "cpu", "sidelane", "b2b"), "", 4)

@@ -129,7 +129,7 @@ class Exchange:
         if self._store is None:
             return [item]
         # Ranks that meet say who they are, too.
-        found = self._meet(what, (self.liveness.member, item)) if self._number == 1 else self._follow(what, item)
+        found = self._meet(what, (self.liveness.member, item) if self._number == 1 else item)
         self._forget(self._number - 1)  # ranks that have posted this exchange have read the previous one
         require_one_version(users_call() or what, [post.version for post in found])
         refused = [rank for rank, post in enumerate(found) if post.reason]
@@ -208,35 +208,29 @@ class Exchange:
             self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
     def _meet(self, what: str, item: Any) -> list[Post]:
-        """Run the first exchange, at the first place where all ranks meet."""
-        if self._again:
+        """Run an exchange: the first one at the first place where all ranks meet, later ones at that place."""
+        is_first = self._number == 1
+        if is_first and self._again:
             self._go_past(what)
         while True:
             outcome, failure = self._settle(what, item)
             try:
-                found = self._read(what) if outcome.met else {}  # others may have seen that all are there, and go on
-                if len(found) == self.world_size and outcome == met(_by_rank(found)):
+                found = self._read(what) if outcome.met else {}
+                # In the first one, others may have seen that all are there, and have gone on.
+                if outcome.met and (not is_first or self._is_whole(found, outcome)):
                     return _by_rank(found)
-                self._forget(1)
+                if is_first:
+                    self._forget(1)
                 if failure is not None and outcome == gave_up(failure, self.rank):
                     raise failure
-                if not outcome.met and self.rank not in outcome.ranks:
+                if not is_first or not (outcome.met or self.rank in outcome.ranks):
                     raise outcome.error(what) from failure
             finally:
                 del failure  # its traceback refers to this frame: a reference cycle
             self._go_on()
 
-    def _follow(self, what: str, item: Any) -> list[Post]:
-        """Run a later exchange of ranks that have met."""
-        outcome, failure = self._settle(what, item)
-        try:
-            if outcome.met:
-                return _by_rank(self._read(what))
-            if failure is not None and outcome == gave_up(failure, self.rank):
-                raise failure
-            raise outcome.error(what) from failure
-        finally:
-            del failure  # its traceback refers to this frame, also where the others saw that all were there
+    def _is_whole(self, found: Mapping[int, Post], outcome: ExchangeOutcome) -> bool:
+        return len(found) == self.world_size and outcome == met(_by_rank(found))
 
     def _settle(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""

@@ -54,16 +54,6 @@ class Record:
         return self._words[1] == other._words[1] and self._words[2] == other._words[2]
 
     @property
-    def seal(self) -> int:
-        """The digest word, which changes whenever status or payload are written: see :meth:`has`."""
-        return self._words[2]
-
-    def has(self, number: int, seal: int) -> bool:
-        """Return True if the record has this number, and the status and payload that were read with this seal."""
-        words = self._words
-        return words[1] == number and words[2] == seal and words[3] == number ^ seal
-
-    @property
     def address(self) -> int:
         """Address of the words in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._words))

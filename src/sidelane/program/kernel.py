@@ -142,7 +142,8 @@ class KernelProgram:
     @cached_property
     def distinct(self) -> bool:
         """True if each peer gets a part of its own. Two shots of a batch share out tiles, not parts."""
-        return any(is_distinct(part.kind) for part in self.parts) or (self.two_shot and not self.listed)
+        distinct = any(part.kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) for part in self.parts)
+        return distinct or (self.two_shot and not self.listed)
 
     @cached_property
     def reduction(self) -> Reduction | None:
@@ -157,8 +158,12 @@ class KernelProgram:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each part that travel from one rank to another."""
-        shots = "one_shot" if self.listed else self.variant
-        return tuple(part_bytes_of(part, shots) for part in self.parts)
+        if self.two_shot and not self.listed:
+            return (self.parts[0].counts[0][0],)  # of the first shard
+        return tuple(
+            sum(part.counts[0]) if part.kind is Kind.ALL_REDUCE else part.counts[part.root or 0][-1]
+            for part in self.parts
+        )
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -317,20 +322,6 @@ def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) 
         return True
     # An all_reduce in one shot reads all of every input: in place, a peer might have overwritten it.
     return kind in REDUCING and part_bytes > MOST_BLOCK_FLAG_BYTES and not (kind is Kind.ALL_REDUCE and in_place)
-
-
-def is_distinct(kind: Kind) -> bool:
-    """Return True if each peer gets a part of its own in one shot."""
-    return kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER)
-
-
-def part_bytes_of(collective: Collective, variant: str) -> int:
-    """Return the bytes from one rank to another; for a variant with two shots, those of the first shard."""
-    if is_two_shot(variant):
-        return collective.counts[0][0]
-    if collective.kind is Kind.ALL_REDUCE:
-        return sum(collective.counts[0])
-    return collective.counts[collective.root or 0][-1]
 
 
 def is_two_shot(variant: str) -> bool:

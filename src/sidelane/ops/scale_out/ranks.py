@@ -130,8 +130,7 @@ class ScaleOut:
         except PeerError as error:
             raise anew(self.proxy.fail(error)) from error
         except MismatchError as error:
-            self.proxy.fail(PeerError(str(error), (self.rank,)))
-            raise
+            raise self._differ(str(error), (self.rank,)) from error
 
     def all_to_all(
         self,
@@ -153,9 +152,8 @@ class ScaleOut:
         unlike = [other for other, sizes in enumerate(said) if sizes[self.rank] != output_split_sizes[other]]
         if unlike:
             shown = f"value={said[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
-            mismatch = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank} ({shown})"
-            self.proxy.fail(PeerError(mismatch, unlike))
-            raise MismatchError(mismatch)
+            what = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank}"
+            raise self._differ(f"{what} ({shown})", unlike)
         with self.naming(), contextlib.suppress(Gone):
             transfer = self.transport.exchange(output, given, output_split_sizes, input_split_sizes)
             until = time.monotonic() + self.config.timeout_s
@@ -186,9 +184,7 @@ class ScaleOut:
         unlike = [other for other, each in enumerate(said) if each != said[self.rank]]
         if unlike:
             shown = f"value={said[unlike[0]]!r}, allowed=as {said[self.rank]!r} on rank {self.rank}"
-            mismatch = f"{what}: rank {unlike[0]} has other arguments ({shown})"
-            self.proxy.fail(PeerError(mismatch, unlike))
-            raise MismatchError(mismatch)
+            raise self._differ(f"{what}: rank {unlike[0]} has other arguments ({shown})", unlike)
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
@@ -265,6 +261,11 @@ class ScaleOut:
             while self.fars and self.proxy.failure is None and time.monotonic() < until:
                 time.sleep(0.01)  # another node may know the rank at fault
         return self.proxy.fail(kind(str(error), [self._own[other] for other in getattr(error, "ranks", ())]))
+
+    def _differ(self, text: str, ranks: Sequence[int]) -> MismatchError:
+        """Return the error of ranks that are in different calls, which ends the calls of all."""
+        self.proxy.fail(PeerError(text, ranks))
+        return MismatchError(text)
 
     def _give_up(self, what: str, error: BaseException) -> None:
         """Tell all ranks, wherever they wait for this one, that it makes no more calls, and why."""

@@ -20,7 +20,7 @@ All copies between two ranks follow each other, in the rotation of ``b2b``: rank
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from sidelane.fields import an, one_of, plain_text, several
@@ -30,12 +30,12 @@ from sidelane.program.builders.flags import FlagPlan, FlagRole
 from sidelane.program.builders.registry import Transport, find_algorithm, list_variants
 from sidelane.program.collective import Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
+    MOVES,
     Broadcast,
     Command,
     Copy,
     Engine,
     EngineKind,
-    Flag,
     Program,
     Queue,
     Reduce,
@@ -95,23 +95,11 @@ _SIGNALS = {FlagRole.ENTRY: _Stage.ENTER, FlagRole.EXIT: _Stage.EXIT}
 _WAITS = {FlagRole.LOCAL: _Stage.RELEASED, FlagRole.ENTRY: _Stage.ENTERED, FlagRole.EXIT: _Stage.EXITED}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PartQueue:
-    """A queue of one part, with its commands on the buffers of the batch.
-
-    ``releases``: for each index that its own engines have in the part, the one that they have in the merged program.
-    """
-
-    part: int
-    queue: Queue
-    releases: dict[int, int]
-
-
 class _Merged:
     def __init__(self, batch: Batch, variant: str, programs: Sequence[Program]) -> None:
         self.batch, self.variant, self.programs = batch, variant, programs
         self.world_size = batch.world_size
-        self.plans = [FlagPlan(self.world_size, _phases(part)) for part in batch.parts]
+        self.plans = [FlagPlan(self.world_size, 2 if part.kind is Kind.ALL_REDUCE else 1) for part in batch.parts]
         self.flags = FlagPlan(self.world_size, max((plan.phases for plan in self.plans), default=0))
         self.local_flags = 0
         self.staging = [[0] * self.world_size for _ in programs]  # where the staging of each part begins
@@ -139,19 +127,20 @@ class _Merged:
     def _rank(self, rank: int, given: Sequence[tuple[int, Queue]]) -> Iterator[Queue]:
         dma = [(part, queue) for part, queue in given if queue.engine.kind is EngineKind.DMA]
         numbers = self._engines(rank, [queue for _, queue in dma])
-        releases: dict[int, dict[int, int]] = {}
-        for (part, queue), number in zip(dma, numbers, strict=True):
-            releases.setdefault(part, {})[queue.engine.index] = number
-        merged: dict[int, list[_PartQueue]] = {}
-        for (part, queue), number in zip(dma, numbers, strict=True):
-            merged.setdefault(number, []).append(_PartQueue(part, queue, releases[part]))
-        local = [_PartQueue(part, queue, releases.get(part, {})) for part, queue in given if _is_local(queue)]
-        behind_copies = _merge_at_signals([self._placed(part) for part in local])
-        compute = [_PartQueue(part, queue, {}) for part, queue in given if queue.engine.kind is EngineKind.COMPUTE]
-        reducing = self._staged(rank, compute, set())
+        engine_of = {(part, queue.engine.index): number for (part, queue), number in zip(dma, numbers, strict=True)}
+
+        def placed(kind: EngineKind, number: int | None = None) -> list[list[Command]]:
+            return [
+                list(self._placed(part, queue, engine_of))
+                for part, queue in given
+                if queue.engine.kind is kind and number in (None, engine_of.get((part, queue.engine.index)))
+            ]
+
+        behind_copies = _merge_at_signals(placed(EngineKind.LOCAL))
+        reducing = self._staged(rank, placed(EngineKind.COMPUTE), set())
         done = {command for command in (*behind_copies, *reducing) if _is_partners(command, self.flags)}
-        for number in sorted(merged):
-            commands = self._staged(rank, merged[number], done)
+        for number in sorted(set(numbers)):
+            commands = self._staged(rank, placed(EngineKind.DMA, number), done)
             done.update(command for command in commands if _is_partners(command, self.flags))
             yield Queue(rank, Engine(EngineKind.DMA, number), tuple(commands))
         staged = max((n for n, command in enumerate(behind_copies, 1) if isinstance(command, Signal)), default=0)
@@ -167,7 +156,8 @@ class _Merged:
         """
         if self.variant == "b2b":
             return [0] * len(queues)
-        peers = [{_distance(command, rank, self.world_size) for command in _moves(queue)} for queue in queues]
+        moves = ([command for command in queue.commands if isinstance(command, MOVES)] for queue in queues)
+        peers = [{_distance(command, rank, self.world_size) for command in some} for some in moves]
         groups: list[set[int]] = []
         for near in filter(None, peers):
             touched = [group for group in groups if group & near]
@@ -175,13 +165,13 @@ class _Merged:
         groups.sort(key=min)
         return [next((n for n, group in enumerate(groups) if group & near), 0) for near in peers]
 
-    def _staged(self, rank: int, parts: Iterable[_PartQueue], done: set[Command]) -> list[Command]:
+    def _staged(self, rank: int, parts: Iterable[Sequence[Command]], done: set[Command]) -> list[Command]:
         """Return the commands of all parts, each once, in the order of their stages; ``done`` ones stand elsewhere."""
         syncs: dict[Command, tuple[int, int]] = {}
         moves: list[tuple[tuple[int, int, int], Command]] = []
         for part in parts:
             phase, stage = 0, int(_Stage.ENTER)
-            for command in self._placed(part):
+            for command in part:
                 if isinstance(command, Signal | Wait):
                     if command not in syncs:
                         syncs[command] = self._stage(command)
@@ -197,20 +187,20 @@ class _Merged:
         phase, role = self.flags.role(command.flag)
         return phase, _SIGNALS[role] if isinstance(command, Signal) else _WAITS[role]
 
-    def _placed(self, part: _PartQueue) -> Iterator[Command]:
-        """Yield the commands of a part's queue, on the buffers and flags of the batch."""
-        for command in part.queue.commands:
+    def _placed(self, part: int, queue: Queue, engine_of: Mapping[tuple[int, int], int]) -> Iterator[Command]:
+        """Yield the commands of a part's queue, on the buffers and flags of the batch.
+
+        ``engine_of``: DMA engine of the batch for a part and the index of the engine there.
+        """
+        for command in queue.commands:
             if not isinstance(command, Signal | Wait):
-                yield _on(command, {span: self._span(span, part.part) for span in spans(command)})
-            elif self.plans[part.part].role(command.flag)[1] is FlagRole.LOCAL:
-                yield dataclasses.replace(command, flag=self._release(command.flag, part))
+                yield _on(command, {span: self._span(span, part) for span in spans(command)})
+            elif self.plans[part].role(command.flag)[1] is FlagRole.LOCAL:
+                engine = engine_of[part, command.flag.index - self.plans[part].handshakes]
+                self.local_flags = max(self.local_flags, engine + 1)
+                yield dataclasses.replace(command, flag=self.flags.local(command.flag.rank, engine))
             else:
                 yield command  # handshakes have the same flags in all programs
-
-    def _release(self, flag: Flag, part: _PartQueue) -> Flag:
-        engine = part.releases[flag.index - self.plans[part.part].handshakes]
-        self.local_flags = max(self.local_flags, engine + 1)
-        return self.flags.local(flag.rank, engine)
 
     def _span(self, span: Span, part: int) -> Span:
         if span.buffer == Buffer.STAGING:
@@ -218,18 +208,17 @@ class _Merged:
         return self.batch.placed(part, span)
 
 
-def _merge_at_signals(parts: Sequence[Iterator[Command]]) -> list[Command]:
+def _merge_at_signals(parts: Sequence[list[Command]]) -> list[Command]:
     """Merge copies inside a rank: put each signal, once, behind the commands before it in any part; then the rest."""
-    lists = [list(part) for part in parts]
     merged: list[Command] = []
-    for signal in dict.fromkeys(command for part in lists for command in part if isinstance(command, Signal)):
-        for part in lists:
+    for signal in dict.fromkeys(command for part in parts for command in part if isinstance(command, Signal)):
+        for part in parts:
             if signal in part:
                 before = part.index(signal)
                 merged += [command for command in part[:before] if not isinstance(command, Signal)]
                 part[:before] = [command for command in part[:before] if isinstance(command, Signal)]
         merged.append(signal)
-    return merged + [command for part in lists for command in part if not isinstance(command, Signal)]
+    return merged + [command for part in parts for command in part if not isinstance(command, Signal)]
 
 
 def _on(command: Command, placed: dict[Span, Span]) -> Command:
@@ -247,23 +236,11 @@ def _on(command: Command, placed: dict[Span, Span]) -> Command:
             return command
 
 
-def _phases(part: Collective) -> int:
-    return 2 if part.kind is Kind.ALL_REDUCE else 1
-
-
-def _is_local(queue: Queue) -> bool:
-    return queue.engine.kind is EngineKind.LOCAL
-
-
 def _is_partners(command: Command, flags: FlagPlan) -> bool:
     """Return True for a command that answers a mover: one a rank is enough, on the engine that needs it most."""
     if isinstance(command, Signal):
         return flags.role(command.flag)[1] is FlagRole.ENTRY
     return isinstance(command, Wait) and flags.role(command.flag)[1] is FlagRole.EXIT
-
-
-def _moves(queue: Queue) -> Iterator[Command]:
-    return (command for command in queue.commands if not isinstance(command, Signal | Wait))
 
 
 def _distance(command: Command, rank: int, world_size: int) -> int:
