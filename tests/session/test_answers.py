@@ -1,4 +1,4 @@
-"""Rank 0's measurements on all ranks, and answers that a communicator remembers."""
+"""Answers that a communicator remembers."""
 
 from __future__ import annotations
 
@@ -6,43 +6,9 @@ import pytest
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane import Communicator, Config, UnavailableError
+from sidelane import Communicator, Config
 from sidelane.session import answers
-from sidelane.session.answers import measured_by_rank_0, recall, remember
-
-
-def measured(group: dist.ProcessGroup) -> list[object]:
-    """Texts and errors of rank 0, which alone reads; what a chooser has is not read again."""
-    found: list[object] = []
-    with Communicator(group, config=Config(timeout_s=30)) as comm:
-
-        def read(text: str) -> str:
-            assert comm.rank == 0, "others take what it sends"
-            if not text:
-                raise ValueError("no such file")
-            return text
-
-        def parse(text: str) -> list[int]:
-            return [int(number) for number in text.split()]
-
-        for text in ("", "one"):
-            try:
-                measured_by_rank_0(comm, "numbers", lambda text=text: read(text), parse)  # type: ignore[misc]
-            except ValueError as error:
-                found.append(str(error))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm.lane.backend, "place", lambda: (1, True))
-            with pytest.raises(UnavailableError, match="numbers: auto while a graph is captured"):
-                measured_by_rank_0(comm, "numbers", lambda: "1", parse)
-        found.append(measured_by_rank_0(comm, "numbers", lambda: read("1 2"), parse))
-        found.append(measured_by_rank_0(comm, "numbers", lambda: read("3"), parse))
-        found.append(measured_by_rank_0(comm, "letters", lambda: read("é" * 1000), len))
-    return found
-
-
-def test_all_ranks_have_what_rank_0_has_measured(pool: RankPool) -> None:
-    wrong = ["numbers: no such file", "invalid literal for int() with base 10: 'one'"]
-    assert pool.run(measured, 3) == [[*wrong, [1, 2], [1, 2], 1000]] * 3
+from sidelane.session.answers import recall, remember
 
 
 def memo(group: dist.ProcessGroup) -> None:

@@ -113,14 +113,6 @@ def nccl_not_ending_the_process() -> Iterator[None]:
             os.environ[_HANDLING] = before
 
 
-def name_of_backend(group: dist.ProcessGroup, device: str) -> str:
-    """Return the name of the backend for calls of ``group`` on such tensors, in lower case."""
-    try:
-        return str(group._get_backend(torch.device(device)).name()).lower()
-    except RuntimeError:
-        return "none"
-
-
 def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
     """Return the backends of a group, with torch's names for their types, by device."""
     found: dict[torch.device, tuple[Any, Any]] = {}

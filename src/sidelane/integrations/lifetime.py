@@ -18,7 +18,7 @@ from sidelane import forks
 from sidelane.collectives.side_stream import SideStream
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.integrations.fallback import Witness, name_of_backend
+from sidelane.integrations.fallback import Witness, kinds
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
@@ -69,7 +69,7 @@ class GroupLifetime:
         self._whose, self.rank, self.other = weakref.ref(group), group.rank(), other
         self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
         self.name = "undefined"
-        self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
+        self.names = {device.type: str(backend.name()).lower() for device, (_, backend) in kinds(other).items()}
         self.asked: tuple[str, str] | None = None
         self.owner = forks.Owner("process group")
         self._ended = ""  # words for its end

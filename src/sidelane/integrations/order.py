@@ -46,6 +46,7 @@ class RepeatedCall:
 
     Attributes:
         communicator: communicator that makes them.
+        dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
         calls: calls of the communicator, which have the choice of the last one.
@@ -56,8 +57,8 @@ class RepeatedCall:
     def __init__(self, communicator: Communicator, call: GroupCall) -> None:
         assert call.key is not None
         self.communicator, self._options = communicator, call.options
-        name, _, self._dtype, self._device = call.key
-        self._columns = name, dtype_name(self._dtype), self._device.type, SIDELANE
+        name, _, self.dtype, self.device = call.key
+        self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
@@ -68,10 +69,6 @@ class RepeatedCall:
     def make(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
         self._method(*[tensor.data for tensor in tensors], **self._options)
-
-    def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the communicator takes these tensors as they are."""
-        return are_plain(tensors, self._dtype, self._device)
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -130,7 +127,7 @@ class HostOrder:
 
     def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one; see :meth:`StreamOrder.repeat`."""
-        if is_async or not call.takes(tensors):
+        if is_async or not are_plain(tensors, call.dtype, call.device):
             return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
         self.alone(lambda: call.make(tensors))
         return EndedWork(tensors[:1])
@@ -240,7 +237,7 @@ class StreamOrder:
             side.follow()
             if call.communicator.make_again(call.kind, given, call.details, side.handle):
                 return self._guard.work_on(side, tensors, tensors[:1])
-        if not call.takes(tensors):
+        if not are_plain(tensors, call.dtype, call.device):
             return None
         return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
 

@@ -28,7 +28,7 @@ from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
-from sidelane.session.answers import measured_by_rank_0, recall, remember
+from sidelane.session.answers import recall, remember
 
 AUTO = "auto"
 MOST_PIECES = 64
@@ -218,7 +218,7 @@ class FusedOperator:
         if reason:
             return Selection(Method(UNFUSED), reason)
         return choose_method(
-            _tables(comm),
+            tables_of(comm),
             self.name,
             comm.world_size,
             sizes,
@@ -231,7 +231,7 @@ class FusedOperator:
 
     def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> ProblemSizes:
         """Return one list of sizes for all ranks, whose own may differ. Collective."""
-        _tables(comm)
+        tables_of(comm)
         own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
         of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
         comm.all_gather(of_all, own)
@@ -278,18 +278,35 @@ def explain(
     return OPERATORS[op].explain(comm, call, captured=captured)
 
 
-_TABLES = "fused operators"
+def tables_of(comm: Communicator) -> FusedTimes:
+    """Return rank 0's tables of times on all ranks, by which they choose alike. Collective, the first time.
+
+    Raises:
+        UnavailableError: the tables were not sent yet, and a graph is being captured.
+    """
+    found: FusedTimes | None = comm.kept.get(tables_of)
+    if found is None:
+        if is_captured(comm):
+            allowed = "allowed=after an eager call, or explain"
+            raise UnavailableError(f"fused operators: auto while a graph is captured ({allowed})")
+        content = b""
+        if comm.rank == 0:
+            tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
+            rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
+            content = json.dumps(rows).encode()
+        sent = json.loads(_sent_by_rank_0(comm, content))
+        found = comm.kept[tables_of] = {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in sent.items()}
+    return found
 
 
-def _tables(comm: Communicator) -> FusedTimes:
-    """Return rank 0's tables on all ranks; the first time collective."""
-
-    def read() -> str:
-        tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
-        return json.dumps({where: [time.to_dict() for time in times] for where, times in tables.items()})
-
-    return measured_by_rank_0(comm, _TABLES, read, _parse)
-
-
-def _parse(text: str) -> FusedTimes:
-    return {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in json.loads(text).items()}
+def _sent_by_rank_0(comm: Communicator, content: bytes) -> bytes:
+    length = torch.tensor([len(content)], dtype=torch.int64, device=comm.device)
+    comm.broadcast(length, root=0)
+    comm.synchronize()  # raises if a peer failed, so that the length is one
+    words = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+    if comm.rank == 0:
+        words.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    words = words.to(comm.device)
+    comm.broadcast(words, root=0)
+    comm.synchronize()
+    return bytes(words.cpu().tolist())
