@@ -82,7 +82,7 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                     slice_bags=cut,
                 )
                 kept.append((result.clone(), expected))
-            unfused = embedding.unfused(
+            unfused = embedding.unfused_bags(
                 *(comm, own, indices.to(device), offsets.to(device), counts),
                 mode=mode,
                 per_sample_weights=None if weights is None else weights.to(device),

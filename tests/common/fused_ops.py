@@ -122,7 +122,7 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             kept.append((result, expected))
         check_all(comm, kept)
         weight, x = torch.ones(20, 8), torch.ones(3, 8)
-        check_close(gemv.unfused(comm, weight, x), torch.full((3, 20), 8.0 * n).double(), "unfused")
+        check_close(gemv.unfused_gemv(comm, weight, x), torch.full((3, 20), 8.0 * n).double(), "unfused")
     return len(kept)
 
 
@@ -153,7 +153,7 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             options = {"scale": None if scale is None else scale.to(device)}
             draws.late()
             kept.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, **options), expected))
-            unfused = gemv.unfused(comm, weight, x, **options)
+            unfused = gemv.unfused_gemv(comm, weight, x, **options)
             assert (unfused.double().cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
         check_all(comm, kept)
     return len(kept)
@@ -301,7 +301,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
             )
         check_all(comm, kept)
         x, weight = torch.full((2, 4), 1.0), torch.full((4,), 2.0)
-        y, total = rms_norm.unfused(comm, x, x, weight)
+        y, total = rms_norm.unfused_norm(comm, x, x, weight)
         check_close(total, torch.full((2, 4), n + 1.0).double(), "unfused")
         check_close(y, torch.full((2, 4), 2.0).double(), "unfused")
     return len(kept) // 2

@@ -4,7 +4,7 @@
 """embedding_all_to_all: pool the bags of all local tables, and store the results straight into the peers' outputs.
 
 Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
-[local batch, tables x dim] (``unfused``; the fused operators paper, section III.A, Figure 6).
+[local batch, tables x dim] (``unfused_bags``; the fused operators paper, section III.A, Figure 6).
 
 Any block of two ranks, ``remote_first``; s signals a slice after its last bag::
 
@@ -283,7 +283,7 @@ class EmbeddingAllToAll(KernelHandle):
                 self.place_of(out)
         with torch.no_grad():  # as the kernel
             bags = indices, offsets, self.tables.counts
-            result = unfused(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
+            result = unfused_bags(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
             return result if out is None else out.copy_(result)
 
     def place_of(self, output: torch.Tensor) -> tuple[int, int]:
@@ -367,7 +367,7 @@ def embedding_all_to_all(
     return found
 
 
-def unfused(
+def unfused_bags(
     comm: Communicator,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,

@@ -4,7 +4,7 @@
 """The backward of embedding_all_to_all: gradients of pooled bags travel to the tables' owners, which scatter them.
 
 Equivalent: a copy out of the layout [local batch, tables x dim], an all-to-all, and the backward of ``embedding_bag``
-for each local table (autograd of ``embedding.unfused``).
+for each local table (autograd of ``embedding.unfused_bags``).
 
 Block b of two ranks; it scatters the gradients of all blocks b, its own rank's first, while the others' travel::
 

@@ -338,7 +338,7 @@ def gemv_all_reduce(
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
-            UNFUSED: lambda pieces: functools.partial(unfused, comm),
+            UNFUSED: lambda pieces: functools.partial(unfused_gemv, comm),
         }
         return OperatorCall(key, (rows, columns, tokens), weight.element_size(), make)
 
@@ -347,7 +347,7 @@ def gemv_all_reduce(
     return found
 
 
-def unfused(
+def unfused_gemv(
     comm: Communicator,
     weight: torch.Tensor,
     x: torch.Tensor,

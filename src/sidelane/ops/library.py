@@ -133,7 +133,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     if 1 <= tokens <= gemv.MOST_TOKENS:
         return gemv.gemv_all_reduce(ranks, weight, x.contiguous())
     if not 1 <= tokens * rows <= MOST_ELEMENTS:
-        return gemv.unfused(ranks, weight, x)
+        return gemv.unfused_gemv(ranks, weight, x)
     step = max(gemv.MOST_TOKENS, power_of_two(tokens) // 16)  # each shape keeps a workspace: at most 16 an octave
     padded = min(-(-tokens // step) * step, MOST_ELEMENTS // rows)
     filled, factor = in_rows(x), in_rows_or_columns(weight)
@@ -168,7 +168,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`sidelane.ops.all_reduce_rms_norm`; more tokens than its limit are reduced and normalised unfused."""
     if x.shape[0] > rms_norm.MOST_TOKENS or not x.shape[0]:
-        return rms_norm.unfused(communicator(comm), x, residual, weight, eps=eps)
+        return rms_norm.unfused_norm(communicator(comm), x, residual, weight, eps=eps)
     return rms_norm.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
 
 

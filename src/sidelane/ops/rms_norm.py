@@ -237,7 +237,7 @@ def all_reduce_rms_norm(
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
-            UNFUSED: lambda pieces: functools.partial(unfused, comm),
+            UNFUSED: lambda pieces: functools.partial(unfused_norm, comm),
         }
         return OperatorCall(key, (tokens, hidden), x.element_size(), make)
 
@@ -256,7 +256,7 @@ def all_reduce_rms_norm(
     return found
 
 
-def unfused(
+def unfused_norm(
     comm: Communicator,
     x: torch.Tensor,
     residual: torch.Tensor | None,
