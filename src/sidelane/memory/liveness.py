@@ -226,7 +226,8 @@ def users_call() -> str:
         function = frame.f_code.co_qualname.removesuffix(".__init__")
         if "<locals>" not in function and not function.rpartition(".")[2].startswith("_"):  # no wrapper
             room, package = module.rpartition(".")[2], module.partition(".")[0]
-            if package == "sidelane" and function[0].islower() and room != function:
+            public = (room, *sys.modules["sidelane"].__all__)
+            if package == "sidelane" and function[0].islower() and function not in public:
                 name = f"{room}.{function}"
             elif package in _LIBRARIES[:2]:
                 name = function

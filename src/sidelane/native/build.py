@@ -5,12 +5,15 @@ when the package is installed: wheels stay pure, and a machine without a compile
 
 Loaded code runs with all rights of this process. So it is kept in a folder and files that belong to this user and that
 nobody else can write. If the user's cache is not like that, every process compiles for itself.
+
+The side effects of a repeated call, in the form that the module carries out, stand at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import importlib.machinery
@@ -30,7 +33,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sidelane import log, ranges
 from sidelane.config import cache_folder
@@ -270,3 +273,22 @@ def _run(command: list[str]) -> None:
             raise
     if child.returncode:
         raise RuntimeError(f"{name} failed: {said.decode(errors='replace').strip() or child.returncode}")
+
+
+class Effect(enum.IntEnum):
+    """Kind of a side effect on the target, name and value of a :data:`Note`."""
+
+    SET = 0
+    """``target.name = value``"""
+    SET_NUMBER = 1
+    """``target.name = number of the call``"""
+    SET_PAIR = 2
+    """``target.name = (number of the call, value)``"""
+    APPEND_PAIR = 3
+    """``target((number of the call, value))``: a bound ``append``"""
+    COUNT = 4
+    """``target[0] += 1``, of a list"""
+
+
+Note = tuple[Effect, Any, str, Any]
+"""A side effect: (effect, target, name, value)."""
