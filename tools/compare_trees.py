@@ -34,7 +34,7 @@ COLLECTIVES = (
     *("--max-bytes", "1G", "--implementations", "dma,auto", "--variants", "b2b,pcpy", "--iterations", "9"),
     "--no-profile",
 )
-HOST = ("host", "--batches", "15", "--implementations", "dma,sm,auto", "--variants", "one_shot,b2b,alternating")
+HOST = ("host", "--batches", "15", "--implementations", "dma,sm,auto", "--variants", "one_shot,b2b,striped")
 ENTER = ("-c", "from sidelane.cli import main; main()")
 
 Times = dict[tuple[str, ...], float]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from alternating import alternation
+
 from attack.edits import at, changed, deleted, edited, places, reflagged, replaced, rewritten, without_flag
-from sidelane.program.builders import Transport, alternation, build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import (
     Buffer,
     Collective,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from alternating import Alternation, alternation, flags_of, staging_of
+
 from attack.contracts import own
 from attack.edits import reflagged, respanned, rewritten
 from attack.programs import WORLDS, collective, formed, program
-from sidelane.program.builders import alternation
-from sidelane.program.builders.alternating import Alternation, flags_of, staging_of
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Kind, Span
 from sidelane.program.ir import Flag, Program
 

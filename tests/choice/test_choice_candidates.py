@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from choices import ALTERNATING, B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
+from choices import B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
 from sidelane.choice import Abilities, Candidate, candidates, choose, illegal_reason
-from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
+from sidelane.choice.candidate import (
+    BESIDE_KERNEL_BYTES,
+    BESIDE_KERNEL_KINDS,
+    DMA,
+    IMPLEMENTATIONS,
+    SM,
+    everything,
+    find,
+)
 from sidelane.config import COMPUTE
 from sidelane.program import collective as define
-from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import Variant
@@ -59,13 +66,15 @@ def test_equals_go_by_preference():
     assert choose(apart, gather(1024)).candidate == PCPY
 
 
-def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
+def test_beside_compute_reductions_launch_kernels_on_few_units_and_small_moves_any():
     for call in calls_of_all_kinds():
         if call.beside == COMPUTE:
             kernels = [found.variant for found in candidates(call) if found.launches_kernels]
-            assert all(call.kind in REDUCING and Variant.of(variant).narrow for variant in kernels), call
+            small = call.kind in BESIDE_KERNEL_KINDS and not call.listed and call.nbytes <= BESIDE_KERNEL_BYTES
+            assert all(small or (call.kind in REDUCING and Variant.of(name).narrow) for name in kernels), call
     assert ONE_SHOT in candidates(gather())
-    assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
+    assert ONE_SHOT in candidates(gather(BESIDE_KERNEL_BYTES, beside=COMPUTE))
+    assert ONE_SHOT not in candidates(gather(BESIDE_KERNEL_BYTES + 4, beside=COMPUTE))
     reduction = CallShape(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
     assert [found.variant for found in candidates(reduction) if found.implementation == SM] == [
         "one_shot_narrow",
@@ -81,11 +90,7 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), Candidate(DMA, "swap"), "equal counts"),
         (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), ONE_SHOT, "equal counts"),
         (CallShape(Kind.ALL_GATHER, 16, 4096), ONE_SHOT, "ranks at most"),
-        (gather(4 * SLOT_BYTES + 4), ALTERNATING, "slot"),
-        (gather(SLOT_BYTES + 1, even=False), ALTERNATING, "slot"),
-        (CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
-        (gather(beside=COMPUTE), ALTERNATING, "may wait"),
-        (gather(listed=True), ALTERNATING, "one tensor"),
+        (gather(64 << 20, beside=COMPUTE), ONE_SHOT, "takes compute units"),
         (CallShape(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
         (CallShape(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "in ordinary memory it is two_shot"),
         (gather(listed=True, mixed=True), ONE_SHOT, "every kind"),
@@ -99,15 +104,6 @@ def test_what_is_not_legal_says_why(call: CallShape, candidate: Candidate, reaso
     assert reason in illegal_reason(call, candidate)
     assert candidate not in candidates(call)
     assert not illegal_reason(gather(), B2B)
-
-
-def test_a_copy_that_every_program_needs_is_no_objection():
-    for call in (
-        gather(beside=COMPUTE, symmetric=False),
-        CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES, in_place=True, beside=COMPUTE),
-        gather(4 * SLOT_BYTES, captured=True),
-    ):
-        assert not illegal_reason(call, ALTERNATING), call
 
 
 def test_implementations_that_a_machine_lacks():

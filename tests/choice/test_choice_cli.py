@@ -100,12 +100,12 @@ def test_a_table_from_results(tmp_path: Path, machine: str):
 
 def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
     shown = run(
-        "explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--beside", "compute", "--commands"
+        "explain", "all_gather", "16M", "--machine", "h200x4", "--in-place", "--beside", "compute", "--commands"
     )
     assert shown.exit_code == 0, shown.output
     words = " ".join(shown.output.split())
     for text in (
-        "all_gather of 64K among 4 ranks, bfloat16, in place, eager, beside compute on 4 x NVIDIA H200 by the built-in",
+        "all_gather of 16M among 4 ranks, bfloat16, in place, eager, beside compute on 4 x NVIDIA H200 by the built-in",
         "auto takes copy engines (dma ",
         "us expected",
         "built-in table h200x4",
@@ -183,7 +183,6 @@ def test_explain_a_list():
     words = " ".join(shown.output.split())
     assert "all_gather of 640K among 4 ranks, bfloat16, 10 tensors, in place" in words
     assert f"{10 * 3 * _halves(words)} peer copies" in words
-    assert "takes one tensor a call" in words
     for machine in ("cpu", "mi300x8"):
         assert explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=1000, machine=machine, tensors=3)).submitted
 

@@ -333,11 +333,7 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
         ("collective --variants foo,b2b", ["no such variant", "value=foo,", "allowed=b2b, striped", "swap"]),
         ("collective --collective all_gather --variants swap", ["for all_gather", "value=swap"]),
         ("collective --variants b2b+graph", ["value=b2b+graph"]),
-        ("collective --variants alternating+prelaunch", ["allowed=b2b, striped", "also with +prelaunch"]),
-        (
-            "collective --tensors 8 --variants alternating",
-            ["dma for lists of", "value=alternating, allowed=b2b, striped"],
-        ),
+        ("collective --variants one_shot+prelaunch", ["allowed=b2b, striped", "also with +prelaunch"]),
         ("collective --implementations foo", ["value=foo, allowed=gloo, dma, auto"]),
         ("collective --launch graph", ["value=graph, allowed=eager"]),
         ("chain --variants swap", ["for all_gather", "value=swap"]),

@@ -46,6 +46,11 @@ def test_no_bytes_and_one_rank(pool: RankPool, n: int) -> None:
     pool.run(sweeps.reducing_sweep, n, (torch.float32,), (5,))
 
 
+@pytest.mark.parametrize(("n", "seed"), [long(2, 1), (3, 2), long(8, 4)])
+def test_calls_of_every_kind_in_turn(pool: RankPool, n: int, seed: int) -> None:
+    pool.run(sweeps.of_every_kind, n, seed, {2: 1000, 3: 300, 8: 80}[n], timeout_s=150)
+
+
 def test_large_messages(pool: RankPool) -> None:
     pool.run(sweeps.large_messages, 3)
 

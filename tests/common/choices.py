@@ -16,7 +16,7 @@ from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane_lab.studies.fused import kept
 
-B2B, PCPY, BCST, ALTERNATING = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst", "alternating"))
+B2B, PCPY, BCST = (Candidate(DMA, name) for name in ("b2b", "pcpy", "bcst"))
 ONE_SHOT = Candidate(SM, "one_shot")
 KEY = MachineKey("cuda", "NVIDIA H999", 4, "18 to a switch", (("driver", "1.0"), ("torch", "2.0")))
 

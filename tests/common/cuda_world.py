@@ -16,7 +16,6 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build, variants, writes_into_outputs
-from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import lower
@@ -114,8 +113,8 @@ class World:
     def features(self, peer_writes: bool) -> DriverFeatures:
         return DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=peer_writes, copy_batches=True)
 
-    def load(self, program: Program, *, frozen: bool = False, staging_distance: int | None = None) -> Loaded:
-        return Loaded(self, program, frozen, staging_distance)
+    def load(self, program: Program, *, frozen: bool = False) -> Loaded:
+        return Loaded(self, program, frozen)
 
     def start(self, ranks: Sequence[Any]) -> None:
         """Start a program that is loaded on all ranks."""
@@ -160,7 +159,7 @@ class World:
 class Loaded:
     """A program on all ranks, with its buffers."""
 
-    def __init__(self, world: World, program: Program, frozen: bool, staging_distance: int | None = None) -> None:
+    def __init__(self, world: World, program: Program, frozen: bool) -> None:
         self.world, self.program, self.collective = world, program, program.collective
         self.memory = {
             (rank, buffer): np.zeros(max(1, program.buffer_bytes(rank, buffer)), np.uint8)
@@ -168,16 +167,11 @@ class Loaded:
             for buffer in Buffer
         }
         world.owned.append(self.memory)
-        if staging_distance is not None:
-            staging = np.zeros(world.world_size * staging_distance, np.uint8)
-            for rank in range(world.world_size):
-                assert program.staging_bytes[rank] <= staging_distance
-                self.memory[rank, Buffer.STAGING] = staging[rank * staging_distance :][:staging_distance]
         buffers = {place: array.ctypes.data for place, array in self.memory.items()}
         offset = 4 * FLAGS if frozen else 0
         assert program.flag_count <= FLAGS
         flags = tuple(flags.ctypes.data + offset for flags in world.flags)
-        addresses = Addresses(buffers, flags, spread=staging_distance is not None)
+        addresses = Addresses(buffers, flags)
         self.ranks: list[CudaProgram] = [
             executor.load(program, addresses, captured=frozen) for executor in world.executors
         ]
@@ -266,6 +260,4 @@ def programs(world_size: int) -> list[Program]:
                 if writes_into_outputs(variant) and transport is not Transport.PUSH:
                     continue
                 made.append(lower(build(collective, variant, transport), {Copy}))
-    for collective, _ in cases[:-2]:
-        made += [alternating(collective, 1, slot_bytes=256), alternating(collective, 0, slot_bytes=256, opening=True)]
     return made

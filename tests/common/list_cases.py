@@ -234,7 +234,7 @@ def streams_of_calls(group: dist.ProcessGroup, seed: int, calls: int) -> None:
             if delays.random() < 0.2:
                 time.sleep(delays.random() * 0.003)
             if rng.random() < 0.5:
-                comm.all_gather(single, torch.full((3,), float(comm.rank)), variant=rng.choice(("auto", "alternating")))
+                comm.all_gather(single, torch.full((3,), float(comm.rank)), variant=rng.choice(("auto", "striped")))
             work = case.call(variant=rng.choice(("auto", "b2b", "pcpy")), async_op=rng.random() < 0.3)
             if work is not None:
                 work.wait()
@@ -325,7 +325,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             (TypeError, lambda: comm.all_gather(outputs, [inputs[0], 3])),
             (ValueError, lambda: comm.all_gather(outputs, inputs[:1])),
             (ValueError, lambda: comm.all_gather(outputs, inputs[::-1])),
-            (ValueError, lambda: comm.all_gather(outputs, inputs, variant="alternating")),
+            (ValueError, lambda: comm.all_gather(outputs, inputs, variant="relay")),
             (ValueError, lambda: comm.all_gather(outputs, inputs, variant="one_shot_narrow")),
             (ValueError, lambda: comm.all_gather(outputs, inputs, variant="bcst")),
             (ValueError, lambda: comm.all_gather(overlapping, pairs(4, 4)[1])),

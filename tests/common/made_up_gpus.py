@@ -61,7 +61,6 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "VirtualMemory"),
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "settle"),
-        mock.patch.object(backend_cuda.CudaBackend, "spread", return_value=None),
         mock.patch.object(session, "make_backend", backend_cuda.CudaBackend),
         mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),

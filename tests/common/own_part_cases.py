@@ -15,10 +15,9 @@ from sidelane import Communicator
 from sidelane.choice.candidate import everything
 from sidelane.errors import MismatchError, PeerError
 from sidelane.program.builders import build
-from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Kind, all_to_all
 
-VARIANTS = ("auto", "b2b", "pcpy", "striped", "alternating", "b2b+prelaunch")
+VARIANTS = ("auto", "b2b", "pcpy", "striped", "b2b+prelaunch")
 
 
 class Exchange:
@@ -64,8 +63,6 @@ def equal_parts(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes
         }
         cases = itertools.product(dtypes, sizes, (False, True), [name for name in VARIANTS if name in names])
         for number, (dtype, numel, symmetric, variant) in enumerate(cases):
-            if variant.startswith("alternating") and comm.world_size * numel * dtype.itemsize > SLOT_BYTES:
-                continue  # refused: more than its slots hold
             case = Exchange(comm, number, numel, dtype, symmetric=symmetric)
             for turn in range(3):
                 case.fill(10_000 * turn + number)

@@ -198,7 +198,6 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             (output.transpose(0, 1).contiguous().transpose(0, 1), given, even),
             (output, output.view(2, 4, 3 * n), even),
             (output, given, {**even, "variant": "swap"}),
-            (output, given, {**even, "variant": "alternating"}),
             ([output, output], [given, given[0]], even),
             ([output], given, even),
         ]

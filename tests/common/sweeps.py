@@ -319,13 +319,13 @@ def delay() -> None:
         time.sleep(0.005)
 
 
-def alternating(group: dist.ProcessGroup, seed: int, calls: int) -> None:
-    """Calls that take turns, of every kind and at random sizes, mixed with others, nobody waiting for anybody."""
+def of_every_kind(group: dist.ProcessGroup, seed: int, calls: int) -> None:
+    """Calls of every kind and at random sizes, mixed with others, nobody waiting for anybody."""
     draw = random.Random(seed)  # the same on every rank
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         mine = random.Random(seed + 1 + rank)
-        variants = ["b2b", "auto", *["alternating"] * 4]
+        variants = ["b2b", "auto", "striped", "pcpy"]
         heap = comm.empty(n * 5000, dtype=torch.uint8)
         pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for call in range(calls):

@@ -40,13 +40,12 @@ def profiled(context: Context, numel: int) -> Seen:
         look("all_gather", lambda: comm.all_gather(whole, shard, variant="b2b"))
         look("all_gather in place", lambda: comm.all_gather(whole, part, variant="b2b"))
         look("all_gather beside compute", lambda: comm.all_gather(whole, shard, beside="compute"))
-        look("all_gather in turn", lambda: comm.all_gather(whole, part, variant="alternating"))
         look("all_to_all", lambda: comm.all_to_all(other, source, variant="b2b"))
         look("all_to_all beside compute", lambda: comm.all_to_all(other, source, beside="compute"))
         look("all_reduce", lambda: comm.all_reduce(source, variant="b2b"))
         if SM in comm.abilities.implementations:
             look("all_gather one_shot", lambda: comm.all_gather(whole, shard, variant="one_shot"))
-        for variant in ("b2b", "alternating"):
+        for variant in ("b2b", "striped"):
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             with torch.cuda.graph(graph, stream=stream):
                 comm.all_gather(whole, part, variant=variant)

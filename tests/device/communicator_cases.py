@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-import random
 import signal
 import threading
 import time
@@ -260,80 +258,6 @@ def captured(context: Context, replays: int) -> None:
                 graph.replay()
             torch.cuda.synchronize()
             comm.synchronize()
-    finally:
-        torch.set_default_device(None)
-
-
-def graphs_in_turn(context: Context, seed: int, steps: int) -> list[str]:
-    """Graphs of 1, 2 and 3 calls that take turns, replayed in any order with eager calls between, nobody waiting.
-
-    Returns:
-        The variants that were captured, call by call.
-    """
-    device = context.device
-    torch.set_default_device(device)
-    try:
-        with Communicator(device=device, config=Config(timeout_s=30)) as comm:
-            n, rank, size = comm.world_size, comm.rank, (1021, 40_003)[seed]  # rows, and parts too large for that
-            slots = comm.lane.preparer._stagings[2]
-            assert slots.is_spread, "one copy takes all rows"
-            assert len({after - before for before, after in itertools.pairwise(slots.addresses)}) == 1
-            draw, mine = random.Random(seed), random.Random(seed + 1 + rank)
-            gathered, shard, swapped = torch.empty(n * size), torch.empty(size), torch.empty(n * size)
-            whole = comm.empty(n * size)
-            part = whole[rank * size : (rank + 1) * size]
-            outputs = {"gather": gathered, "gather in place": whole, "exchange": swapped}
-
-            def call(name: str, variant: str) -> None:
-                if name == "gather":
-                    comm.all_gather(gathered, shard, variant=variant)
-                elif name == "gather in place":
-                    comm.all_gather(whole, part, variant=variant)
-                else:
-                    comm.all_to_all(swapped, swapped, variant=variant)
-
-            def fill(step: int) -> dict[str, torch.Tensor]:
-                inputs = [numbers(1000 * seed + step, r, n * size, torch.float32) for r in range(n)]
-                for output in outputs.values():
-                    output.fill_(float("nan"))
-                shard.copy_(inputs[rank][:size])
-                part.copy_(inputs[rank][:size])
-                swapped.copy_(inputs[rank])
-                everyone = torch.cat([tensor[:size] for tensor in inputs])
-                exchanged = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
-                return {"gather": everyone, "gather in place": everyone, "exchange": exchanged}
-
-            contents = [("gather in place",), ("exchange", "gather"), ("gather", "gather in place", "exchange")]
-            graphs, variants = [], []
-            for names in contents:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    for name in names:
-                        call(name, "alternating")
-                        submitted = comm.last_submitted()
-                        assert submitted is not None
-                        variants.append(submitted.variant)
-                graphs.append(graph)
-            pending = []
-            for step in range(steps):
-                if mine.random() < 0.1:
-                    torch.cuda._sleep(2_000_000)
-                expected = fill(step)
-                if draw.random() < 0.6:
-                    number = draw.randrange(len(graphs))
-                    graphs[number].replay()
-                    names = contents[number]
-                else:
-                    names = (draw.choice(list(outputs)),)
-                    call(names[0], draw.choice(("alternating", "alternating", "b2b")))
-                pending += [(f"{step}: {name}", outputs[name].clone(), expected[name]) for name in names]
-            for text, found, right in pending:
-                assert same_bytes(found, right), text
-            for _ in range(100):  # one call in each, so that only openings follow each other
-                graphs[0].replay()
-            torch.cuda.synchronize()
-            comm.synchronize()
-            return variants
     finally:
         torch.set_default_device(None)
 

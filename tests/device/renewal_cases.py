@@ -21,9 +21,9 @@ from sidelane import Communicator, Config
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
     ("all_gather", "striped", 1 << 16, torch.int32),
-    ("all_gather", "alternating", 321, torch.int64),
+    ("all_gather", "pcpy", 321, torch.int64),
     ("all_gather", "one_shot", 1000, torch.float32),
-    ("all_to_all", "alternating", 4096, torch.float32),
+    ("all_to_all", "pcpy", 4096, torch.float32),
     ("all_reduce", "b2b", 5000, torch.float32),
     ("all_reduce", "two_shot", 100_000, torch.int32),
 )

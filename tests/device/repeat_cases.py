@@ -73,10 +73,10 @@ class Repeated:
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
     ("all_gather", "striped", 1 << 20, torch.int32),
-    ("all_gather", "alternating", 321, torch.int64),
+    ("all_gather", "pcpy", 321, torch.int64),
     ("all_gather", "one_shot", 1, torch.float32),
     ("all_gather", "one_shot", 1_000_003, torch.bfloat16),
-    ("all_to_all", "alternating", 4096, torch.float32),
+    ("all_to_all", "pcpy", 4096, torch.float32),
     ("all_to_all", "one_shot", 333, torch.int32),
     ("all_to_all", "auto", 1 << 18, torch.float16),
     ("reduce_scatter", "b2b", 5000, torch.float32),

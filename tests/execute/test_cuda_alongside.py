@@ -137,7 +137,6 @@ def test_rows_are_counted_as_calls() -> None:
 def test_every_builder_moves_the_right_bytes_in_rows(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "INLINE_BYTES", 0)
     monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
-    monkeypatch.setattr(copy_batches, "ROW_BYTES", 2)
     monkeypatch.setattr(copy_batches, "MOST_ROWS", 1)
     in_rows = 0
     with world_of(3) as world:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +20,7 @@ from sidelane.errors import CommunicatorClosedError, PeerTimeoutError
 from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import loaded as loaded_module
-from sidelane.execute.cuda import virtual as mirror_module
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.virtual import Mirror
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program
@@ -293,83 +289,6 @@ def test_the_identity_of_a_tensor_tells_apart_what_is_checked() -> None:
     assert len(found) == len({tuple(map(id, pair)) for pair in pairs})
     assert identities((whole, whole)) == identities((whole.view(16), whole.detach()))
     assert identities((number, number)) != identities((number, number.conj()))
-
-
-class Api:
-    """As much of the driver's interface as a mirror needs; ``refuse`` names the call that fails, at its last turn."""
-
-    class CUmemLocationType:
-        CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-    class CUmemAccess_flags:
-        CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-    CUdeviceptr = CUmemGenericAllocationHandle = int
-
-    def CUmemAccessDesc(self) -> SimpleNamespace:
-        return SimpleNamespace(location=SimpleNamespace())
-
-
-class MappingDriver(FakeDriver):
-    """Allocations of 100 bytes at multiples of 1,000."""
-
-    def __init__(self, refuse: str = "") -> None:
-        super().__init__()
-        self.refuse, self.log = refuse, []
-
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        self.log.append((name, *arguments[:2]))
-        if name == self.refuse and sum(entry[0] == name for entry in self.log) == 3:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE", name)
-        (first, *_) = arguments or (0,)
-        ranges = (first // 1000 * 1000, 100)
-        return {"cuMemGetAddressRange": ranges, "cuMemAddressReserve": 70_000}.get(name, first)
-
-
-def test_a_mirror_maps_blocks_evenly_and_unmaps_them_behind_all_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "load_api", Api)
-    driver = MappingDriver()
-    mirror = Mirror(driver, (3000, 1008, 9000))
-    assert mirror.addresses == (70_000, 70_108, 70_200)
-    assert [entry[1:] for entry in driver.log if entry[0] == "cuMemMap"] == [(70_000 + 100 * i, 100) for i in range(3)]
-    assert not any(entry[0] == "cuMemUnmap" for entry in driver.log)
-    del mirror
-    gc.collect()
-    assert [entry[0] for entry in driver.log[-5:]] == ["cuCtxSynchronize", *["cuMemUnmap"] * 3, "cuMemAddressFree"]
-    driver.stop()
-
-
-@pytest.mark.parametrize("refuse", ["cuMemMap", "cuMemRetainAllocationHandle", "cuMemSetAccess", "cuMemUnmap"])
-def test_a_mirror_that_fails_halfway_leaves_nothing(refuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "load_api", Api)
-    driver = MappingDriver(refuse)
-    with contextlib.suppress(DriverError):
-        Mirror(driver, (3000, 1000, 9000))
-    gc.collect()
-    names = [entry[0] for entry in driver.log]
-    retained = names.count("cuMemRetainAllocationHandle") - (refuse == "cuMemRetainAllocationHandle")
-    assert names.count("cuMemRelease") == retained
-    assert names.count("cuMemUnmap") == names.count("cuMemMap") - (refuse == "cuMemMap")
-    assert names[-1] == "cuMemAddressFree"
-    driver.stop()
-
-
-def test_blocks_that_cannot_be_mapped_evenly_stay_where_they_are(pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(driver: FakeDriver, blocks: tuple[int, ...]) -> SimpleNamespace:
-        if blocks[0] != 10:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE", "cuMemMap")
-        return SimpleNamespace(addresses=(100, 200))
-
-    monkeypatch.setattr(backend_cuda, "Mirror", refuse)
-    blocks = [SimpleNamespace(addresses=addresses) for addresses in ((10, 25), (11, 25), (10,))]
-    spread, refused, alone = (pair.backends[0].spread(block) for block in blocks)
-    assert spread is not None
-    assert spread.addresses == (100, 200)
-    assert refused is None
-    assert alone is None
 
 
 def test_the_fake_driver_notices_calls_without_its_device() -> None:

@@ -12,28 +12,23 @@ from sidelane.execute.cuda.calls import (
     LaunchReduce,
     Memcpy,
     MemcpyBatch,
-    MemcpyRows,
     MemOps,
-    Operand,
     RecordEvent,
     RecordStamp,
     Route,
-    StreamCall,
     StreamPlan,
     WaitEvent,
     WaitValue,
     WriteValue,
     choose_route,
 )
-from sidelane.execute.cuda.copy_batches import join_rows
 from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
 from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
-from sidelane.program.builders import ROW_BYTES, Transport, build, variants
-from sidelane.program.builders.alternating import alternating
-from sidelane.program.collective import Buffer, Kind, Span
+from sidelane.program.builders import Transport, build, variants
+from sidelane.program.collective import Kind, Span
 from sidelane.program.ir import (
     EPOCH,
     Copy,
@@ -110,47 +105,6 @@ def test_in_a_graph_the_own_part_is_joined_before_the_signals_and_the_end_follow
     assert [type(copy) for copy in copies] == [Memcpy] * 3 and isinstance(join, WaitEvent)
     *_, wait, end, reset = last.ops
     assert isinstance(wait, WaitValue) and end == WriteValue(HostWord.BUSY, Value(0)) and reset.target == wait.flag
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_in_a_graph_small_parts_are_rows_and_flags_are_reset_beside_them(in_place: bool) -> None:
-    program = alternating(all_gather(4, in_place=in_place), 0, frozen=True)
-    slot, signals, fork, rows, join = plan_calls(program, 2, captured=True).calls(0)
-    assert isinstance(slot, Memcpy) and [copy.src.rank for copy in rows.copies] == [0, 1, 2, 3]
-    assert [type(op) for op in signals.ops] == [WriteValue] * 4 + [WaitValue] * 3, "busy is behind what peers wait for"
-    wait, resets, end = plan_calls(program, 2, captured=True).calls(1)
-    assert (wait.event, join.event) == (fork.event, end.event)
-    assert [op.target for op in resets.ops[:3]] == [op.flag for op in signals.ops[4:]]
-    assert resets.ops[3:] == (WriteValue(HostWord.BUSY, Value(0)),)
-
-
-def test_large_parts_in_a_graph_are_single_copies_before_what_stands_beside_them() -> None:
-    """In the order of the capture: the driver gives the first branch the channel of what was before."""
-    plan = plan_calls(alternating(all_gather(4, ROW_BYTES + 16), 0, frozen=True), 2, captured=True)
-    order = [(step.stream, type(step.call)) for step in plan.steps[2:]]
-    moves, aside = [(0, RecordEvent), *[(0, Memcpy)] * 3], [(1, WaitEvent), (1, Memcpy), (1, MemOps), (1, RecordEvent)]
-    assert order == [*moves, *aside, (0, WaitEvent)]
-
-
-def test_only_equal_parts_of_rank_after_rank_are_rows() -> None:
-    def copy(rank: int, *, dst: int, src: int = 64, nbytes: int = 16) -> StreamCall:
-        ends = Operand(0, Buffer.OUTPUT, dst), Operand(rank, Buffer.STAGING, src)
-        return StreamCall(0, Memcpy(*ends, nbytes, within_rank=False))
-
-    first = copy(0, dst=0)
-    assert [type(step.call) for step in join_rows([first, copy(1, dst=16)])] == [MemcpyRows]
-    for other in (
-        copy(2, dst=16),
-        copy(1, dst=32),
-        copy(1, dst=16, src=80),
-        copy(1, dst=16, nbytes=8),
-        dataclasses.replace(copy(1, dst=16), stream=1),
-    ):
-        assert join_rows([first, other]) == (first, other)
-    large = [copy(rank, dst=rank * (ROW_BYTES + 1), nbytes=ROW_BYTES + 1) for rank in range(2)]
-    assert join_rows(large) == tuple(large)
-    pairs = join_rows([first, copy(1, dst=16), copy(0, dst=32), copy(1, dst=48)])
-    assert [len(step.call.copies) for step in pairs] == [2, 2]
 
 
 def test_stripes_begin_and_end_together() -> None:

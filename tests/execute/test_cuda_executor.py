@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_world import FLAGS, SLOT, SUM, World, programs, world_of
+from cuda_world import FLAGS, SUM, World, programs, world_of
 from fake_driver import Stream
 from started import start
 
@@ -18,8 +18,6 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import streams
 from sidelane.program import collective as define
 from sidelane.program.builders import build
-from sidelane.program.builders.alternating import alternating
-from sidelane.program.collective import Collective
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze, hold, prelaunch
 
@@ -79,37 +77,6 @@ def test_captured_programs_are_replayed_and_their_flags_come_back(
                 loaded.check(expected)
             assert all(kind != "rows" for driver in world.drivers for kind, _ in driver.submitted), "not mapped for it"
             assert not any(flags[FLAGS:].any() for flags in world.flags)
-
-
-@pytest.mark.parametrize("distance", [None, 3 * SLOT])
-@pytest.mark.parametrize(
-    "collective",
-    [
-        define.all_gather([24] * 3),
-        define.all_gather([24] * 3, in_place=True),
-        define.all_to_all([[8] * 3] * 3),
-        define.all_to_all([[8] * 3] * 3, in_place=True),
-        define.all_gather([5, 0, 9]),
-    ],
-    ids=str,
-)
-def test_captured_turns_move_the_right_bytes_as_rows_where_slots_lie_evenly(
-    collective: Collective, distance: int | None
-) -> None:
-    opening = alternating(collective, 0, slot_bytes=SLOT, opening=True, frozen=True)
-    with world_of(3) as world:
-        loaded = world.load(opening, frozen=True, staging_distance=distance)
-        graphs = world.captured(loaded.start)
-        for repeat in range(3):
-            expected = loaded.fill(repeat)
-            for driver in world.drivers:
-                driver.submitted.clear()
-            world.replay(graphs)
-            loaded.check(expected)
-            rows = [kind for kind, _ in world.drivers[0].submitted].count("rows")
-            even = len({nbytes for line in collective.counts for nbytes in line}) == 1
-            assert rows == (distance is not None and even)
-        assert not any(flags[FLAGS:].any() for flags in world.flags)
 
 
 def test_a_program_without_flags_runs_eagerly_and_in_graphs() -> None:

@@ -11,8 +11,7 @@ from cuda_world import FLAGS, world_of
 from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box
-from sidelane.execute.cuda.bind import accepted
-from sidelane.execute.cuda.copy_batches import MOST_PITCH
+from sidelane.execute.cuda.bind import MOST_PITCH, accepted
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build_batch
 from sidelane.program.collective import Buffer

@@ -288,8 +288,8 @@ def test_names_that_take_no_lists_are_refused_with_those_that_do() -> None:
         ValueError, match=r"take one tensor a call \(value=symm_mem, allowed=nccl, nccl_ce, dma, auto, sm\)"
     ):
         asked(implementations=("nccl", "symm_mem"))
-    with pytest.raises(ValueError, match=r"for lists of all_gather \(value=alternating, allowed=b2b, "):
-        asked(variants=("alternating",))
+    with pytest.raises(ValueError, match=r"for lists of all_gather \(value=one_shot_narrow, allowed=b2b, "):
+        asked(variants=("one_shot_narrow",))
     with pytest.raises(ValueError, match=r"value=one_shot_narrow"):
         asked(variants=("one_shot_narrow",))
     check_asked("cuda", (Kind.ALL_GATHER,), implementations=("sm",), variants=("one_shot",))

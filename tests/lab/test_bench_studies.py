@@ -246,7 +246,6 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
             "b2b",
             "striped",
             *variants,
-            "alternating",
         )
         for in_place in (False, True)
     }

@@ -93,7 +93,7 @@ def chain() -> Results:
         chain_row(1 << 20, "eager", "nccl_ce", "", 4100.0),
         chain_row(1 << 20, "eager", "symm_mem", "", None),
         chain_row(1 << 20, "eager", "auto", "one_shot", 5050.0),
-        chain_row(1 << 20, "eager", "dma", "alternating+graph", 5000.0, in_place=False),
+        chain_row(1 << 20, "eager", "dma", "striped+graph", 5000.0, in_place=False),
         chain_row(1 << 20, "prelaunched", "dma", "b2b", 4000.0),
         chain_row(1 << 20, "prelaunched", "dma", "pcpy", None),
         chain_row(4 << 20, "graph", "dma", "b2b", 200.0),
@@ -122,7 +122,7 @@ def test_the_fastest_of_each_size_is_set_off():
 def test_the_chain_begins_with_the_fastest_of_both_sides():
     first, *others = tables_of(chain())
     assert [(line.cells, line.best) for line in first.lines] == [
-        (("1M", "eager", "alternating+graph out", "5000", "5050", "nccl window out", "4040", "0.808"), False),
+        (("1M", "eager", "striped+graph out", "5000", "5050", "nccl window out", "4040", "0.808"), False),
         # Libraries have no prelaunched calls: what they do eagerly is what there is.
         (("1M", "prelaunched", "b2b in", "4000", "-", "nccl window out", "4040", "1.010"), True),
         (("4M", "graph", "one_shot in", "190", "190", "", "-", "-"), False),

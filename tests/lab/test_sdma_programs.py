@@ -18,7 +18,7 @@ from worlds import Rig
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.program.batch import Batch
-from sidelane.program.builders import ALTERNATING, Transport, algorithms, alternation, build, build_batch, list_variants
+from sidelane.program.builders import Transport, algorithms, build, build_batch, list_variants
 from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
     Buffer,
@@ -82,11 +82,6 @@ def programs(n: int, draw: random.Random) -> Iterator[tuple[Program, ...]]:
     """Every algorithm of every collective, with a transport and a transform drawn at random."""
     for collective in collectives(n, draw):
         for algorithm in algorithms(collective.kind):
-            if algorithm.in_turns:
-                assert algorithm.name == ALTERNATING
-                found = alternation(collective, frozen=draw.random() < 0.5, slot_bytes=8192)
-                yield found.turns
-                continue
             transport = draw.choice(list(Transport))
             try:
                 program = build(collective, algorithm.name, transport)
@@ -112,7 +107,7 @@ def test_every_program_moves_the_right_bytes(n: int) -> None:
         world = World(turns, draw.randrange(2**32))
         run_together(world.callers(), world.draw)
         moved[turns[0].variant.partition("+")[0]] += 1
-    assert {"pcpy", "b2b", "bcst", "swap", "striped", "relay", "alternating"} <= moved.keys()
+    assert {"pcpy", "b2b", "bcst", "swap", "striped", "relay"} <= moved.keys()
 
 
 def run_in_processes(group: dist.ProcessGroup, seed: int) -> int:
@@ -219,13 +214,10 @@ def test_programs_of_copies_need_no_barrier(kind: Kind) -> None:
     n = 8
     collective = all_gather([64] * n) if kind is Kind.ALL_GATHER else all_to_all([[64] * n] * n)
     for algorithm in algorithms(kind):
-        turns = (
-            alternation(collective, frozen=False).turns if algorithm.in_turns else (build(collective, algorithm.name),)
-        )
-        for program in turns:
-            waits = sum(isinstance(c, Wait) for queue in program.queues for c in queue.commands)
-            polls = sum(p.format is layout.POLL for queue in queues(program, n) for p in queue.packets)
-            assert polls == waits, program.variant
+        program = build(collective, algorithm.name)
+        waits = sum(isinstance(c, Wait) for queue in program.queues for c in queue.commands)
+        polls = sum(p.format is layout.POLL for queue in queues(program, n) for p in queue.packets)
+        assert polls == waits, program.variant
 
 
 # Counts.

@@ -50,7 +50,7 @@ def test_what_is_refused(pool: RankPool) -> None:
         "(number 1 in the lists)",
         "one length (value=2, 1)",
         "(number 0 in the lists)",
-        "variant for lists (value='alternating'",
+        "variant for lists (value='relay'",
         "variant for lists (value='one_shot_narrow'",
         "writes into the peers' outputs",
         "numbers 0 and 1 in the lists overlap",

@@ -55,7 +55,6 @@ def test_what_is_refused(pool: RankPool) -> None:
         "must be contiguous",
         "must not overlap",
         "variant with scatter_dim and gather_dim (value='swap', allowed=auto, ",
-        "variant for lists (value='alternating'",
         "(number 1 in the lists)",
         "lists of tensors, but not both",
         "ranks made different calls",

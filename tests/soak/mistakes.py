@@ -161,7 +161,7 @@ def _splits(wrong: Wrong, more: int = 0, number: type = int) -> None:
 
 def _prepared(wrong: Wrong) -> None:
     wrong.method = f"prepare_{wrong.method}"
-    wrong.options = {"variant": "alternating"}
+    wrong.options = {"variant": "one_shot"}
 
 
 def _no_arguments(wrong: Wrong) -> None:
@@ -198,7 +198,7 @@ MISTAKES: dict[str, Mistake] = {
     "half of the splits": Mistake((Kind.ALL_TO_ALL,), _half_of_the_splits),
     "splits that do not add up": Mistake((Kind.ALL_TO_ALL,), lambda wrong: _splits(wrong, more=1)),
     "splits are no numbers": Mistake((Kind.ALL_TO_ALL,), lambda wrong: _splits(wrong, number=float), (TypeError,)),
-    "prepared alternating": Mistake((Kind.ALL_GATHER, Kind.ALL_TO_ALL), _prepared),
+    "a prepared kernel": Mistake((Kind.ALL_GATHER, Kind.ALL_TO_ALL), _prepared),
     "no arguments": Mistake(ALL, _no_arguments, (TypeError,)),
     "a block that fails": Mistake((Kind.ALL_GATHER, Kind.BROADCAST), _make("batch"), (LookupError,)),
     "fewer than nothing": Mistake((Kind.ALL_GATHER,), _make("empty", -1)),

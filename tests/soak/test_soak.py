@@ -123,7 +123,7 @@ def test_gpus_have_graphs_and_kernels():
         for step in steps_of(episode(2, setting=setting, calls=4000, number=number), lambda: EVERYTHING)
     ]
     calls = [step.given["call"] for step in steps if step.name == "once"]
-    assert {"one_shot", "b2b", "two_shot_push", "alternating"} <= {call.variant for call in calls}
+    assert {"one_shot", "b2b", "two_shot_push", "striped"} <= {call.variant for call in calls}
     captures = [step.given["calls"] for step in steps if step.name == "capture"]
     captured = [call for each in captures for call in each]
     assert captured and not any("+" in call.variant for call in captured)

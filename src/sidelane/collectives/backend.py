@@ -18,7 +18,6 @@ from sidelane.program.kernel import KernelCall, KernelProgram
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.exported import ExportedMemory
-    from sidelane.execute.cuda.virtual import Mirror
 
 
 class SubmittedAhead(Protocol):
@@ -112,10 +111,6 @@ class Backend(abc.ABC):
     abilities: Abilities
     exported: ExportedMemory | None = None
     hosts_meet = False
-
-    def spread(self, block: SymmetricBlock) -> Mirror | None:
-        """Map a block of all ranks once more, at equal distances; None if the device cannot."""
-        return None
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.

@@ -26,7 +26,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
-from sidelane.execute.cuda.virtual import Mirror, VirtualMemory
+from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -86,15 +86,6 @@ class CudaBackend(Backend):
 
     def _make_exported(self) -> ExportedMemory:
         return ExportedMemory(self.executor.driver, VirtualMemory(self.executor.driver))
-
-    def spread(self, block: SymmetricBlock) -> Mirror | None:
-        if len(block.addresses) == 1:
-            return None
-        try:
-            with self.executor.driver.current():
-                return Mirror(self.executor.driver, block.addresses)
-        except SidelaneError:  # single copies do what a pitched one would have done
-            return None
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         return self.executor.load_kernel(program, addresses, frozen=frozen)

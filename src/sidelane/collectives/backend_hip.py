@@ -8,9 +8,7 @@ from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import HardwareChannels
 from sidelane.execute.cuda.probe import DriverFeatures, probe
-from sidelane.execute.cuda.virtual import Mirror
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 
@@ -33,7 +31,3 @@ class HipBackend(CudaBackend):
 
     def _make_exported(self) -> ExportedMemory:
         return ExportedMemory(self.executor.driver, None)
-
-    def spread(self, block: SymmetricBlock) -> Mirror | None:
-        """Return None: rows are copied one by one."""
-        return None

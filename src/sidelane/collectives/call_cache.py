@@ -26,7 +26,6 @@ from sidelane.collectives.plan import Plan
 from sidelane.collectives.pool_places import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
-from sidelane.program.builders import Alternation
 from sidelane.program.caching import BASE_BYTES, loaded_bytes, program_bytes
 from sidelane.program.collective import Buffer
 
@@ -189,8 +188,7 @@ class CallEntry:
         prepared = self.prepared or (self.settled and self.settled.prepared)
         if prepared:
             return prepared.loaded.program
-        shape = None if self.shape is None else self.shape.plan.program
-        return shape.turns[0] if isinstance(shape, Alternation) else shape
+        return None if self.shape is None else self.shape.plan.program
 
 
 class PlannedCall(NamedTuple):
@@ -251,7 +249,7 @@ class ShapeProgram:
         addresses: addresses at which it was loaded first.
         places: pairs of a buffer in these addresses and the number of the tensor that it is.
         agreement: agreement of all ranks.
-        repeated: places and turns with which compiled code was given the shape.
+        repeated: places with which compiled code was given the shape.
     """
 
     plan: Plan

@@ -12,9 +12,9 @@ from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_on
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
-from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
+from sidelane.program.builders import Transport, build, build_batch, writes_into_outputs
 from sidelane.program.caching import Once, program_bytes
-from sidelane.program.collective import Collective, Kind
+from sidelane.program.collective import Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
 from sidelane.program.shape import CallShape
@@ -27,8 +27,8 @@ AUTO = "auto"
 
 P = TypeVar("P", bound="CallProgram")
 
-CallProgram = Program | KernelProgram | Alternation
-"""Executable form of a call: a program, a kernel, or two programs that alternate."""
+CallProgram = Program | KernelProgram
+"""Executable form of a call: a program or a kernel."""
 
 MOST_PROGRAMS, MOST_PROGRAM_BYTES = 1024, 64 << 20
 """Largest number of cached programs, and bytes of these as ``caching`` estimates them.
@@ -126,7 +126,7 @@ class Planner:
                 reason = f"{plan.choice.candidate} needs staging that is not there, and a capture can allocate none"
                 subject = _subject(agreement.call, candidate)
                 taken = dataclasses.replace(plan.choice, candidate=candidate, reason=reason, subject=subject, by="")
-                return Plan(self._proved(program), taken, {type(program): staging_bytes(program, captured=True)})
+                return Plan(self._proved(program), taken, {type(program): staging_bytes(program)})
         return plan
 
     def held(self, agreement: Agreement) -> tuple[Program, Choice]:
@@ -155,32 +155,25 @@ class Planner:
     def _proved(self, program: P) -> P:
         if self._verify and isinstance(program, Program):
             verify(program)
-        elif self._verify and isinstance(program, Alternation):
-            program.verify()
         return program
 
     def _staging(
         self, agreement: Agreement, program: CallProgram, candidate: Candidate
     ) -> dict[type[CallProgram], int]:
         """Return ``Plan.staging``."""
-        found: dict[type[CallProgram], int] = {type(program): staging_bytes(program, captured=agreement.frozen)}
+        found: dict[type[CallProgram], int] = {type(program): staging_bytes(program)}
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
         if repeats and self._abilities.captures and not agreement.frozen:
             captured = dataclasses.replace(agreement, frozen=True)
             other = self.choice(captured).candidate
             if other != candidate:
                 program = self._make(captured, other)
-            found[type(program)] = max(found.get(type(program), 0), staging_bytes(program, captured=True))
+            found[type(program)] = max(found.get(type(program), 0), staging_bytes(program))
         return found
 
 
-def staging_bytes(program: CallProgram, *, captured: bool) -> int:
-    """Return the bytes of staging that a program needs on every rank.
-
-    Those that alternate need twice as many for captures: replays of a graph do not follow the turns of eager calls.
-    """
-    if isinstance(program, Alternation):
-        return (1 + captured) * max(program.turns[0].staging_bytes)
+def staging_bytes(program: CallProgram) -> int:
+    """Return the bytes of staging that a program needs on every rank."""
     return program.staging_bytes if isinstance(program, KernelProgram) else max(program.staging_bytes)
 
 
@@ -220,14 +213,6 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
             ),
             symmetric_output=all(part.output_place is not None for part in there),
         )
-    if candidate.takes_turns:
-        assert isinstance(agreement.collective, Collective), "check_variant and choose let no list take turns"
-        if prelaunched:
-            raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: what "
-                "takes turns is not known ahead of its call)"
-            )
-        return alternation(agreement.collective, frozen=agreement.frozen)
     if prelaunched and agreement.frozen:
         raise ValueError(
             f"{agreement.name}: variant (value={agreement.variant!r}, allowed in a graph=without "

@@ -12,8 +12,6 @@ import torch
 from sidelane import log
 from sidelane.choice.candidate import SM
 from sidelane.collectives.agreement import Agreement
-from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
-from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_cache import (
     CallCache,
@@ -31,7 +29,6 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Pieces, Runnable
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.batch import Batch
-from sidelane.program.builders import Alternation
 from sidelane.program.caching import Once
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
@@ -41,7 +38,7 @@ from sidelane.program.wraparound import as_int32
 
 FLAGS = 4096
 """Number of flags in each of two regions: one for programs with epochs, one for captured programs, which reset their
-flags. Two further regions of ``TURN_FLAGS`` each follow, for alternating programs."""
+flags."""
 
 _STEP_BYTES = 1 << 20
 """Bytes of which the size of staging is a multiple. Small staging doubles, so that it seldom has to grow."""
@@ -69,24 +66,20 @@ class Staging:
 
     Args:
         backend: allocates the memory.
-        spread: map the ranks' blocks at equal distances, if the device can.
 
     Attributes:
         addresses: addresses of the ranks' blocks in this process; empty before the first call that needs staging.
-        is_spread: the blocks are mapped at equal distances.
     """
 
-    def __init__(self, backend: Backend, *, spread: bool = False) -> None:
-        self._backend, self._wants_spread = backend, spread
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._is_captured = False
         self._kept: list[SymmetricBlock] = []
         self._take(None)
 
     def _take(self, block: SymmetricBlock | None) -> None:
         self._block = block
-        self._mapping = self._backend.spread(block) if block is not None and self._wants_spread else None
-        self.is_spread = self._mapping is not None
-        self.addresses: tuple[int, ...] = (self._mapping or block).addresses if block is not None else ()
+        self.addresses: tuple[int, ...] = () if block is None else block.addresses
 
     @property
     def nbytes(self) -> int:
@@ -139,13 +132,11 @@ class _SharedMemory:
     Attributes:
         staging: their staging.
         flags: flags of every rank, for eager programs and for captured ones.
-        captured_offset: offset of captured programs' part of the staging.
         arenas: arena of every rank.
     """
 
     staging: Staging
     flags: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    captured_offset: int = 0
     arenas: tuple[int, ...] = ()
 
 
@@ -163,23 +154,19 @@ class Preparer:
         self._heap = heap
         self._backend = backend
         self.planner = planner
-        self._flags = backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
+        self._flags = backend.memory.allocate(2 * FLAGS * 4)
         flags = self._flags.addresses
         self._arena: SymmetricBlock | None = None
         if SM in backend.abilities.implementations:
             self._arena = backend.memory.allocate(arena_bytes(len(flags)))
-        at = [tuple(base + 4 * first for base in flags) for first in (0, FLAGS, 2 * FLAGS, 2 * FLAGS + TURN_FLAGS)]
+        at = [tuple(base + 4 * first for base in flags) for first in (0, FLAGS)]
         # Kernels have their own staging: a kernel writes to it as soon as it runs, and ends when all peers have read
-        # it. Programs protect their staging by other handshakes. Alternating programs have their own slots.
-        self._stagings = engines, kernels, slots = Staging(backend), Staging(backend), Staging(backend, spread=True)
+        # it. Programs protect their staging by other handshakes.
+        self._stagings = engines, kernels = Staging(backend), Staging(backend)
         self._memory: dict[type[CallProgram], _SharedMemory] = {
             Program: _SharedMemory(engines, (at[0], at[1])),
             KernelProgram: _SharedMemory(kernels, arenas=self._arena.addresses if self._arena else ()),
-            Alternation: _SharedMemory(slots, (at[2], at[3]), SLOTS_BYTES),
         }
-        self._turns = CallTurns(backend.capture_of)
-        if backend.abilities.captures and len(flags) > 1:
-            slots.reserve(2 * SLOTS_BYTES, False)  # now, since a capture cannot allocate
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._kept: list[object] = []
         self.cache = CallCache()
@@ -190,11 +177,6 @@ class Preparer:
         entry = self.cache.get(shape.key)
         found = None if entry is None else entry.shape
         return found if found is not None and self.planner.known(found.agreement) else None
-
-    @property
-    def turn(self) -> int:
-        """Turn number of the next eager call of an alternating program."""
-        return self._turns.next_eager
 
     def prepare_at(
         self, known: ShapeProgram, shape: Shape, key: Key, *, comes_again: bool
@@ -210,7 +192,7 @@ class Preparer:
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
-        loaded = self._load(known.plan.program, known.at(shape.addresses), False, late=True)
+        loaded = self._load(known.plan.program, known.at(shape.addresses), False)
         prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
         again = comes_again or self.cache.comes_again(key)
         if again:
@@ -260,22 +242,15 @@ class Preparer:
                 self.cache.entry(shape.key).shape = made
         return prepared
 
-    def _load(self, program: CallProgram, addresses: Addresses, frozen: bool, *, late: bool = False) -> Runnable:
-        """Load a program at addresses. ``late``: calls may use these addresses only once."""
-        executor = self._backend.executor
+    def _load(self, program: CallProgram, addresses: Addresses, frozen: bool) -> Runnable:
+        """Load a program at addresses."""
         if isinstance(program, KernelProgram):
             return self._backend.load_kernel(program, addresses, frozen)
-        if isinstance(program, Alternation):
-
-            def load(turn: Program) -> Runnable:
-                return executor.load(turn, addresses, captured=frozen)
-
-            return AlternatingProgram(program, load, self._turns, captured=frozen, late=late)
-        return executor.load(program, addresses, captured=frozen)
+        return self._backend.executor.load(program, addresses, captured=frozen)
 
     def _has_staging(self, program: CallProgram) -> bool:
         """Return True if a program can be captured without an allocation."""
-        return staging_bytes(program, captured=True) <= self._memory[type(program)].staging.nbytes
+        return staging_bytes(program) <= self._memory[type(program)].staging.nbytes
 
     def _grow(self, staging: Staging, nbytes: int, frozen: bool) -> None:
         if staging.reserve(nbytes, frozen):
@@ -288,15 +263,13 @@ class Preparer:
 
         Collective at first.
         """
-        self._grow(self._memory[Program].staging, staging_bytes(program, captured=False), False)
+        self._grow(self._memory[Program].staging, staging_bytes(program), False)
         return self._addresses(program, requests, False)
 
     def renew(self, call: int) -> None:
         """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""
         words = self._flags.tensor.view(torch.int32)
-        value = as_int32(call)
-        words[:FLAGS] = value
-        words[2 * FLAGS : 2 * FLAGS + TURN_FLAGS] = value
+        words[:FLAGS] = as_int32(call)
         for program in self.own_programs:
             program.renew(call)
         self._backend.renew(call)
@@ -320,13 +293,11 @@ class Preparer:
         self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
-    def _addresses(self, plan: CallProgram, requests: Requests, frozen: bool) -> Addresses:
+    def _addresses(self, program: CallProgram, requests: Requests, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
-        memory = self._memory[type(plan)]
-        program = plan.turns[0] if isinstance(plan, Alternation) else plan
-        offset = memory.captured_offset if frozen else 0
+        memory = self._memory[type(program)]
         buffers: dict[tuple[int, str], int] = {
-            (rank, Buffer.STAGING): base + offset for rank, base in enumerate(memory.staging.addresses)
+            (rank, Buffer.STAGING): base for rank, base in enumerate(memory.staging.addresses)
         }
         pieces = _NO_PIECES
         if isinstance(program, Program):
@@ -340,7 +311,7 @@ class Preparer:
                 reached = self.reach(request.region(buffer), buffer in remote)
                 buffers.update({(rank, buffer): address for rank, address in reached.items()})
         flags = memory.flags[frozen]
-        return Addresses(buffers, flags, memory.arenas, pieces=pieces, spread=memory.staging.is_spread)
+        return Addresses(buffers, flags, memory.arenas, pieces=pieces)
 
     def _pieces(self, batch: Batch, requests: Requests) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []

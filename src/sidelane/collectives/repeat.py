@@ -30,7 +30,7 @@ MOST_MOVED = 2
 """Largest number of tensors of a call that is remembered by its shape."""
 
 MOST_REPEATED = 16
-"""Largest number of streams and turns with which one shape is noted as passed to compiled code already."""
+"""Largest number of streams with which one shape is noted as passed to compiled code already."""
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, type(None))
 
@@ -145,10 +145,10 @@ class Repeats:
             self.forget()
 
     def _is_new(self, shape: Shape, program: ShapeProgram, prepared: PreparedCall, place: Place) -> bool:
-        """Return True if compiled code may be given a shape, and was not given it for this place and turn."""
+        """Return True if compiled code may be given a shape, and was not given it for this place."""
         if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
             return False
-        given = (self._forgotten, place, self._preparer.turn if prepared.choice.candidate.takes_turns else None)
+        given = (self._forgotten, place)
         if given in program.repeated:
             return False
         if len(program.repeated) >= MOST_REPEATED:
@@ -217,7 +217,7 @@ class Repeats:
             self.forget()  # all: those that come again are passed again
         self._nbytes += loaded_bytes(prepared.loaded.program)
         self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
             *(prepared, shape),
         )

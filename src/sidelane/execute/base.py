@@ -107,7 +107,6 @@ class Addresses:
         flags: address of each rank's flag memory (32-bit words).
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
         pieces: pieces of each (rank, buffer) that is a virtual buffer; these are not among ``buffers``.
-        spread: the staging of all ranks lies at equal distances in one mapping.
         triggers: addresses of flags outside of ``flags``: triggers of this rank, which no other rank uses.
     """
 
@@ -115,7 +114,6 @@ class Addresses:
     flags: tuple[int, ...]
     arenas: tuple[int, ...] = ()
     pieces: Mapping[tuple[int, str], Pieces] = dataclasses.field(default_factory=dict)
-    spread: bool = False
     triggers: Mapping[Flag, int] = dataclasses.field(default_factory=dict)
 
     def flag(self, flag: Flag) -> int:
@@ -203,8 +201,6 @@ class Repetition:
         words: words to store before the steps, which depend on the call number: (base, increment per call, places).
         notes: side effects on Python objects after the steps.
         failed: raises; called with the index of a step and the error that it returned or raised.
-        turn: (object, attribute, its value when it is the turn of this repetition, its next value); None if every call
-            does the same.
         followers: values that follow addresses of buffers that may move; no other code uses the steps then.
     """
 
@@ -212,12 +208,11 @@ class Repetition:
     words: tuple[tuple[int, int, Places], ...]
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]
-    turn: tuple[object, str, object, object] | None = None
     followers: tuple[Follower, ...] = ()
 
 
 class Runnable(Protocol):
-    """A loaded program, or several that alternate, which a communicator runs repeatedly."""
+    """A loaded program, which a communicator runs repeatedly."""
 
     @property
     def program(self) -> Program | KernelProgram | KernelCall: ...

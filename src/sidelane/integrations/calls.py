@@ -206,6 +206,9 @@ class GroupCall:
         reduction: operation of a reduction; None for other calls.
         refusal: reason why Sidelane does not make it; "" if it does. Alike on all ranks.
         reason: reason why it takes steps among several nodes; "" if it does not.
+        tensors: all tensors of the caller.
+        is_async: the caller goes on before the call has ended.
+        timeout: time-out of this call; 0 for the group's.
     """
 
     operation: GroupOperation
@@ -219,20 +222,14 @@ class GroupCall:
     refusal: str = ""
     reason: str = ""
 
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """All tensors of the caller."""
-        return (*self.outputs, *self.inputs)
+    tensors: Sequence[torch.Tensor] = dataclasses.field(init=False)
+    is_async: bool = dataclasses.field(init=False)
+    timeout: timedelta = dataclasses.field(init=False)
 
-    @property
-    def is_async(self) -> bool:
-        """True if the caller goes on before the call has ended."""
-        return bool(getattr(self.opts, "asyncOp", True))
-
-    @property
-    def timeout(self) -> timedelta:
-        """Time-out of this call; 0 for the group's."""
-        return max(getattr(self.opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
+    def __post_init__(self) -> None:
+        self.tensors = (*self.outputs, *self.inputs)
+        self.is_async = bool(getattr(self.opts, "asyncOp", True))
+        self.timeout = max(getattr(self.opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
 
     @property
     def adds_floats(self) -> bool:

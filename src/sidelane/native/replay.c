@@ -81,7 +81,7 @@ typedef struct {
 
 typedef struct {
     PyObject *keep; /* a tuple of everything below: the one reference */
-    PyObject *generation, *turn, *signature, *payload, *failed;
+    PyObject *generation, *signature, *payload, *failed;
     Request request;
     long long stream;
     int steps, words, notes;
@@ -136,12 +136,11 @@ static int is_true(PyObject *object) /* of a new reference; -1 with an error set
     return value;
 }
 
-static int is_guard(PyObject *guard, Py_ssize_t size)
+static int is_guard(PyObject *guard)
 {
-    if (PyTuple_Check(guard) && PyTuple_GET_SIZE(guard) == size)
+    if (PyTuple_Check(guard) && PyTuple_GET_SIZE(guard) == 3)
         return 1;
-    PyErr_SetString(PyExc_TypeError, "a guard is (object, attribute, the value that lets calls pass), a turn has its "
-                                     "successor besides");
+    PyErr_SetString(PyExc_TypeError, "a guard is (object, attribute, the value that lets calls pass)");
     return 0;
 }
 
@@ -354,14 +353,6 @@ static int read_shape(Entry *entry, PyObject *given)
     return 0;
 }
 
-/* Calls of one request at two turns do not replace each other. */
-static int same_turn(const Entry *a, const Entry *b)
-{
-    if (a->turn == Py_None || b->turn == Py_None)
-        return 1;
-    return PyTuple_GET_ITEM(a->turn, 2) == PyTuple_GET_ITEM(b->turn, 2);
-}
-
 /* Where an entry goes: in place of the same call, or of one that will never come again, or where nothing is. With an
    error set, nowhere. */
 static unsigned choose_target(Replay *self, const Entry *entry)
@@ -377,8 +368,6 @@ static unsigned choose_target(Replay *self, const Entry *entry)
             int answer = same_form(&other->shape, &entry->shape);
             if (answer == 1)
                 answer = same_request(&other->request, &entry->request);
-            if (answer == 1)
-                answer = same_turn(other, entry);
             leave_entry(other);
             if (answer)
                 return place;
@@ -387,7 +376,7 @@ static unsigned choose_target(Replay *self, const Entry *entry)
     return free != TABLE ? free : (home + self->next_victim++ % PROBES) % TABLE;
 }
 
-PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
+PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, stream, "
                            "signature, payload, steps, words, notes, failed, owner, shape=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
@@ -399,13 +388,11 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OO|O", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOLOSO!O!O!OO|O", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
-                          &entry->generation, &entry->turn, &entry->stream,
+                          &entry->generation, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
                           &PyTuple_Type, &notes, &entry->failed, &owner, &shape))
-        goto fail;
-    if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
     if (PyBytes_GET_SIZE(entry->payload) > self->room) {
         PyErr_Format(PyExc_ValueError, "remember: payload bytes (value=%zd, allowed=..%zd)",
@@ -544,8 +531,6 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
             continue;
         entry->users++; /* to compare may run Python, which may remember something else in its place */
         int answer = same_request(&entry->request, request);
-        if (answer == 1 && entry->turn != Py_None)
-            answer = passes(entry->turn);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -590,8 +575,6 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
     *seen = mark;
     /* Python may have let other threads run. */
     int open = admitted == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
-    if (open && entry->turn != Py_None)
-        open = passes(entry->turn) == 1;
     if (open && is_open(self) == 1)
         return entry;
     leave_entry(entry);
@@ -798,9 +781,6 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         *follower->where = request->tensor[follower->tensor].address + follower->delta;
     }
     self->moved += entry->shape.admits != NULL;
-    PyObject *turn = entry->turn;
-    if (!failed && turn != Py_None) /* before other threads can see the call run */
-        failed = PyObject_SetAttr(PyTuple_GET_ITEM(turn, 0), PyTuple_GET_ITEM(turn, 1), PyTuple_GET_ITEM(turn, 3));
     failed = failed || submit(entry);
     for (int i = 0; i < entry->notes && !failed; i++)
         failed = take_note(&entry->note[i], number);
@@ -986,7 +966,6 @@ static PyObject *replay_launch(Replay *self, PyObject *all)
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    entry->turn = Py_None;
     if (!PyArg_ParseTuple(all, "LOSO!O!OO!O!", &entry->stream, &entry->signature, &entry->payload, &PyTuple_Type, &steps,
                           &PyTuple_Type, &notes, &entry->failed, &PyTuple_Type, &guards, &PyTuple_Type, &places))
         goto fail;
@@ -996,7 +975,7 @@ static PyObject *replay_launch(Replay *self, PyObject *all)
         goto fail;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(guards, i), 3))
+        if (!is_guard(PyTuple_GET_ITEM(guards, i)))
             goto fail;
     if (read_steps(entry, steps) || read_notes(entry, notes) || read_places(entry, places))
         goto fail;
@@ -1133,7 +1112,7 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(self->guards, i), 3))
+        if (!is_guard(PyTuple_GET_ITEM(self->guards, i)))
             return -1;
     if (read_records(self, words))
         return -1;

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from sidelane.program.batch import Batch
-from sidelane.program.builders import Alternation
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelCall, KernelProgram
 
@@ -27,7 +26,7 @@ BASE_BYTES = 4096
 """Bytes of everything else that is kept of a call: key, request, agreement, texts."""
 
 
-def program_bytes(plan: Program | KernelProgram | Alternation | KernelCall) -> int:
+def program_bytes(plan: Program | KernelProgram | KernelCall) -> int:
     """Return the bytes of a program, which all calls that run it share. They are the same on all ranks."""
     return COMMAND_BYTES * _commands(plan)
 
@@ -38,9 +37,7 @@ def loaded_bytes(plan: Program | KernelProgram | KernelCall) -> int:
     return BASE_BYTES + LOADED_BYTES * _commands(plan) // world_size
 
 
-def _commands(plan: Program | KernelProgram | Alternation | KernelCall) -> int:
-    if isinstance(plan, Alternation):
-        return sum(map(_commands, plan.turns))
+def _commands(plan: Program | KernelProgram | KernelCall) -> int:
     if isinstance(plan, Program):
         return sum(len(queue.commands) for queue in plan.queues)
     if isinstance(plan, KernelCall):

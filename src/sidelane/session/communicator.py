@@ -180,7 +180,7 @@ class Communicator:
             output: ``world_size`` times the elements of ``input``, same dtype (any). Or a list, as ``input`` then is.
             input: this rank's shard. In place if it is its own part of ``output``.
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
-            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
+            variant: ``pcpy``, ``b2b``, ``striped``, ``bcst`` (``output`` symmetric), ``one_shot``
                 (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
             beside: for ``auto``, the work that runs next to the call: ``nothing``; ``compute``, which uses all compute
                 units; or a result of :meth:`beside`. None takes ``Config.beside``.
@@ -225,7 +225,7 @@ class Communicator:
                 (docs/guide/overlap.md). Copy engines only; a call in place has no such copy anyway.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``swap`` (``output`` symmetric, equal counts),
+            variant: ``pcpy``, ``b2b``, ``striped``, ``swap`` (``output`` symmetric, equal counts),
                 ``one_shot`` (equal counts), or ``auto``.
 
         Raises:
@@ -308,7 +308,7 @@ class Communicator:
             root: rank of the group whose bytes everyone gets.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
-            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``relay`` and ``bcst`` (``tensor`` symmetric),
+            variant: ``pcpy``, ``b2b``, ``striped``, ``relay`` and ``bcst`` (``tensor`` symmetric),
                 ``one_shot`` (a kernel, on GPUs) or ``auto``.
 
         Raises:

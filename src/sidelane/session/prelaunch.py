@@ -274,4 +274,4 @@ def prepare_prelaunched(
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:
     """Return the variants among candidates that can be prelaunched."""
-    return tuple(found.variant for found in candidates if found.implementation == DMA and not found.takes_turns)
+    return tuple(found.variant for found in candidates if found.implementation == DMA)

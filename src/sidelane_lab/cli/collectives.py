@@ -213,13 +213,11 @@ class HostOptions(StudyOptions):
     study = "host"
     examples = (
         ("sidelane host", "what repeated calls take the host"),
-        ("sidelane host --bytes 1K --variants b2b,alternating", "two variants at one size"),
+        ("sidelane host --bytes 1K --variants b2b,striped", "two variants at one size"),
     )
 
     sizes: tuple[int, ...] = size_list("--bytes", "Gathered size, such as 64K. May be repeated.", ("1K", "64K"))
-    variants: tuple[str, ...] = names(
-        "--variants", ("one_shot", "b2b", "alternating", "striped"), "Of Sidelane's, that are measured."
-    )
+    variants: tuple[str, ...] = names("--variants", ("one_shot", "b2b", "striped"), "Of Sidelane's, that are measured.")
     calls: int = count("--calls", 40, "Calls in a batch.")
     repeats: int = count("--batches", 50, "Batches that are measured.")
     implementations: tuple[str, ...] = implementations()

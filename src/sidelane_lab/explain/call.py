@@ -18,11 +18,10 @@ from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, 
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.plan import AUTO, CallProgram, make_program
+from sidelane.collectives.plan import AUTO, make_program
 from sidelane.config import NOTHING
 from sidelane.errors import nearest
 from sidelane.program import collective as define
-from sidelane.program.builders import Alternation
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
@@ -158,7 +157,7 @@ def explain(options: ExplainOptions) -> Explanation:
     choice = chooses(agreement)
     reasons = [(found, illegal_reason(agreement.call, found, abilities)) for found in everything(options.kind)]
     excluded = tuple((found, reason) for found, reason in reasons if reason)
-    program: Program | KernelProgram = _one_of(make_program(agreement, choice.candidate, moves))
+    program: Program | KernelProgram = make_program(agreement, choice.candidate, moves)
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     packets: tuple[PacketQueue, ...] = ()
     if isinstance(program, KernelProgram):
@@ -363,7 +362,7 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     call = agreement.call
     curves = []
     for candidate in candidates(call, Abilities()):
-        program = _one_of(make_program(agreement, candidate, frozenset[type[Move]](MOVES)))
+        program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
         assert isinstance(program, Program)
         program = fit(program) if takes_packets(machine) else program
         times = ((call.nbytes, simulate(program, machine).time_us),)
@@ -386,8 +385,3 @@ def _library_us(machine: Machine, agreement: Agreement) -> float | None:
     if call.kind not in LIBRARY_KINDS or call.world_size != machine.gpus or not is_alone:
         return None
     return library_us(machine, call.kind, call.nbytes)
-
-
-def _one_of(program: CallProgram) -> Program | KernelProgram:
-    """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
-    return program.turns[0] if isinstance(program, Alternation) else program

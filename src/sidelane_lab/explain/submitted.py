@@ -15,7 +15,6 @@ from sidelane.execute.cuda.calls import (
     Memcpy,
     MemcpyBatch,
     MemcpyEveryOther,
-    MemcpyRows,
     MemOps,
     Operand,
     RecordEvent,
@@ -103,8 +102,6 @@ def describe_call(call: Call) -> str:
             return f"{'local' if within else 'peer'} copy of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
         case MemcpyBatch(copies):
             return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
-        case MemcpyRows(copies):
-            return f"{len(copies)} rows in one copy: {'; '.join(map(describe_call, copies))}"
         case MemcpyEveryOther(dst, src, nbytes, rows):
             return f"local copy of every other of {2 * rows} rows of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
         case LaunchReduce(dst, srcs, nbytes, reduction):

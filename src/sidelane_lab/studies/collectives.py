@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
@@ -306,8 +305,6 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     listed = bool(case.sizes)
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
-    if case.input_bytes > SLOT_BYTES:
-        found = [c for c in found if not c.variant.startswith(ALTERNATING)]
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 

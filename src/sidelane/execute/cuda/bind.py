@@ -18,7 +18,6 @@ from sidelane.execute.cuda.calls import (
     Memcpy,
     MemcpyBatch,
     MemcpyEveryOther,
-    MemcpyRows,
     MemOps,
     Operand,
     RecordEvent,
@@ -29,10 +28,9 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.copy_batches import MOST_PITCH, pitch
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
-from sidelane.program.collective import Buffer, Span
+from sidelane.program.collective import Span
 from sidelane.program.ir import Comparison, Flag, Program, Value
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
@@ -75,13 +73,9 @@ class Resolver:
                 case LaunchReduce(dst, srcs):
                     for operand in (dst, *srcs):
                         self(operand)
-                case Memcpy() | MemcpyBatch() | MemcpyRows() | MemcpyEveryOther():
+                case Memcpy() | MemcpyBatch() | MemcpyEveryOther():
                     for copy in copies_of(call):
                         self(copy.dst), self(copy.src)
-
-    def is_spread(self, place: Operand | Flag | Cell) -> bool:
-        """Return True for memory that lies at equal distances for all ranks, in one mapping."""
-        return isinstance(place, Operand) and place.buffer == Buffer.STAGING and self._addresses.spread
 
     def boxes(self, copy: Memcpy) -> Iterator[Box]:
         """Yield the pitched copies of which a copy between buffers consists, each as the driver accepts it."""
@@ -128,6 +122,10 @@ def copies_of(call: Copying) -> tuple[Memcpy, ...]:
             return (Memcpy(dst, src, nbytes * (2 * rows - 1), within_rank=True),)
         case _:
             return call.copies
+
+
+MOST_PITCH = (1 << 31) - 1
+"""Largest distance of rows in bytes that the driver accepts."""
 
 
 def accepted(box: Box) -> Iterator[Box]:
@@ -284,8 +282,6 @@ class BoundPlan:
                 bound.append(step)
             elif self._resolve.has_rows and isinstance(step.call, Copying):
                 bound += self._bind_boxes(step.call, step.stream)
-            elif isinstance(step.call, MemcpyRows):
-                bound += [self._bind_call(call, step.stream) for call in self._without_uneven_rows(step.call)]
             else:
                 bound.append(self._bind_call(*step))
         return bound
@@ -307,23 +303,6 @@ class BoundPlan:
                 bound.append(driver.bind_rows(box.dst, box.src, box.pitches, box.width, box.rows, stream))
         return bound
 
-    def _without_uneven_rows(self, call: MemcpyRows) -> tuple[Memcpy | MemcpyRows, ...]:
-        """Return a call, or its single copies if its rows are not at equal distances in one mapping."""
-        if None not in self._pitches(call):
-            return (call,)
-        ranks = [copy.src.rank for copy in call.copies if isinstance(copy.src, Operand)]
-        own = ranks.index(self._resolve.rank) + 1 if self._resolve.rank in ranks else 0
-        return (*call.copies[own:], *call.copies[:own])  # in rotated order: not all ranks at one peer
-
-    def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
-        """Return the pitches of destinations and sources; None if a pitched copy cannot have them."""
-        nbytes = rows.copies[0].nbytes
-        if not all(self._resolve.is_spread(copy.src) for copy in rows.copies):
-            return None, None
-        dsts = [self._resolve(copy.dst) for copy in rows.copies]
-        srcs = [self._resolve(copy.src) for copy in rows.copies]
-        return pitch(dsts, nbytes), pitch(srcs, nbytes)
-
     def _bind_call(self, call: Copying | LaunchReduce, stream: int) -> Bound:
         driver, resolve = self._driver, self._resolve
         match call:
@@ -333,12 +312,6 @@ class BoundPlan:
                 return driver.bind_copies(
                     [(resolve(copy.dst), resolve(copy.src), copy.nbytes) for copy in copies], stream
                 )
-            case MemcpyRows(copies):
-                first, (dst_pitch, src_pitch) = copies[0], self._pitches(call)
-                assert dst_pitch is not None, "uneven ones were taken apart"
-                assert src_pitch is not None
-                ends = resolve(first.dst), resolve(first.src)
-                return driver.bind_rows(*ends, (dst_pitch, src_pitch), first.nbytes, len(copies), stream)
             case MemcpyEveryOther(dst, src, nbytes, rows):
                 return driver.bind_rows(resolve(dst), resolve(src), (2 * nbytes, 2 * nbytes), nbytes, rows, stream)
             case LaunchReduce(dst, srcs, nbytes, reduction):

@@ -114,17 +114,6 @@ class MemcpyBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MemcpyRows:
-    """Small copies from all ranks in order to destinations at equal distances; it can be captured.
-
-    They are one pitched copy if the sources lie at equal distances too (``virtual.Mirror``), else single copies.
-    On four H200s four rows of 256 bytes take 3.5 us in a graph, three copies 9 (``docs/lab/probes.md``).
-    """
-
-    copies: tuple[Memcpy, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class MemcpyEveryOther:
     """A pitched copy of every other row of bytes that stay on their rank.
 
@@ -173,7 +162,7 @@ class RecordStamp:
     slot: int
 
 
-Copying = Memcpy | MemcpyBatch | MemcpyRows | MemcpyEveryOther
+Copying = Memcpy | MemcpyBatch | MemcpyEveryOther
 Call = MemOps | Copying | LaunchReduce | RecordEvent | WaitEvent | RecordStamp
 
 
@@ -271,7 +260,7 @@ def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
                 found["waits"] += len(ops) - writes
             case Memcpy(within_rank=within):
                 found["local_copies" if within else "peer_copies"] += 1
-            case MemcpyBatch(copies) | MemcpyRows(copies):
+            case MemcpyBatch(copies):
                 local = sum(copy.within_rank for copy in copies)
                 found["local_copies"] += local
                 found["peer_copies"] += len(copies) - local

@@ -1,19 +1,16 @@
 """Optimization of a stream's copies: several in one call, and copies within the GPU in rows.
 
-A batch holds copies to or from peers. Graphs cannot hold batches: there, small copies from the memory of rank after
-rank become the rows of one pitched copy. A copy within the GPU is split into every other row, which does not slow down
-copies over links.
+A batch holds copies to or from peers; graphs cannot hold batches. A copy within the GPU is split into every other row,
+which does not slow down copies over links.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, MemcpyEveryOther, MemcpyRows, Operand, StreamCall
-from sidelane.program.builders import ROW_BYTES
+from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, MemcpyEveryOther, Operand, StreamCall
 
 LEAST_SPLIT_BYTES = 16 << 20
 """Fewest bytes of a copy that is split in rows: the two further calls cost 3 us at 8 MiB, and save 1 at 16 (in graphs;
@@ -44,53 +41,6 @@ def split_in_rows(copy: Memcpy) -> tuple[Memcpy | MemcpyEveryOther, ...]:
 
 def _behind(operand: Operand, nbytes: int) -> Operand:
     return dataclasses.replace(operand, offset=operand.offset + nbytes)
-
-
-MOST_PITCH = (1 << 31) - 1
-"""Largest distance of rows in bytes that the driver accepts."""
-
-
-def join_rows(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
-    """Join neighbours on one stream that copy equal parts from rank after rank to one buffer, part after part."""
-    joined: list[StreamCall] = []
-    for step in steps:
-        last = joined[-1] if joined else None
-        if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
-            before = _row_copies_of(last.call)
-            if before and _continues(before[-1], step.call):
-                joined[-1] = StreamCall(step.stream, MemcpyRows((*before, step.call)))
-                continue
-        joined.append(step)
-    return tuple(joined)
-
-
-def pitch(addresses: Sequence[int], nbytes: int) -> int | None:
-    """Return the distance of rows of ``nbytes`` at these addresses; None if they are not at equal distances.
-
-    >>> pitch([100, 150, 200], 50), pitch([100, 150, 210], 50), pitch([100, 150], 60), pitch([200, 100], 50)
-    (50, None, None, None)
-    """
-    distances = {after - before for before, after in itertools.pairwise(addresses)}
-    if len(distances) != 1 or not nbytes <= (distance := distances.pop()) <= MOST_PITCH:
-        return None
-    return distance
-
-
-def _row_copies_of(call: Call) -> tuple[Memcpy, ...]:
-    if isinstance(call, MemcpyRows):
-        return call.copies
-    return (call,) if isinstance(call, Memcpy) else ()
-
-
-def _continues(last: Memcpy, copy: Memcpy) -> bool:
-    if not last.nbytes == copy.nbytes <= ROW_BYTES:
-        return False
-    match last.dst, last.src, copy.dst, copy.src:
-        case Operand() as last_dst, Operand() as last_src, Operand() as dst, Operand() as src:
-            next_dst = dataclasses.replace(last_dst, offset=last_dst.offset + copy.nbytes)
-            next_src = dataclasses.replace(last_src, rank=last_src.rank + 1)
-            return (dst, src) == (next_dst, next_src)
-    return False
 
 
 class CopyFootprint:

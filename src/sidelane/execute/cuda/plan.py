@@ -22,7 +22,7 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, join_rows, split_in_rows
+from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, split_in_rows
 from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.streams import Placed, RankStreams
 from sidelane.program.collective import Span
@@ -48,7 +48,7 @@ def plan_calls(
         peer_writes: the driver can write a value into a peer's memory; else a signal is a 4-byte copy.
         copy_batches: the driver accepts several copies in one call.
         in_rows: copies of rows are made by copy engines, so that copies within the rank may be split in rows.
-        captured: the plan is for a graph: no calls ahead, only single copies or rows, and no epochs in host words.
+        captured: the plan is for a graph: no calls ahead, only single copies, and no epochs in host words.
 
     Raises:
         ValueError: the driver does not support a command of the program; the text names the first.
@@ -58,9 +58,9 @@ def plan_calls(
         plan, trigger = plan_calls(release(program), rank, **options, captured=captured), held_by(program, rank)
         return plan if captured or trigger is None else hold_back(plan, trigger)
     plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan()
-    if captured:
-        return dataclasses.replace(plan, steps=join_rows(plan.steps))
-    return dataclasses.replace(plan, steps=batch_copies(plan.steps)) if copy_batches else plan
+    if captured or not copy_batches:
+        return plan
+    return dataclasses.replace(plan, steps=batch_copies(plan.steps))
 
 
 class _Lowering:

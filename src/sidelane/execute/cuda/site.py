@@ -108,7 +108,7 @@ def differ_by_places(a: Addresses, b: Addresses) -> bool:
     [True, False]
     """
     before, after = a.buffers, b.buffers
-    if (a.flags, a.arenas, a.spread, len(before)) != (b.flags, b.arenas, b.spread, len(after)) or a.pieces or b.pieces:
+    if (a.flags, a.arenas, len(before)) != (b.flags, b.arenas, len(after)) or a.pieces or b.pieces:
         return False
     if a.triggers != b.triggers:
         return False

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from sidelane import forks
-from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.driver import Driver, load_api
-from sidelane.memory.release import Kept
 
 
 class VirtualMemory:
@@ -75,12 +68,11 @@ class VirtualMemory:
         with self._driver.current(), self._driver.relaxed_capture():
             handle = int(self._driver.call("cuMemImportFromShareableHandle", descriptor, self._kind))
             try:
-                self.map_handle(address, nbytes, handle)
+                self._map_handle(address, nbytes, handle)
             finally:
                 self.release(handle)
 
-    def map_handle(self, address: int, nbytes: int, handle: int) -> None:
-        """Map a piece as :meth:`map` does. The device is current, inside of ``Driver.relaxed_capture``."""
+    def _map_handle(self, address: int, nbytes: int, handle: int) -> None:
         start, typed = self._api.CUdeviceptr(address), self._api.CUmemGenericAllocationHandle(handle)
         self._driver.call("cuMemMap", start, nbytes, 0, typed, 0)
         try:
@@ -101,58 +93,3 @@ class VirtualMemory:
     def give_back(self, address: int, nbytes: int) -> None:
         """Free a range, in which nothing is mapped any more."""
         self._driver.call("cuMemAddressFree", self._api.CUdeviceptr(address), nbytes)
-
-    def synchronize(self) -> None:
-        """Wait for all submitted work: unmapping does not wait by itself."""
-        with self._driver.current():
-            self._driver.call("cuCtxSynchronize")
-
-
-class Mirror:
-    """A second mapping of memory that this process has mapped already. Its users must keep the first mapping, too.
-
-    It is unmapped with its last reference, after the device has ended all submitted work: graphs may be replayed.
-
-    Args:
-        driver: driver of the device that reads and writes there, which is current.
-        blocks: address of each rank's block, each in its own allocation, all of the same size.
-
-    Attributes:
-        addresses: addresses of the same blocks, at equal distances.
-
-    Raises:
-        DriverError, UnavailableError: the device cannot map them so.
-    """
-
-    def __init__(self, driver: Driver, blocks: Sequence[int]) -> None:
-        ranges = [driver.call("cuMemGetAddressRange", load_api().CUdeviceptr(block)) for block in blocks]
-        bases, sizes = [int(base) for base, _ in ranges], {int(size) for _, size in ranges}
-        if len(sizes) > 1:
-            raise UnavailableError(f"Mirror: blocks of one size are needed (value={sorted(sizes)})")
-        size, memory = sizes.pop(), VirtualMemory(driver)
-        start = memory.reserve(size * len(blocks))
-        places: list[int] = []
-        mapping = _Mapping()
-        forks.finalize(mapping, _unmap, memory, start, places, size, len(blocks))
-        self._mapping = Kept(mapping, torch.device("cuda", driver.index))
-        for place, base in zip(range(start, start + size * len(blocks), size), bases, strict=True):
-            handle = memory.retain(base)
-            try:
-                memory.map_handle(place, size, handle)
-                places.append(place)
-            finally:
-                memory.release(handle)
-        self.addresses = tuple(place + block - base for place, block, base in zip(places, blocks, bases, strict=True))
-
-
-class _Mapping:
-    """A mapping that is unmapped with the last reference to it."""
-
-
-def _unmap(memory: VirtualMemory, start: int, places: Sequence[int], size: int, count: int) -> None:
-    with contextlib.suppress(SidelaneError):
-        memory.synchronize()
-        for place in places:
-            with contextlib.suppress(SidelaneError):
-                memory.unmap(place, size)
-        memory.give_back(start, size * count)

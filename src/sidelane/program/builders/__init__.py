@@ -1,6 +1,5 @@
 """Builders: pure functions from (collective, variant, transport) to a Program. Each file registers its algorithms."""
 
-from sidelane.program.builders.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
 from sidelane.program.builders.batch import build_batch
 from sidelane.program.builders.everything import FILES
 from sidelane.program.builders.registry import (
@@ -16,14 +15,10 @@ from sidelane.program.builders.registry import (
 )
 
 __all__ = [
-    "ALTERNATING",
     "FILES",
-    "ROW_BYTES",
     "Algorithm",
-    "Alternation",
     "Transport",
     "algorithms",
-    "alternation",
     "build",
     "build_batch",
     "find_algorithm",

@@ -47,12 +47,11 @@ class Algorithm:
         name: value of ``variant=`` that selects the algorithm.
         kinds: kinds of collectives that it runs.
         preference: rank among algorithms that are expected to be equally fast; the lowest is taken.
-        assemble: function that makes the commands of a moving collective, before ``finish``; None for one in turns.
+        assemble: function that makes the commands of a collective, before ``finish``.
         whole: function that makes a whole program, if it is more than that; None for ``finish(assemble(...))``.
         finish: steps behind ``assemble``, or behind the merging of many.
         into_outputs: ranks write into the outputs of others, which must be symmetric.
         merges: its programs have one handshake with every peer, so that those of many tensors can be merged.
-        in_turns: it has two programs that alternate (``alternating``), and cannot be prelaunched.
         objection: function that returns the reason why a call is not legal; empty if it is.
         thumb: function that returns the reason to take it without measurements; empty if there is none.
     """
@@ -60,12 +59,11 @@ class Algorithm:
     name: str
     kinds: tuple[Kind, ...]
     preference: int
-    assemble: Callable[[Collective, Transport], Program] | None = None
+    assemble: Callable[[Collective, Transport], Program]
     whole: Callable[[Collective, Transport], Program] | None = None
     finish: Callable[[Program], Program] = beside
     into_outputs: bool = False
     merges: bool = True
-    in_turns: bool = False
     objection: Callable[[CallShape], str] = no_objection
     thumb: Callable[[CallShape], str] = no_objection
 
@@ -101,8 +99,8 @@ def find_algorithm(kind: Kind, name: str) -> Algorithm | None:
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
-    """Return the names of algorithms that are one program, by preference."""
-    return tuple(algorithm.name for algorithm in algorithms(kind) if not algorithm.in_turns)
+    """Return the names of algorithms, by preference."""
+    return tuple(algorithm.name for algorithm in algorithms(kind))
 
 
 def list_variants(kind: Kind) -> tuple[str, ...]:
@@ -113,11 +111,6 @@ def list_variants(kind: Kind) -> tuple[str, ...]:
 def merges(name: str) -> bool:
     """Return True if programs of that algorithm can be merged into one for many tensors, whatever the collective."""
     return all(algorithm.merges for (_, known), algorithm in _registered.items() if known == name)
-
-
-def in_turns(name: str) -> bool:
-    """Return True if the algorithm of that name has two programs that alternate."""
-    return any(algorithm.in_turns for (_, known), algorithm in _registered.items() if known == name)
 
 
 def for_every_kind(name: str) -> bool:
@@ -144,7 +137,7 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     """
     collective, transport = _COLLECTIVE("build: collective", collective), _TRANSPORT("build: transport", transport)
     algorithm = find_algorithm(collective.kind, plain_text("build: variant", variant))
-    if algorithm is None or algorithm.assemble is None:
+    if algorithm is None:
         allowed = ", ".join(variants(collective.kind))
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={allowed})")
     if algorithm.whole is not None:

@@ -4,23 +4,15 @@ No stamp stands between two copies of an engine, nor directly beside another sta
 
     dma     stamp begin | entry handshake | stamp first | copy copy copy | stamp last | exit handshake | stamp end
     local   copy of the own chunk | stamp last
-
-A queue that copies into its own rank's staging before it waits for its peers (``alternating``) has two stamps more, so
-that the handshake can be told from the copies around it. Commands beside the copies, such as resets of flags, are
-stamped at their end::
-
-    dma     stamp first | copy into the slot | stamp staged | handshake | stamp ready | pull pull pull | stamp last
-    local   wait for the handshake | resets | stamp end
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 
-from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp, Wait, spans
+from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp
 
 
 class StampMark(IntEnum):
@@ -30,8 +22,6 @@ class StampMark(IntEnum):
     FIRST = 1
     LAST = 2
     END = 3
-    STAGED = 4
-    READY = 5
 
 
 def stamp(program: Program) -> Program:
@@ -61,10 +51,10 @@ def times_of(stamps: Mapping[int, float]) -> dict[StampMark, float]:
     """Map times of slots to marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
 
     A mark that no queue has takes the time of its neighbour: without an entry handshake ``BEGIN`` is ``FIRST``, without
-    an exit handshake ``END`` is ``LAST``; where nothing is staged, ``STAGED`` and ``READY`` are ``FIRST``.
+    an exit handshake ``END`` is ``LAST``.
 
-    >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 8: 8.0}).items()}
-    {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0, 'STAGED': 5.0, 'READY': 5.0}
+    >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 6: 8.0}).items()}
+    {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0}
 
     Raises:
         ValueError: no queue of the rank copies anything.
@@ -78,8 +68,6 @@ def times_of(stamps: Mapping[int, float]) -> dict[StampMark, float]:
         StampMark.FIRST: first,
         StampMark.LAST: last,
         StampMark.END: max([last, *of[StampMark.END]]),
-        StampMark.STAGED: max(of[StampMark.STAGED], default=first),
-        StampMark.READY: max(of[StampMark.READY], default=first),
     }
 
 
@@ -97,27 +85,4 @@ def _marked(queue: Queue, position: int) -> tuple[Command, ...]:
     if not peers:
         return (*before, *copies, slots[StampMark.LAST], *end)
     begin = (slots[StampMark.BEGIN], *before) if before else ()
-    staged, pulls = _around_handshake(copies)
-    if pulls:
-        copies = [
-            *copies[:staged],
-            slots[StampMark.STAGED],
-            *copies[staged:pulls],
-            slots[StampMark.READY],
-            *copies[pulls:],
-        ]
     return (*begin, slots[StampMark.FIRST], *copies, slots[StampMark.LAST], *end)
-
-
-def _around_handshake(commands: Sequence[Command]) -> tuple[int, int]:
-    """Return the positions behind the copies into own staging, and of the first copy behind the wait that follows them.
-
-    Return two zeros if no such copies come before the first wait.
-    """
-    moves = [index for index, command in enumerate(commands) if isinstance(command, MOVES)]
-    for before, after in itertools.pairwise(moves):
-        if len({span.rank for span in spans(commands[before])}) > 1:
-            break
-        if any(isinstance(command, Wait) for command in commands[before:after]):
-            return before + 1, after
-    return 0, 0

@@ -1,4 +1,4 @@
-"""One handshake instead of two: every rank copies its input into a slot of its own, and calls alternate two slots.
+"""Programs that alternate: a double buffer with one handshake, on which the proof of sequences is tried.
 
 A call copies its input into the slot of its turn (0, 1, 0, 1 ...), tells all peers that it is ready, waits until all of
 them are, and pulls their parts straight into its output. Peers touch none of the caller's buffers, and no rank waits
@@ -16,9 +16,6 @@ rank overwrites what a slow one still pulls: ``verify`` refuses that, and accept
 two calls later, behind a ready of this rank that its reset precedes. So the resets are not urgent: they run
 beside the pulls.
 
-*Rows.* Small parts in a graph are all pulled by one pitched copy: those of all ranks lie equally far apart, this rank's
-own included, and in the output one part apart. So the own part comes out of the slot as well.
-
 *Graphs* replay their calls, and two calls of one turn could meet where the last call of a replay is followed by the
 first of the next. An ``opening`` program of turn 0 has an entry handshake in front: it may follow anything. Turn 1 is
 next. Calls of graphs have slots and flags that eager calls do not use.
@@ -27,16 +24,26 @@ next. Calls of graphs have slots and flags that eager calls do not use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
-from sidelane.config import COMPUTE
 from sidelane.program.builders.beside import beside
-from sidelane.program.builders.moving import MOVING, copy_own, output_of, rotation
-from sidelane.program.builders.registry import Algorithm, register
-from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
-from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
-from sidelane.program.shape import CallShape
-from sidelane.program.transform.freeze import LOWERED, RAISED, freeze
+from sidelane.program.builders.moving import rotation
+from sidelane.program.collective import REDUCING, Buffer, Collective, Span
+from sidelane.program.ir import (
+    EPOCH,
+    MOVES,
+    Command,
+    Comparison,
+    Copy,
+    Engine,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Signal,
+    Wait,
+)
+from sidelane.program.transform import freeze
+from sidelane.program.transform.freeze import LOWERED, RAISED
 from sidelane.program.verify import Verification, verify_sequence
 
 ALTERNATING = "alternating"
@@ -47,13 +54,6 @@ TURNS = 2
 SLOT_BYTES = 4 << 20
 """Largest number of bytes that a rank sends in one call. All programs need the same slots, so their size is fixed;
 above it a handshake is a tenth of the time of a collective or less."""
-
-ROW_BYTES = 128 << 10
-"""Largest part that is pulled as a row. On four H200s a pitched copy of four rows of 256 bytes takes 3.5 us and three
-copies 9; rows of 64 KB take 5 us less than the copies, and rows of 256 KB take 3 us more: it moves 90 GB/s."""
-
-THUMB_BYTES = 1 << 20
-"""Bytes of a call below which one handshake is taken if the machine has no measurements."""
 
 SPARE_BYTES = 256
 """Bytes behind the slots that no peer reads; a copy there has no effect."""
@@ -126,39 +126,44 @@ def alternating(
         raise ValueError(f"{ALTERNATING}: collective (value={collective.kind}, allowed=those that only move bytes)")
     if turn not in range(TURNS):
         raise ValueError(f"{ALTERNATING}: turn (value={turn}, allowed=0, 1)")
-    n, chunks = collective.world_size, list(collective.chunks())
-    rows = frozen and n > 1 and _fits_rows(collective)
-    sent = [_sent(chunks, rank, own=rows) for rank in range(n)]
+    n = collective.world_size
+    sent = [_sent(collective, rank) for rank in range(n)]
     most = max(end for _, end in sent)
     if most > slot_bytes:
         raise ValueError(
             f"{ALTERNATING}: bytes that a rank sends in {collective.kind} (value={most}, allowed=..{slot_bytes})"
         )
-    queues: list[Queue] = []
-    for rank, (start, end) in enumerate(sent):
-        commands = _handshake(rank, n, TURNS) if opening else []
-        slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
-        if slot.nbytes:
-            commands.append(Copy(slot, collective.input_span(rank, start, slot.nbytes)))
-        commands += _handshake(rank, n, turn)
-        coming = {chunk.src_rank: chunk for chunk in chunks if chunk.dst_rank == rank}
-        pulls = _pulls(collective, rank, coming, turn * slot_bytes, rows=rows)
-        own = copy_own(collective, coming[rank]) if rank in coming and not rows else []
-        if slot.nbytes and pulls and not (own or frozen):
+    queues = []
+    for rank in range(n):
+        peers = list(rotation(rank, n))
+        commands: list[Command] = []
+        if opening:
+            commands += [Signal(Flag(peer, TURNS * n + rank), EPOCH) for peer in peers]
+            commands += [Wait(Flag(rank, TURNS * n + peer), EPOCH) for peer in peers]
+        start, end = sent[rank]
+        if end > start:
+            slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
+            commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
+        commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
+        commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
+        pulls = _pulls(collective, rank, turn * slot_bytes)
+        commands += pulls
+        own = _own(collective, rank)
+        if end > start and pulls and not own and not frozen:
             own = [_spare_copy(rank, TURNS * slot_bytes, slot)]
-        queues += [
-            Queue(rank, Engine(EngineKind.DMA), (*commands, *pulls)),
-            Queue(rank, Engine(EngineKind.LOCAL), tuple(own)),
-        ]
+        if commands:
+            queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+        if own:
+            queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
     program = Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
-        queues=tuple(queue for queue in queues if queue.commands),
+        queues=tuple(queues),
         staging_bytes=(staging_of(slot_bytes),) * n if n > 1 else (0,),
         flag_count=(TURNS + 1) * n,
     )
     program = beside(program)
-    return _resets_beside(freeze(program), turn) if frozen else program
+    return resets_beside(freeze(program)) if frozen else program
 
 
 def staging_of(slot_bytes: int) -> int:
@@ -168,7 +173,7 @@ def staging_of(slot_bytes: int) -> int:
 
 def flags_of(world_size: int) -> int:
     """Return the number of flags of a rank: a set for each turn and one for the entry handshake, with a flag for every
-    peer, and two between its own engines (``beside``, ``_resets_beside``).
+    peer, and two between its own engines (``beside``, ``resets_beside``).
 
     >>> flags_of(4)
     14
@@ -176,38 +181,25 @@ def flags_of(world_size: int) -> int:
     return (TURNS + 1) * world_size + 2
 
 
-def _fits_rows(collective: Collective) -> bool:
-    parts = {nbytes for row in collective.counts for nbytes in row}
-    rows = collective.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) and collective.copies_own
-    return rows and len(parts) == 1 and 0 < parts.pop() <= ROW_BYTES
-
-
-def _sent(chunks: Sequence[Chunk], rank: int, *, own: bool) -> tuple[int, int]:
+def _sent(collective: Collective, rank: int) -> tuple[int, int]:
     """Return the range of the input of ``rank`` that peers need, from the first byte to the last; its own part may lie
-    in between. With ``own``, bytes that the rank needs itself count too.
+    in between.
     """
-    needed = [chunk for chunk in chunks if chunk.src_rank == rank and (own or chunk.dst_rank != rank)]
-    ends = (chunk.src_offset + chunk.nbytes for chunk in needed)
-    return min((chunk.src_offset for chunk in needed), default=0), max(ends, default=0)
+    chunks = [chunk for chunk in collective.chunks() if chunk.src_rank == rank and chunk.dst_rank != rank]
+    if not chunks:
+        return 0, 0
+    return min(chunk.src_offset for chunk in chunks), max(chunk.src_offset + chunk.nbytes for chunk in chunks)
 
 
-def _handshake(rank: int, n: int, number: int) -> list[Command]:
-    """Return the signals to all peers and the waits for theirs, with the set of flags of that number."""
-    peers = list(rotation(rank, n))
-    signals = [Signal(Flag(peer, number * n + rank), EPOCH) for peer in peers]
-    return [*signals, *(Wait(Flag(rank, number * n + peer), EPOCH) for peer in peers)]
-
-
-def _pulls(collective: Collective, rank: int, coming: Mapping[int, Chunk], slot: int, *, rows: bool) -> list[Copy]:
-    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one.
-    With ``rows``, one copy from this rank is added, and all are in the order of the ranks.
-    """
-    n = collective.world_size
-    return [
-        Copy(output_of(collective, chunk), Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes))
-        for peer in (range(n) if rows else rotation(rank, n))
-        if (chunk := coming.get(peer)) is not None
-    ]
+def _own(collective: Collective, rank: int) -> list[Command]:
+    copies: list[Command] = []
+    for chunk in collective.chunks():
+        if chunk.src_rank == chunk.dst_rank == rank:
+            src = collective.input_span(rank, chunk.src_offset, chunk.nbytes)
+            dst = collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
+            if src != dst:
+                copies.append(Copy(dst, src))
+    return copies
 
 
 def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
@@ -220,54 +212,59 @@ def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
     return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
 
 
-def _resets_beside(program: Program, turn: int) -> Program:
-    """Move the resets of a turn's flags to the local engine, behind its copies: beside the pulls, if there are any."""
-    n, mark, marked = program.world_size, program.flag_count, False
+def _pulls(collective: Collective, rank: int, slot: int) -> list[Command]:
+    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one."""
+    by_source = {chunk.src_rank: chunk for chunk in collective.chunks() if chunk.dst_rank == rank}
+    n = collective.world_size
+    return [
+        Copy(
+            collective.output_span(rank, chunk.dst_offset, chunk.nbytes),
+            Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes),
+        )
+        for peer in rotation(rank, n)
+        if (chunk := by_source.get(peer)) is not None
+    ]
+
+
+def resets_beside(program: Program) -> Program:
+    """Move resets behind the last signal to a peer from each rank's first DMA queue to a queue beside its last moves.
+
+    Only for a frozen program whose peers signal those flags again behind a later signal of this rank; ``verify``
+    checks that.
+    """
+    mark = program.flag_count
     queues: list[Queue] = []
-    for rank in range(n):
-        given = {queue.engine.kind: queue for queue in program.queues_of(rank)}
-        dma, local = given.get(EngineKind.DMA), given.get(EngineKind.LOCAL)
-        if dma is None or not isinstance(dma.commands[-1], Copy):
-            queues += given.values()
+    marked = False
+    for rank in range(program.world_size):
+        given = program.queues_of(rank)
+        first = next((queue for queue in given if queue.engine.kind is EngineKind.DMA), None)
+        resets = _late_resets(first) if first is not None else []
+        if first is None or not resets:
+            queues += given
             continue
-        resets = [Signal(Flag(rank, turn * n + peer), LOWERED) for peer in rotation(rank, n)]
-        commands = [command for command in dma.commands if command not in resets]
-        if local is None:
+        commands = [command for command in first.commands if command not in resets]
+        own = next((queue for queue in given if queue.engine.kind is EngineKind.LOCAL), None)
+        if own is None:
             flag, marked = Flag(rank, mark), True
-            last = max(index for index, command in enumerate(commands) if isinstance(command, Wait))
-            commands.insert(last + 1, Signal(flag, RAISED))
-            wait: tuple[Command, ...] = (Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED))
-            local = Queue(rank, Engine(EngineKind.LOCAL), wait)
-        queues.append(dataclasses.replace(dma, commands=tuple(commands)))
-        queues.append(dataclasses.replace(local, commands=(*local.commands, *resets)))
+            waits = [index for index, command in enumerate(commands) if isinstance(command, Wait)]
+            commands.insert(waits[-1] + 1, Signal(flag, RAISED))
+            own = Queue(rank, Engine(EngineKind.LOCAL), (Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED)))
+            given = (*given, own)
+        changed = {
+            first.engine: dataclasses.replace(first, commands=tuple(commands)),
+            own.engine: dataclasses.replace(own, commands=(*own.commands, *resets)),
+        }
+        queues += [changed.get(queue.engine, queue) for queue in given]
     return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
 
 
-def _no_alternation(shape: CallShape) -> str:
-    # An uneven all_gather might send it all from one rank.
-    gathers_evenly = shape.kind is Kind.ALL_GATHER and shape.even
-    most = shape.nbytes // shape.world_size if gathers_evenly else shape.nbytes
-    if most > SLOT_BYTES:
-        return f"copies what a rank sends into a slot of {SLOT_BYTES >> 20} MiB"
-    # Other programs need this copy as well for outputs in ordinary memory, and for an all_to_all in place.
-    copies_anyway = not shape.symmetric or (shape.kind is Kind.ALL_TO_ALL and shape.in_place)
-    if shape.beside == COMPUTE and not copies_anyway:
-        return "begins with a copy inside the rank, which may wait for what runs beside it"
-    return ""
-
-
-def _thumb(shape: CallShape) -> str:
-    return f"one handshake below {THUMB_BYTES >> 20} MiB" if shape.nbytes < THUMB_BYTES else ""
-
-
-register(
-    Algorithm(
-        name=ALTERNATING,
-        kinds=MOVING,
-        preference=95,
-        merges=False,
-        in_turns=True,
-        objection=_no_alternation,
-        thumb=_thumb,
+def _late_resets(queue: Queue) -> list[Command]:
+    """Return the resets between the last signal to a peer and a move."""
+    sent = max(
+        (i for i, c in enumerate(queue.commands) if isinstance(c, Signal) and c.flag.rank != queue.rank), default=0
     )
-)
+    behind = queue.commands[sent:]
+    moves = [index for index, command in enumerate(behind) if isinstance(command, MOVES)]
+    before = behind[: moves[0]] if moves else ()
+    waited = {command.flag for command in before if isinstance(command, Wait)}
+    return [command for command in before if isinstance(command, Signal) and command.flag in waited]
