@@ -26,7 +26,7 @@ from sidelane.device import layout
 from sidelane.device.launch import Launch
 from sidelane.execute.cuda.driver import Driver
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 90.0
 DEVICE = torch.device("cuda", 0)
 
 

@@ -16,5 +16,5 @@ CROWD = Path(__file__).with_name("kernel_crowd.py")
 def test_ranks_that_share_a_gpu(scenario: str, ranks: int) -> None:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     command = [sys.executable, str(CROWD), scenario, str(ranks), "6"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
