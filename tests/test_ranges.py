@@ -185,3 +185,22 @@ def test_an_observer_is_told_of_the_return_and_of_the_end_and_no_tensor_is_kept(
         ranges.leave(observer)
     assert observer.said[4:6] == [("returned", "wrong", problem), ("end", "wrong", problem, False, 0)]
     assert observer.said[7:] == [("returned", "other", None), ("end", "other", None, False, 0)]
+
+
+def test_an_observer_that_raises_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(ranges.Observer):
+        def begin(self, call: ranges.ObservedCall) -> None:
+            raise KeyError
+
+        returned = end = failed = begin  # type: ignore[assignment]
+
+    failing, noting = Failing(), Noting()
+    ranges.observe(failing)
+    ranges.observe(noting)
+    with ranges.ObservedCall("fine", (), (), (0,)):
+        pass
+    ranges.tell("failed", ValueError())
+    ranges.leave(failing)
+    ranges.leave(noting)
+    assert [f"Failing.{event} failed" in caplog.text for event in ("begin", "returned", "end", "failed")] == [True] * 4
+    assert len(noting.said) == 3

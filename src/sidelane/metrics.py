@@ -152,8 +152,8 @@ class _Subscription(Observer):
         self._subscriber = subscriber
 
     def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
-        host_us, failed = call.host_us, "" if error is None else type(error).__name__
-        self._subscriber(CallMetrics(*_labels(call), call.nbytes, host_us, call.duration_us(error), failed))
+        labels, failed = (call.group, call.name, call.dtype, call.device), "" if error is None else type(error).__name__
+        self._subscriber(CallMetrics(*labels, call.nbytes, call.host_us, call.duration_us(error), failed))
 
 
 class Sums(Observer):
@@ -171,7 +171,8 @@ class Sums(Observer):
             threading.Thread(target=self._run, name="sidelane-metrics", daemon=True).start()
 
     def end(self, call: ObservedCall, note: Any, error: BaseException | None) -> None:
-        labels, nbytes, host_us, duration_us = _labels(call), call.nbytes, call.host_us, call.duration_us(error)
+        labels, nbytes = (call.group, call.name, call.dtype, call.device), call.nbytes
+        host_us, duration_us = call.host_us, call.duration_us(error)
         with self._lock:
             row = self._row("calls", labels)
             row[0] += 1
@@ -252,10 +253,6 @@ def path_of(file: str) -> Path:
     for name, value in names.items():
         file = file.replace(name, value)
     return Path(file)
-
-
-def _labels(call: ObservedCall) -> tuple[str, str, str, str]:
-    return call.group, call.name, call.dtype, call.device
 
 
 def _shown(labels: Mapping[str, str]) -> str:

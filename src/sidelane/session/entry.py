@@ -26,6 +26,8 @@ class HasCalls(Protocol):
 
 S = TypeVar("S", bound=HasCalls)
 
+_INSIDE = nullcontext()
+
 
 def entry(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool = True) -> Callable[Concatenate[S, P], R]:
     """Wrap a method that is a call: one thread at a time, wrong signatures told to the peers, no tracing by compilers.
@@ -56,10 +58,11 @@ def entry(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool = True) 
             is_recorded = ranges.is_active()
             leaves = (leaves_modes or is_recorded) and is_in_modes()
             if leaves or is_recorded:
-                name = getattr(self, "range_name", method.__name__)
                 with (
-                    outside_of_modes() if leaves else nullcontext(),
-                    ranges.method_call(name, places, args, kwargs, calls) as observed,
+                    outside_of_modes() if leaves else _INSIDE,
+                    ranges.method_call(
+                        getattr(self, "range_name", method.__name__), places, args, kwargs, calls
+                    ) as observed,
                 ):
                     observed.work = made = method(self, *args, **kwargs)
                     return made
