@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from sidelane.fields import an, at_least, one_of, plain_text, settle
+from sidelane.fields import an, at_least, one_of, plain_text, validate
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.kernel_chunks import chunks_of
@@ -114,7 +114,7 @@ class KernelProgram:
     prelaunched = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_DEFINITION, variant=plain_text, protocol=_PROTOCOL, blocks=_BLOCKS)
+        validate(self, collective=_DEFINITION, variant=plain_text, protocol=_PROTOCOL, blocks=_BLOCKS)
 
     @property
     def world_size(self) -> int:
