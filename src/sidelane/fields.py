@@ -1,7 +1,7 @@
 """Rules for the fields of frozen values: the allowed values, in one plain form.
 
 A rule is a function of a field's name and of the given value. It returns the value to keep, or raises TypeError for
-another kind of value and ValueError for a wrong one of the right kind; the text names the field. ``settle`` applies
+another kind of value and ValueError for a wrong one of the right kind; the text names the field. ``validate`` applies
 rules to a value that is being made. Classes with millions of values check the exact types first, and then need no
 rule.
 """
@@ -21,7 +21,7 @@ put = object.__setattr__
 it: it costs as much as that of ``dataclasses`` without a check."""
 
 
-def settle(made: object, **rules: Rule) -> None:
+def validate(made: object, **rules: Rule) -> None:
     """Replace fields of a frozen value by the results of their rules. For its ``__post_init__``.
 
     Raises:

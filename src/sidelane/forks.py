@@ -35,9 +35,8 @@ def rlock() -> Any:
     return made
 
 
-class Turn:
-    """Mutual exclusion: threads wait for each other, and a thread that is interrupted inside of its own turn is
-    refused.
+class Mutex:
+    """Mutual exclusion: threads wait for each other, and a thread that holds the mutex and is interrupted is refused.
 
     A signal handler, or a finaliser that the garbage collector runs, may enter again on the thread that is inside.
 
@@ -49,21 +48,21 @@ class Turn:
         self._names, self._lock = names, rlock()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function when it is this thread's turn.
+        """Call a function with the mutex held.
 
         Raises:
-            RuntimeError: the thread holds the turn already, further out.
+            RuntimeError: the thread holds the mutex already, further out.
         """
         self.require_other()
         with self._lock:
             return function()
 
     def is_mine(self) -> bool:
-        """Return whether it is the turn of the thread that asks."""
+        """Return whether the calling thread holds the mutex."""
         return bool(self._lock._is_owned())
 
     def require_other(self) -> None:
-        """Raise as :meth:`run` does, before a wait for other threads to have their turn."""
+        """Raise as :meth:`run` does, before a wait for other threads to release the mutex."""
         if self.is_mine():
             raise made_inside(*self._names())
 

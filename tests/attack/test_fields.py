@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from attack.contracts import own
 from attack.interpreter import failure
-from sidelane.c3.strategies import Mover, Order, Partition, Strategy
 from sidelane.config import Config
 from sidelane.errors import ProgramError
 from sidelane.program.batch import Batch
@@ -158,8 +157,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a call": (lambda: CallShape("all_collect", 2, 8), r"CallShape: kind \(value='all_collect'"),
     "a computation": (lambda: Computation("5"), r"Computation: us \(value='5'"),
     "a matrix": (lambda: Computation(5, gemm=(1, 2, 3)), r"Computation: gemm \(value=\(1, 2, 3\)"),
-    "a part of a GPU": (lambda: Partition(means="grid"), r"Partition: means \(value='grid'"),
-    "an order": (lambda: Strategy(name="x", order="first", mover="dma", recipe=""), r"Strategy: order \(value='first'"),
     "nodes": (lambda: Config(virtual_nodes=[0, "a"]), r"Config: virtual_nodes \(value=\[0, 'a'\]"),
 }  # fmt: skip
 
@@ -197,8 +194,6 @@ def test_texts_and_numbers_of_others_become_the_values_that_they_name() -> None:
          build_batch(Batch("x", 2, (all_gather((8, 4)),)), "b2b", [Transport.PUSH])),
         (variants("all_gather"), variants(Kind.ALL_GATHER)),
         (CallShape("all_gather", i(2), i(8)), CallShape(Kind.ALL_GATHER, 2, 8)),
-        (Strategy(name="x", order="serial", mover="dma", recipe=""),
-         Strategy(name="x", order=Order.SERIAL, mover=Mover.DMA, recipe="")),
         (Config(i(5), virtual_nodes=[0, i(1)], memory_bytes=i(9)), Config(5.0, virtual_nodes=(0, 1), memory_bytes=9)),
     ]  # fmt: skip
     for made, plain in pairs:

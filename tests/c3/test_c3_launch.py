@@ -244,7 +244,7 @@ def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_
         str(overlap.choose_overlap(comm, Computation(2800.0, product.gemm), large).candidate) == "sm_rp with 16 units"
     )
     assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "conccl"
-    assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 1024)).candidate) == "serial"
+    assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 8 << 20)).candidate) == "serial"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     parts.made.add(8)
     assert str(overlap.choose_overlap(comm, product, large).candidate) == "sm_rp with 8 units"

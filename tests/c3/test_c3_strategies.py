@@ -25,7 +25,7 @@ def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
         *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority"),
         *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp"),
-        *("conccl_left", "conccl_rp_left", "conccl_in_place", "nccl_ce"),
+        *("conccl_left", "nccl_ce"),
         *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
 
@@ -43,8 +43,6 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
         ("conccl_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
-        ("conccl_rp_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, Partition(memory_bound_only=True)),
-        ("conccl_in_place", Order.COLLECTIVE_FIRST, Mover.DMA_IN_PLACE, 0, None),
         ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
     ],
 )

@@ -182,7 +182,7 @@ def test_without_a_command_there_is_the_help() -> None:
 
 
 def test_choices_are_listed_once() -> None:
-    assert run("c3", "--help").stdout.count("conccl_in_place") == 1
+    assert run("c3", "--help").stdout.count("conccl_left") == 1
     assert tuple(MODELS) == cli_model.PLANNED
 
 

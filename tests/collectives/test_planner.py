@@ -18,7 +18,7 @@ MB = 1 << 20
 
 
 def takes_at_most(nbytes: int) -> Callable[[CallProgram], bool]:
-    return lambda program: staging_bytes(program, captured=True) <= nbytes
+    return lambda program: staging_bytes(program) <= nbytes
 
 
 @pytest.fixture

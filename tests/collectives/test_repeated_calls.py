@@ -76,7 +76,9 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
         lambda *arguments: CudaExecutor(*arguments, driver=driver),
     )
     monkeypatch.setattr(session, "make_backend", backend_cuda.CudaBackend)
-    monkeypatch.setattr(backend_cuda.CudaBackend, "settle", lambda backend: None)  # torch's tensors are on the CPU
+    monkeypatch.setattr(
+        backend_cuda.CudaBackend, "wait_for_stores", lambda backend: None
+    )  # torch's tensors are on the CPU
     monkeypatch.setattr(session, "choose_device", lambda device: torch.device("cpu"))
     driver.caller = driver.create_stream()
     comm = Communicator(config=Config(profile="builtin", **config))

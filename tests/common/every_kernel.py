@@ -46,7 +46,7 @@ def reducing(odd: int, ranks: int = 8) -> Iterator[Launch]:
         yield block_flags.arrange(site, cut(small, block_flags.TILE_BYTES, ranks), AVERAGE, distinct=gather)
         given = (cut(large, staged.tile_bytes(AVERAGE), ranks), stagings, 2 * MB + 32, ranks * large, AVERAGE)
         yield staged.arrange(site, *given, distinct=cut is tiles, gather=gather)
-        both = cut(large, direct.tile_bytes(site, listed=cut is table), ranks, 2)
+        both = cut(large, direct.tile_bytes_at(site, listed=cut is table), ranks, 2)
         yield direct.arrange(site, both, both.count, AVERAGE, gather=gather)
 
 

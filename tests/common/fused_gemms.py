@@ -214,7 +214,7 @@ def results_apart(group: dist.ProcessGroup) -> list[str]:
             seen.append("end")
 
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch_gemm, "in_turn", lambda _: Turn(), raising=False)
+        patch.setattr(dispatch_gemm, "buffer_lock", lambda _: Turn(), raising=False)
         patch.setattr(gemm.GemmAllToAll, "run", noting(gemm.GemmAllToAll.run, "exchange", seen))
         patch.setattr(torch, "mm", noting(torch.mm, "product", seen))
         n, device = comm.world_size, comm.device

@@ -51,7 +51,7 @@ class Overwritten:
 def results_of_their_own(group: dist.ProcessGroup) -> int:
     """Operators of PyTorch return what stays when the turn of their buffers is over."""
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "in_turn", Overwritten, raising=False)
+        patch.setattr(library, "buffer_lock", Overwritten, raising=False)
         n, number, made = comm.world_size, library.number_of(comm), torch.ops.sidelane
         x, weight, many = torch.ones(2 * n, 8), torch.ones(4, 8), torch.ones(20, 8)
         counts, offsets = torch.full((n, n), 2), torch.arange(2 * n + 1)

@@ -153,7 +153,7 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_hip, "probe", return_value=features),
         mock.patch.object(backend_hip, "HipDriver", return_value=driver),
         mock.patch.object(backend_hip.HipBackend, "_make_exported", return_value=None),
-        mock.patch.object(backend_hip.HipBackend, "settle"),
+        mock.patch.object(backend_hip.HipBackend, "wait_for_stores"),
         mock.patch.object(session, "make_backend", backend_hip.HipBackend),
         mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", in_order(Communicator._call)),

@@ -60,7 +60,7 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "CudaExecutor", lambda *given: CudaExecutor(*given, driver=driver)),
         mock.patch.object(backend_cuda, "VirtualMemory"),
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
-        mock.patch.object(backend_cuda.CudaBackend, "settle"),
+        mock.patch.object(backend_cuda.CudaBackend, "wait_for_stores"),
         mock.patch.object(session, "make_backend", backend_cuda.CudaBackend),
         mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),

@@ -61,7 +61,7 @@ class Host:
     def remember(self, steps: Any = None, words: Any = (), notes: Any = (), **other: Any) -> None:
         tensors = other.get("tensors", self.tensors)
         identities = tuple((t.data_ptr(), t.nbytes, t.dtype) for t in tensors)
-        parts = {"kind": "all_gather", "details": (), "variant": "auto", "beside": None, "turn": None, **other}
+        parts = {"kind": "all_gather", "details": (), "variant": "auto", "beside": None, **other}
         steps = (self.step("ran"),) if steps is None else steps
         self.replay.remember(
             *(
@@ -74,7 +74,6 @@ class Host:
                 self.generation[0],
             ),
             *(
-                parts["turn"],
                 STREAM,
                 "all_gather",
                 other.get("payload", PAYLOAD),

@@ -14,19 +14,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from fused_embeddings import autograd, check_gradients, pool
 from fused_ops import DTYPES, Draws, check_close
 from ranks import shared_memory
 
 from sidelane import Config
-from sidelane.device.context import begin, end
 from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll, library
 from sidelane.ops.scale_out import (
-    EmbeddingAcrossNodes,
     ScaleOut,
     all_to_all_rows,
     embedding,
@@ -34,7 +30,6 @@ from sidelane.ops.scale_out import (
     embedding_all_to_all_backward,
     gemm_all_to_all,
 )
-from sidelane.ops.scale_out.device import wait_slice_acquire
 
 
 @contextlib.contextmanager
@@ -118,36 +113,6 @@ def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls:
             assert result.shape == expected.shape, number
             check_close(result, expected, number)
     return len(kept)
-
-
-@triton.jit
-def consumer(context, far, output, seen, flag, first, count, TILE: tl.constexpr):
-    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
-    generation = begin(context)
-    wait_slice_acquire(far, flag, generation)
-    offsets = tl.arange(0, TILE)
-    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
-    end(context, generation)
-
-
-def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
-    """A consumer of one slice of a rank of another node, launched once for each call."""
-    with on_nodes(group, layout) as ranks:
-        dim, batch, owner = 4, 4 * ranks.world_size, ranks.fars[0]
-        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * ranks.rank
-        offsets = torch.arange(2 * batch + 1)
-        for slice_bags in (2, None):
-            handle = EmbeddingAcrossNodes(ranks, [table, table + 100], batch, slice_bags=slice_bags)
-            kernel = ranks.near.load_kernel(consumer, flags=0)
-            for call in range(3):
-                output = handle((torch.arange(2 * batch) + call) % 8, offsets)
-                seen, column = torch.zeros(dim), (2 * owner + 1) * dim
-                flag = handle.flag_of_slice(owner, 1, 2)
-                kernel.launch((1,), handle.kernel.far, output, seen, flag, 2 * output.shape[1] + column, dim, TILE=4)
-                ranks.synchronize()
-                row = (batch + 4 * ranks.rank + 2 + call) % 8
-                assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
-    return 3
 
 
 def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:

@@ -71,10 +71,6 @@ def test_many_large_calls(two: Nodes) -> None:
     assert two.run("large", 20) == [20, 20]
 
 
-def test_slices_as_they_come(two: Nodes) -> None:
-    assert two.run("slices_as_they_come") == [3, 3]
-
-
 def test_layers_are_trained(two: Nodes) -> None:
     two.run("experts")
     two.run("layers")

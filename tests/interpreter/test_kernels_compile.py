@@ -69,7 +69,7 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
     site = LaunchSite(0, site_of(8).arenas[:ranks], 64, NARROW_BLOCKS, available)
     piece = KernelPiece(16 * MB, 16 * MB, MB, groups=((16 * MB,) * ranks,) * 2)
-    tiles = Tiles.of(piece, direct.tile_bytes(site, listed=False))
+    tiles = Tiles.of(piece, direct.tile_bytes_at(site, listed=False))
     launch = direct.arrange(site, tiles, tiles.count, AVERAGE, gather=True)
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
     assert shared <= max(available, 1024)

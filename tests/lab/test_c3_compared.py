@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -49,3 +50,7 @@ def test_a_report_of_a_known_machine_has_its_predictions(tmp_path: Path, monkeyp
     assert {key[3] for key in speedups} == {"serial", "c3_base", "c3_sp", "conccl"}
     few = [row for row in rows if (row.gemm, row.collective) == (rows[0].gemm, rows[0].collective)]
     assert draw_groups(few, {}, results, tmp_path) == [], "nothing to average"
+    gone = dataclasses.replace(next(row for row in rows if row.strategy == "conccl"), strategy="conccl_rp_left")
+    assert prediction.compare(named("h200x4"), [gone]) == [], "a strategy that has gone since"
+    pictures_of = [draw_groups(some, {}, results, tmp_path) for some in (rows, [*rows, gone])]
+    assert pictures_of[0] == pictures_of[1] != []

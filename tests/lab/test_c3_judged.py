@@ -72,7 +72,7 @@ def test_every_heuristic_is_right_or_loses() -> None:
 
 
 def test_another_call_is_not_what_a_choice_is_held_against() -> None:
-    fast = {**TIMES, ("conccl_left", 0): 1001.0, ("conccl_in_place", 0): 1002.0}
+    fast = {**TIMES, ("conccl_left", 0): 1001.0}
     assert verdicts(dataclasses.replace(SWEEP, times_us=fast)) == verdicts(SWEEP)
 
 
@@ -129,6 +129,7 @@ def test_sweeps_of_a_result_file() -> None:
     assert found.times_us == TIMES and found.workload == PAIR
     assert [kernel.workgroups for kernel in found.kernels] == [4096, 32]
     assert sweeps_of([row("serial", None)], 32) == []
+    assert sweeps_of([*ROWS, row("conccl_in_place", 1002.0)], 32) == [found], "a strategy that has gone since"
 
 
 def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:

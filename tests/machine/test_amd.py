@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,8 @@ def test_partitions_are_cu_masks(rocm: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(partitions, "make_driver", lambda device: StandinDriver())
     found, why = partitions.DevicePartitions.on(torch.device("cuda", 0))
     assert found is not None and not why and found.units == UNITS
-    assert found.objection(Partition(), 40) == ""
-    assert "allowed=1..303" in found.objection(Partition(), 304)
-    assert "hipBLASLt" in found.objection(Partition(means=Means.TARGET), 40)
+    assert found.objection(Partition()) == ""
+    usual: Any = None  # it fails before
+    with pytest.raises(UnavailableError, match=r"allowed=1\.\.303"):
+        found.streams(Partition(), 304, usual, confine=True)
+    assert "hipBLASLt" in found.objection(Partition(means=Means.TARGET))

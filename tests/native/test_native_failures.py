@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import weakref
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -132,15 +132,14 @@ class Forgetting(str):
     __hash__ = str.__hash__
 
 
-@pytest.mark.parametrize("turn", [None, (SimpleNamespace(next=0), "next", 0, 1)])
-def test_entries_that_are_forgotten_while_they_are_compared(host: Host, turn: Any) -> None:
+def test_entries_that_are_forgotten_while_they_are_compared(host: Host) -> None:
     gc.collect()
     gc.freeze()  # each comparison collects: what other tests have left is not to be looked through again and again
     variant = Forgetting("auto")
     variant.host = host
     for _ in range(5):
-        host.remember(variant=variant, turn=turn)
-        host.remember(variant="auto", turn=turn)
+        host.remember(variant=variant)
+        host.remember(variant="auto")
         assert host.run(variant=variant) in (False, True)
         assert host.replay.remembered <= 2
 

@@ -156,7 +156,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "a tally that is no list": ({"notes": ((Effect.COUNT, (1,), "", None),)}, ValueError),
     "words nowhere": ({"words": ((0, 1),)}, TypeError),
     "no tensors": ({"tensors": ()}, ValueError),
-    "a turn without a successor": ({"turn": (1, "next", 2)}, TypeError),
 }
 
 

@@ -142,13 +142,3 @@ def test_notes_are_taken_after_the_steps(host: Host) -> None:
     assert host.log == [{}]
     assert vars(target) == {"choice": "kept", "last": 1, "kernel": (1, "program")}
     assert (pairs, tally) == ([(1, "subject")], [42, "more"])
-
-
-def test_turns(host: Host) -> None:
-    turns = SimpleNamespace(next=0)
-    for turn in (0, 1, 1, 0):  # to remember them once more changes nothing
-        step = (lambda turn=turn: host.log.append((turn, turns.next)), (), None)
-        host.remember((step,), turn=(turns, "next", turn, 1 - turn))
-    assert host.replay.remembered == 2
-    assert [host.run() for _ in range(5)] == [True] * 5
-    assert host.log == [(0, 1), (1, 0), (0, 1), (1, 0), (0, 1)], "it is the next one's turn before the call runs"

@@ -160,16 +160,6 @@ def test_tensors_that_overlap_are_a_shape_by_their_distance(host: Host) -> None:
 
 
 @pytest.mark.usefixtures("tensors")
-def test_each_turn_has_its_own(host: Host) -> None:
-    host.turn = 0  # type: ignore[attr-defined]
-    shapes = [Shape(host, turn=(host, "turn", turn, 1 - turn)) for turn in (0, 1)]
-    for call in range(6):
-        there = new(), new(4)
-        assert host.run(there) is True
-        assert shapes[call % 2].says(there)
-
-
-@pytest.mark.usefixtures("tensors")
 def test_a_shape_that_is_none_is_refused(host: Host) -> None:
     def remember(followers: Any, **other: Any) -> None:
         host.remember((c_step(callback(0, 1, []), 1),), shape=(lambda tensors: True, 0, 0, followers), **other)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sidelane.ops.handle import BufferTurn
+from sidelane.ops.handle import BufferLock
 
 
 @dataclasses.dataclass
@@ -30,7 +30,7 @@ class World:
         self.log: list[str] = []
         self.streams = {handle: Stream(handle, 0, self.log) for handle in (1, 2, 3)}
         self.now = self.streams[1]
-        self.turns = BufferTurn(
+        self.turns = BufferLock(
             lambda: (self.now.handle, bool(self.now.capture)),
             lambda place: self.streams[place[0]].capture,
             lambda: self.now,

@@ -41,10 +41,6 @@ def test_gradients_of_gemms(four: Crew) -> None:
     assert four.run(cases.experts, 3, (0, 1, 0), timeout_s=110) == [3] * 3
 
 
-def test_slices_as_they_come(four: Crew) -> None:
-    assert four.run(cases.slices_as_they_come, 2, (0, 1), timeout_s=110) == [3] * 2
-
-
 @pytest.mark.parametrize("what", ["mode", "batch", "dim"])
 def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks(four: Crew, what: str) -> None:
     for rank, text in enumerate(four.run(cases.unlike, 2, (0, 1), what, timeout_s=110)):

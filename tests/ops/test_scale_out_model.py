@@ -25,7 +25,7 @@ from marks import long
 
 PROGRAMS = 2
 END = 9
-"""Number of the count of programs that have ended, and of the receiver's word that a call is over, among slices."""
+"""Number of the count of programs that have ended, among slices."""
 
 Registers = dict[str, Any]
 Address = tuple[Hashable, ...]
@@ -137,21 +137,19 @@ def puts_down(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
 
 
 def ends_receiving(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
-    """The receiving thread, as far as it raises flags, and ends calls."""
+    """The receiving thread, as far as it counts what has come, and ends calls."""
     steps: list[Step] = []
     for place, is_last in places(epochs, slices):
-        steps.append(reach("posted" if mistake == "flag when begun" else "came", value=place + 1))
-        steps.append(Step("message", lambda _, place=place: (place,)))  # type: ignore[misc]
-        raised = Step("store", lambda found: ("flag", found["message"][1]), lambda found: found["message"][0])
-        ended = store("flag", END, value=place // slices + 1)
+        steps.append(reach("posted" if mistake == "counted when begun" else "came", value=place + 1))
         if mistake == "over by the first to come":
             is_last = place % slices == 0
-        steps += [Step("fence"), raised, *([Step("fence"), ended] if is_last else [])]
+        if is_last:
+            steps += [Step("fence"), store("ended", value=place // slices + 1)]
     return tuple(steps)
 
 
 def kernel(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
-    """The receiving kernel, which reads each slice behind its flag, and work behind it that reads the output again."""
+    """The receiving kernel, which waits for the end of its call, and work behind it that reads the output."""
     steps: list[Step] = []
 
     def check(number: int, epoch: int) -> Step:
@@ -159,14 +157,8 @@ def kernel(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
 
     for epoch in range(1, epochs + 1):
         steps += [Step("fence"), store("opened", value=epoch)]
-        for number in range(slices):
-            wait = Step("reach", lambda _, number=number: ("flag", number), lambda _, epoch=epoch: epoch)  # type: ignore[misc]
-            if slices > 1 and number == slices - 1:
-                continue  # a slice that only the end of the call tells of
-            read = check(number, epoch)
-            steps += [read, wait] if mistake == "not acquired" else [wait, read]
-        steps.append(Step("reach", lambda _: ("flag", END), lambda _, epoch=epoch: epoch))  # type: ignore[misc]
-        steps += [check(number, epoch) for number in range(slices)]
+        wait, read = reach("ended", value=epoch), [check(number, epoch) for number in range(slices)]
+        steps += [*read, wait] if mistake == "not acquired" else [wait, *read]
     return tuple(steps)
 
 
@@ -217,7 +209,7 @@ UNNOTICED = ("store", "put down", "reach", "message", "leave", "post", "come")
 """Steps whose order does not matter: they touch the own buffer only, wait for what only grows, or let others wait no
 longer."""
 
-GROWING = ("ready", "over", "launched", "opened", "flag")
+GROWING = ("ready", "over", "launched", "opened", "ended")
 """Words that only grow, which is checked."""
 
 
@@ -341,7 +333,7 @@ def test_every_interleaving(epochs: int, slices: int) -> None:
         ("not waited until all have left", 2, 1),
         ("written before it is open", 2, 1),
         ("ended before its bytes are in place", 1, 1),
-        ("flag when begun", 1, 1),
+        ("counted when begun", 1, 1),
         ("over by the first to come", 1, 2),
         ("not acquired", 1, 1),
     ],

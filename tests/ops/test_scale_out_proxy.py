@@ -25,7 +25,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
 from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, SliceTransport, _Staging
-from sidelane.ops.scale_out.words import FLAGS, OPENED, OVER, READY, Arriving, HandleWords, Outgoing, Slices
+from sidelane.ops.scale_out.words import OPENED, OVER, READY, Arriving, HandleWords, Outgoing, Slices
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ class Rank:
             far: tuple(Arriving((far * slices + n) * place, ROWS, COLUMNS) for n in range(slices)) for far in self.fars
         }
         self.handle = HandleWords(Slices(tuple(sent), came, STRIDE), CPU)
-        words = {OPENED: 1, READY: len(sent), OVER: 1, FLAGS: len(self.fars) * slices}
+        words = {OPENED: 1, READY: len(sent), OVER: 1}
         self.words = {
             index: np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self.handle.addresses()[index]))
             for index, count in words.items()
@@ -142,10 +142,9 @@ class Rank:
         for number in numbers or range(self.slices):
             self.words[READY][self.fars.index(target) * self.slices + number] = as_int32(epoch)
 
-    def flags(self, source: int) -> list[int]:
-        first = self.handle.slices.flag(source, 0)
-        found: list[int] = self.words[FLAGS][first : first + self.slices].tolist()
-        return found
+    def came(self, source: int) -> int:
+        """Return the number of slices that have come from a rank in this call."""
+        return self.slices - self.call.missing.get(source, 0)
 
     @property
     def over(self) -> int:
@@ -159,7 +158,7 @@ class Rank:
             time.sleep(1e-4)
 
     def launch(self, epoch: int, draws: random.Random) -> None:
-        """Do as a kernel does in a call: slices in any order, waits; a slice is read when its flag is up."""
+        """Do as a kernel does in a call: slices in any order; they are read when the call is over."""
         size = len(self.fars) + 1
         self.source.copy_(torch.arange(self.source.numel()) + 1000.0 * self.rank + 1e5 * (epoch % 100))
         self.begin(epoch)
@@ -169,14 +168,12 @@ class Rank:
         draws.shuffle(slices)
         for target, number in slices:
             self.put(epoch, target, number)
-        draws.shuffle(slices)
+        self.wait(lambda: self.over == as_int32(epoch))
         for sender, number in slices:
-            self.wait(lambda sender=sender, number=number: self.flags(sender)[number] == as_int32(epoch))  # type: ignore[misc]
             first = (self.rank * self.slices + number) * ROWS * COLUMNS + 1000.0 * sender + 1e5 * (epoch % 100)
             came = self.landing.view(-1, ROWS, STRIDE)[sender * self.slices + number]
             assert came[:, :COLUMNS].equal(first + torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)), (epoch, sender)
             assert not came[:, COLUMNS:].any(), "what lies between rows was written"
-        self.wait(lambda: self.over == as_int32(epoch))
         assert self.call.over.wait(20) and size == 1 + len(self.fars)
 
     def close(self) -> None:
@@ -263,17 +260,17 @@ def test_nothing_is_put_down_before_the_output_is_open() -> None:
         for one in (first, third):
             one.source.fill_(one.rank + 1)
             one.put(1, 1 - one.rank if one.rank < 2 else 0, 0)
-        second.wait(lambda: second.flags(0)[0] == 1)  # of those that are open
+        second.wait(lambda: second.came(0) == 1)  # of those that are open
         assert second.landing[:COLUMNS].eq(1).all()
         time.sleep(0.05)
-        assert not first.landing.any() and not any(first.flags(2))
+        assert not first.landing.any() and not first.came(2)
         first.open(1)
-        first.wait(lambda: first.flags(2)[0] == 1)
+        first.wait(lambda: first.came(2) == 1)
         assert first.landing[2 * SLICES * ROWS * STRIDE :][:COLUMNS].eq(3).all()
 
 
 def test_sources_are_out_of_step_and_each_is_in_order() -> None:
-    """No flag and no end of a call in front of what is still under way."""
+    """No slice is counted, and no call ends, in front of what is still under way."""
     allowed: set[Key] = set()
     late = Late(lambda key: key in allowed or len(allowed) > 50)
     with ranks(3, 3, late=late) as found:
@@ -285,30 +282,30 @@ def test_sources_are_out_of_step_and_each_is_in_order() -> None:
             one.put(1, 0)
         target.wait(lambda: len(late.begun) == 12)
 
-        def raised() -> list[list[int]]:
-            return [target.flags(one.rank) for one in senders]
+        def came() -> list[int]:
+            return [target.came(one.rank) for one in senders]
 
         allowed |= {(kind, 2, 0, number) for kind in ("sent", "received") for number in (1, 2)}
         time.sleep(0.05)
-        assert raised() == [[0] * 3] * 2 and not target.landing.any()
+        assert came() == [0, 0] and not target.landing.any()
         assert [one.call.leaving for one in senders] == [6, 6]
         senders[1].source[:COLUMNS] += 1  # it has not been read
         allowed.add(("sent", 2, 0, 0))
         senders[1].wait(lambda: senders[1].call.leaving == 3)
-        assert raised() == [[0] * 3] * 2
+        assert came() == [0, 0]
         allowed.add(("received", 2, 0, 0))
-        target.wait(lambda: target.flags(2) == [1] * 3)
-        assert raised()[0] == [0] * 3 and senders[0].call.leaving == 6
+        target.wait(lambda: target.came(2) == 3)
+        assert came()[0] == 0 and senders[0].call.leaving == 6
         allowed |= {(kind, 1, 0, number) for kind in ("sent", "received") for number in (0, 2)}
-        target.wait(lambda: raised()[0] == [1, 0, 0])
+        target.wait(lambda: came()[0] == 1)
         assert senders[0].call.leaving == 5
         allowed |= {(kind, 1, 0, 1) for kind in ("sent", "received")}
-        target.wait(lambda: raised()[0] == [1] * 3)
+        target.wait(lambda: came()[0] == 3)
         for one, more in ((1, 0), (2, 1)):
-            came = target.landing.view(-1, ROWS, STRIDE)[one * 3 : one * 3 + 3, :, :COLUMNS]
+            found_here = target.landing.view(-1, ROWS, STRIDE)[one * 3 : one * 3 + 3, :, :COLUMNS]
             want = torch.arange(3 * ROWS * COLUMNS).view(3, ROWS, COLUMNS) + 1000.0 * one
             want[0, 0] += more
-            assert came.equal(want)
+            assert found_here.equal(want)
         assert not any(one.over for one in found)
         allowed |= {("", number, 0, 0) for number in range(50)}  # from now on, all
         target.put(1, 1), target.put(1, 2), senders[0].put(1, 2)
@@ -334,10 +331,10 @@ def test_a_window_bounds_the_transfers_of_each_direction() -> None:
         time.sleep(0.3)
         begun = [key[0] + str(key[2]) for key in late.begun]
         assert begun.count("sent0") == 2 * each_sends and begun.count("received0") == WINDOW
-        assert begun.count("sent1") == begun.count("received1") == WINDOW and not any(target.flags(1))
+        assert begun.count("sent1") == begun.count("received1") == WINDOW and not target.came(1)
         allowed.append(True)
-        target.wait(lambda: [sum(target.flags(one.rank)) for one in senders] == [each_sends] * 2)
-        senders[0].wait(lambda: senders[0].flags(0) == [1] * (WINDOW + 5))
+        target.wait(lambda: [target.came(one.rank) for one in senders] == [each_sends] * 2)
+        senders[0].wait(lambda: senders[0].came(0) == WINDOW + 5)
         assert not late.wire and len(late.begun) == 2 * (2 * each_sends + WINDOW + 5)
 
 
@@ -366,7 +363,7 @@ def test_failures_with_transfers_under_way(how: str) -> None:
         elif "breaks" in how:
             broken.append("received" if "arrival" in how else "sent")
         wait_for(lambda: bool(first.errors))
-        assert not first.landing.any() and not first.over and not any(first.flags(1)) and first.call.leaving == 3
+        assert not first.landing.any() and not first.over and not first.came(1) and first.call.leaving == 3
         if how in ("told", "dies", "arrival breaks"):
             wait_for(lambda: not any(thread.is_alive() for thread in first.proxy._threads))
             assert len(first.errors[0].ranks) == 1

@@ -90,10 +90,8 @@ class Case:
         where = {"symmetric_input": self.symmetric, "symmetric_output": self.symmetric}
         parts = self.collectives()
         blocks = self.blocks or (NARROW_BLOCKS if Variant.of(self.variant).narrow else BLOCKS[self.ranks])
-        if not self.listed:
-            return kernel_program(parts[0], self.variant, **where, blocks=blocks)
-        batch = Batch(f"{self.kind} of a list", self.ranks, parts)
-        return dataclasses.replace(kernel_program(batch, self.variant, **where), blocks=blocks)
+        moved = Batch(f"{self.kind} of a list", self.ranks, parts) if self.listed else parts[0]
+        return dataclasses.replace(kernel_program(moved, self.variant, **where), blocks=blocks)
 
     @property
     def nbytes(self) -> int:

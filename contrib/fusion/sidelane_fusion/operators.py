@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidelane import ops
-from sidelane.ops.library import communicator, operator, turn_of
+from sidelane.ops.library import communicator, operator, result_lock
 from sidelane.ops.operands import in_rows, in_rows_or_columns
 
 
@@ -27,5 +27,5 @@ def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
     ranks, rows = communicator(comm), x.shape[0]
     given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
-    with turn_of(ranks):
+    with result_lock(ranks):
         return ops.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()

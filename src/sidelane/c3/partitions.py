@@ -66,15 +66,15 @@ class DevicePartitions:
         except SidelaneError as problem:
             return None, str(problem)
 
-    def objection(self, partition: Partition, units: int = SMALLEST_SHARE) -> str:
+    def objection(self, partition: Partition) -> str:
         """Return the reason why there is no such partition, which is found out by making one; empty if there is."""
         try:
             if partition.means is Means.SPLIT:
-                self._split(units)
+                self._split(SMALLEST_SHARE)
             elif torch.version.hip is not None:
                 return "hipBLASLt has no target: CU masks are the way to keep a GEMM off some units here"
             else:
-                with self._limit(units):
+                with self._limit(SMALLEST_SHARE):
                     pass
         except SidelaneError as problem:
             return str(problem)

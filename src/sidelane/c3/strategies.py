@@ -29,14 +29,13 @@ class Mover(StrEnum):
     LIBRARY: kernels of the vendor's library; on CPUs its threads.
     LIBRARY_CTAS: the same kernels with several numbers of workgroups, one after another.
     DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
-    DMA_LEFT: DMA for an all-to-all that leaves own parts in the input. DMA_IN_PLACE: DMA for one in place.
+    DMA_LEFT: DMA for an all-to-all that leaves own parts in the input.
     """
 
     LIBRARY = "library"
     LIBRARY_CTAS = "nccl_ctas"
     DMA = "dma"
     DMA_LEFT = "dma_left"
-    DMA_IN_PLACE = "dma_in_place"
     LIBRARY_DMA = "nccl_ce"
     SM = "sm"
 
@@ -47,10 +46,10 @@ class Mover(StrEnum):
 
     @property
     def as_asked(self) -> bool:
-        """True if it makes exactly the requested call. Others do less, or need the tensors elsewhere: they are never
-        chosen for a caller, and their times count for no ideal.
+        """True if it makes exactly the requested call. Others do less: they are never chosen for a caller, and their
+        times count for no ideal.
         """
-        return self not in (Mover.DMA_LEFT, Mover.DMA_IN_PLACE)
+        return self is not Mover.DMA_LEFT
 
 
 class Means(StrEnum):
@@ -180,10 +179,9 @@ def _with_mover(prefix: str, mover: Mover, more: str = "") -> list[Strategy]:
 # are in their best case in place, if the collective has that.
 _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
-# An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays in place
-# (``copy_own_part=False``), or input and output are the same bytes, and sent bytes are staged first, which among two
-# ranks is a copy of as many bytes.
-_LEFT, _IN_PLACE = "; an all-to-all leaves own parts where they are", "; an all-to-all in place"
+# An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is
+# (``copy_own_part=False``).
+_LEFT = "; an all-to-all leaves own parts where they are"
 
 _ALL = (
     Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
@@ -194,8 +192,6 @@ _ALL = (
     Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
     Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
     Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
-    Strategy("conccl_rp_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, partition=_FEWER_UNITS),
-    Strategy("conccl_in_place", _FIRST, Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE),
 )
 _BY_NAME = {strategy.name: strategy for strategy in sorted(_ALL, key=_position)}
 

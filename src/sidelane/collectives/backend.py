@@ -200,7 +200,7 @@ class Backend(abc.ABC):
         return
 
     @abc.abstractmethod
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         """Return once all stores that torch has submitted so far are in memory."""
 
     @abc.abstractmethod

@@ -120,7 +120,7 @@ class CpuBackend(Backend):
         if error is not None:
             raise anew(error)
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         full_fence()
 
     def renew(self, call: int) -> None:

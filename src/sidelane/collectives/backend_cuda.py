@@ -207,11 +207,11 @@ class CudaBackend(Backend):
     def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
         self.executor.forget_flags(bases, memory)
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
     def renew(self, call: int) -> None:
-        self.settle()  # torch has stored flags there
+        self.wait_for_stores()  # torch has stored flags there
         self.executor.renew(call)
 
     def disown(self, error: SidelaneError) -> None:

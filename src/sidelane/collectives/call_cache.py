@@ -167,7 +167,7 @@ class CallEntry:
     Attributes:
         key: the key.
         planned: the plan of the call.
-        settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
+        compared: the result of the last posts, for a call for which the ranks exchange more than its signature.
         prepared: the call, loaded.
         shape: under the key of a shape, the program of the shape.
         is_used: it was asked for since it was new, or since it was found to be the oldest one.
@@ -176,7 +176,7 @@ class CallEntry:
 
     key: Key
     planned: PlannedCall | None = None
-    settled: SettledCall | None = None
+    compared: ComparedCall | None = None
     prepared: PreparedCall | None = None
     shape: ShapeProgram | None = None
     is_used: bool = False
@@ -185,7 +185,7 @@ class CallEntry:
 
     def held_program(self) -> Any:
         """Return the program that the calls of the entry run; None as long as there is none."""
-        prepared = self.prepared or (self.settled and self.settled.prepared)
+        prepared = self.prepared or (self.compared and self.compared.prepared)
         if prepared:
             return prepared.loaded.program
         return None if self.shape is None else self.shape.plan.program
@@ -209,7 +209,7 @@ class PlannedCall(NamedTuple):
     compares: bool
 
 
-class SettledCall(NamedTuple):
+class ComparedCall(NamedTuple):
     """The result of the posts of all ranks. The same posts lead to the same result again.
 
     Attributes:

@@ -82,7 +82,7 @@ class CallForm(abc.ABC):
         """Return the signature of a request that was made, which the ranks compare, and what else they exchange."""
         return agreement.text, ""
 
-    def settled(
+    def compared(
         self, control: ControlBlock, number: int, posts: Sequence[PostedCall], requests: Requests
     ) -> tuple[Hashable, Requests]:
         """Compare the posts of all ranks. Return what the call depends on besides its own arguments, and its requests.
@@ -165,7 +165,7 @@ class UnevenCall(CallForm):
         signature += f", beside {agreement.beside}" + ", captured" * agreement.frozen
         return signature + ", own parts stay" * (not self._copies_own), self._own
 
-    def settled(
+    def compared(
         self, control: ControlBlock, number: int, posts: Sequence[PostedCall], requests: Requests
     ) -> tuple[Hashable, Requests]:
         """Return the split sizes and places that all ranks have posted, and the request with these.

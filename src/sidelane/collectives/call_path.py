@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 from sidelane import log
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.call_cache import (
+    ComparedCall,
     Key,
     PlannedCall,
     PreparedCall,
-    SettledCall,
     Shape,
     ShapeProgram,
     shape_of,
@@ -188,24 +188,24 @@ class CallPath:
         shown = "" if places is None else PLACES + places.text
         calls.control.post_call(number, planned.signature + SPLITS + planned.exchanged + shown)
         posts = calls.posts(number)
-        settled = self._cache.entry(found.key).settled
-        if settled is None or settled.posts != posts:
-            settled = self._settle(number, asked, found, planned, posts)
-            self._cache.entry(found.key).settled = settled
+        compared = self._cache.entry(found.key).compared
+        if compared is None or compared.posts != posts:
+            compared = self._compare(number, asked, found, planned, posts)
+            self._cache.entry(found.key).compared = compared
         if places is not None:
-            self._places.note(places, settled.outcomes)
-        return settled.prepared
+            self._places.note(places, compared.outcomes)
+        return compared.prepared
 
-    def _settle(
+    def _compare(
         self, number: int, asked: CallForm, found: _Found, planned: PlannedCall, posts: Sequence[PostedCall]
-    ) -> SettledCall:
+    ) -> ComparedCall:
         """Compare the posts of all ranks, and prepare the call that follows from them."""
-        exchanged, requests = asked.settled(self.calls.control, number, posts, planned.requests)
+        exchanged, requests = asked.compared(self.calls.control, number, posts, planned.requests)
         key = found.key if exchanged is None else (*found.key, exchanged)
         outcomes: Outcomes = ()
         if found.places is not None:
             texts = [post.differing.partition(PLACES)[2] for post in posts]
-            reached, outcomes = self._places.settle(texts, requests)
+            reached, outcomes = self._places.compare(texts, requests)
             if reached is not None:
                 key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
         prepared = self._cache.prepared(key)
@@ -214,7 +214,7 @@ class CallPath:
             agreement = asked.agreement(requests, known.variant, known.frozen, known.beside)
             with self.calls.making_ready():
                 prepared = self.preparer.prepare(agreement, requests, key)
-        return SettledCall(posts, prepared, outcomes)
+        return ComparedCall(posts, prepared, outcomes)
 
     def _prepare(self, found: _Found, known: ShapeProgram | PlannedCall, remember: bool) -> tuple[PreparedCall, bool]:
         """Prepare a call by its shape, or from its plan. Return it, and whether it was made before."""

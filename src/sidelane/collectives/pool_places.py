@@ -146,7 +146,7 @@ class PoolPlaces:
             return False
         return any(tensor is not None for tensor in self._to_compare(requests, tensors))
 
-    def settle(self, texts: Sequence[str], requests: Sequence[Request]) -> tuple[list[Request] | None, Outcomes]:
+    def compare(self, texts: Sequence[str], requests: Sequence[Request]) -> tuple[list[Request] | None, Outcomes]:
         """Compare the places that all ranks have posted for a call that they have agreed on.
 
         Args:

@@ -185,7 +185,7 @@ class CallThread:
         self._jobs.put((future, function, arguments))
         return future
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all submitted calls. Their errors are raised where their futures are waited for, not here."""
         while pending := list(self.pending):
             self.require_other("a call behind asynchronous ones")
@@ -215,9 +215,9 @@ class CallThread:
             return
         if thread is None or thread is threading.current_thread() or self._is_held_up():
             return
-        self.settle()
+        self.drain()
         self.callbacks.join()
-        self.settle()  # callbacks may have submitted calls
+        self.drain()  # callbacks may have submitted calls
         self._jobs.put(None)
         thread.join()
         self._thread = None

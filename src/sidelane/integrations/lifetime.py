@@ -79,7 +79,7 @@ class GroupLifetime:
         self.communicators: dict[str, Communicator | NodesCommunicator] = {}
         self.refusals: dict[str, str] = {}
         self.forgets: tuple[Callable[[], None], ...] = ()
-        self._making = forks.Turn(lambda: ("a call", "the making of this group's communicator"))
+        self._making = forks.Mutex(lambda: ("a call", "the making of this group's communicator"))
 
     def take_name(self, name: str) -> None:
         """Set the name that torch gives the group."""
@@ -157,10 +157,10 @@ class GroupLifetime:
         """Return the reason why Sidelane does not take tensors of such a device; "" if it does."""
         known = self.refusals.get(device)
         if known is None:
-            known = self.refusals[device] = self._settle(device)
+            known = self.refusals[device] = self._unsupported_reason(device)
         return known
 
-    def _settle(self, device: str) -> str:
+    def _unsupported_reason(self, device: str) -> str:
         most = max(map(len, self.nodes.members))
         if most > MAX_NODE_RANKS:
             return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"

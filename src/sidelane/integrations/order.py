@@ -96,8 +96,8 @@ class HostOrder:
 
     def __init__(self, guard: WaitGuard) -> None:
         self._guard = guard
-        self._turn = forks.Turn(_names)
-        self._thread = CallThread("sidelane-group", self._turn.is_mine)
+        self._mutex = forks.Mutex(_names)
+        self._thread = CallThread("sidelane-group", self._mutex.is_mine)
         self._is_known = self._gives_up = False
 
     def run(
@@ -135,9 +135,9 @@ class HostOrder:
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
         if self._thread.pending:
-            self._turn.require_other()
-            self._thread.settle()
-        return self._turn.run(job)
+            self._mutex.require_other()
+            self._thread.drain()
+        return self._mutex.run(job)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group: on CPUs it does not wait for calls of this one."""
@@ -165,7 +165,7 @@ class HostOrder:
     def _make(self, job: Job) -> None:
         if self._gives_up:
             raise CommunicatorClosedError("the interpreter has ended before this call began")
-        self._turn.run(job)
+        self._mutex.run(job)
 
 
 def _names() -> tuple[str, str]:

@@ -85,7 +85,7 @@ def blocks_of(site: LaunchSite, tiles: int, nbytes: int) -> int:
 
 
 @triton.jit
-def slot(arena, generation, sender, N: tl.constexpr):
+def block_slot(arena, generation, sender, N: tl.constexpr):
     """Return the address of the slot for ``sender`` in an arena of N ranks, a multiple of 16."""
     slots = arena + LL_OFFSET + 2 * N * LL_SLOT_BYTES
     return slots + ((generation & 1) * N + sender).to(tl.int64) * BLOCK_SLOT_BYTES
@@ -132,7 +132,7 @@ def _block_flags_broadcast(
     signal(addresses_of(peers, N), rank, generation, 0, N)
     wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
     if rank != root:
-        each_tile(_receive, (slot(p0, generation, root, N),), call, 0, 1,
+        each_tile(_receive, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     end_generation(p0, generation)
 
@@ -147,11 +147,11 @@ def _send(
     if DISTINCT:
         for turn in tl.static_range(FIRST, N):
             values = get(input + (rank + turn) % N * stride, tile, nbytes, UNIT, TILE, WHOLE)
-            put(slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
     else:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
         for turn in tl.static_range(FIRST, N):
-            put(slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _copy(
     _, output, place, _, stride, _, _ = part
     tiles = ()
     for sender in tl.static_range(N):
-        values = get(slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE)
+        values = get(block_slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE)
         if UNIT >= 4 or not TABLE:
             tiles = tiles + (values,)
         else:
@@ -188,7 +188,7 @@ def _reduce(
     mask = None if WHOLE else lanes < count_in(tile, nbytes, UNIT, ELEMENT_BYTES, TILE)
     slots = ()
     for sender in tl.static_range(N):
-        slots = slots + (slot(arena, generation, sender, N) + place + tile * TILE,)
+        slots = slots + (block_slot(arena, generation, sender, N) + place + tile * TILE,)
     result = load_combined(slots, lanes, mask, N, OP, DTYPE, FLOAT, True)
     tl.store(pointer(output + tile * TILE, DTYPE, ALIGNED) + lanes, result, mask=mask)
 

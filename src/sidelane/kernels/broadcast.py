@@ -47,7 +47,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels import block_flags
-from sidelane.kernels.block_flags import slot
+from sidelane.kernels.block_flags import block_slot
 from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, peer_address
 from sidelane.program.kernel_chunks import MOST_CHUNKS, broadcast_rounds
 
@@ -235,17 +235,17 @@ def _broadcast_relay(
             for peer in tl.static_range(1, N):
                 start = (peer - 1) * part
                 values = get(data + start, tile, nbytes - start, UNIT, TILE, False)
-                put(slot(peers[peer], generation, rank, N), values, tile, nbytes - start, UNIT, TILE, False)
+                put(block_slot(peers[peer], generation, rank, N), values, tile, nbytes - start, UNIT, TILE, False)
             tile += tl.num_programs(0)
         signal(arenas, rank, generation, 0, N)
     else:
         spent = wait_for_rank(p0, root, generation, board, spent, 0)
         there = nbytes - (behind - 1) * part
         while tile < tiles:
-            values = get(slot(p0, generation, root, N), tile, there, UNIT, TILE, False)
+            values = get(block_slot(p0, generation, root, N), tile, there, UNIT, TILE, False)
             for turn in tl.static_range(1, N):
                 if turn != N - behind:  # the root
-                    put(slot(peers[turn], generation, rank, N), values, tile, there, UNIT, TILE, False)
+                    put(block_slot(peers[turn], generation, rank, N), values, tile, there, UNIT, TILE, False)
             tile += tl.num_programs(0)
     signal(arenas, rank, generation, 1, N)
     wait(p0, generation, board, spent, 1, N)
@@ -255,7 +255,7 @@ def _broadcast_relay(
             for peer in tl.static_range(1, N):
                 sender = tl.where(peer == behind, root, (root + peer) % N)
                 start = (peer - 1) * part
-                values = get(slot(p0, generation, sender, N), tile, nbytes - start, UNIT, TILE, False)
+                values = get(block_slot(p0, generation, sender, N), tile, nbytes - start, UNIT, TILE, False)
                 put(data + start, values, tile, nbytes - start, UNIT, TILE, False)
             tile += tl.num_programs(0)
     end_generation(p0, generation)

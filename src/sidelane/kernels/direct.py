@@ -67,7 +67,7 @@ DONE = tl.constexpr(layout.PHASES - 1)
 SLOTS = tl.constexpr(kernel_chunks.SLOTS)
 
 
-def tile_bytes(site: LaunchSite, *, listed: bool) -> int:
+def tile_bytes_at(site: LaunchSite, *, listed: bool) -> int:
     """Return the size of a tile of a reduction in bytes. ``listed``: it has a table."""
     if listed:
         return LISTED_TILE_BYTES
@@ -95,8 +95,8 @@ def arrange(site: LaunchSite, tiles: Tiles, largest: int, reduction: Reduction, 
 
     Args:
         site: rank, arenas and blocks of the launch.
-        tiles: tiles of ``tile_bytes``. The first group of a piece has the inputs of all ranks in their order (the part
-            that this rank reduces), with ``gather`` the second one their outputs for it, this rank's first
+        tiles: tiles of ``tile_bytes_at``. The first group of a piece has the inputs of all ranks in their order (the
+            part that this rank reduces), with ``gather`` the second one their outputs for it, this rank's first
             (``LaunchSite.rotated``).
         largest: number of tiles of the rank that has most of them; ranks launch equally many blocks.
         reduction: operation and dtype.

@@ -132,7 +132,7 @@ def _tiles(site: LaunchSite, part_bytes: int, unit: int) -> tuple[int, int, dict
 
 
 @triton.jit
-def slot(arena, generation, sender, N: tl.constexpr):
+def ll_slot(arena, generation, sender, N: tl.constexpr):
     """Return the address of the slot for ``sender`` in an arena of N ranks."""
     return arena + LL_OFFSET + ((generation & 1) * N + sender).to(tl.int64) * LL_SLOT_BYTES
 
@@ -196,7 +196,7 @@ def _ll(
             if DISTINCT:
                 peer = (rank + turn) % N
                 words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
-            _put(slot(peers[turn], generation, rank, N), index, words, generation, there)
+            _put(ll_slot(peers[turn], generation, rank, N), index, words, generation, there)
         if OP == "":
             store_words(output + rank * part_bytes, index, own, part_bytes, there, UNIT, ALIGNED, WHOLE)
 
@@ -211,7 +211,7 @@ def _ll(
         mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
         if OP != "":
             own = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
-        words, spent = _wait(slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent)
+        words, spent = _wait(ll_slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent)
         if OP == "":
             store_words(
                 output + senders * part_bytes, index[None, :], words, part_bytes, mask, UNIT, False, WHOLE
@@ -247,14 +247,14 @@ def _ll_broadcast(
             there = words_there(index, count, WHOLE)
             words = load_words(data, index, nbytes, UNIT, ALIGNED, WHOLE)
             for turn in tl.static_range(1, N):
-                _put(slot(peers[turn], generation, rank, N), index, words, generation, there)
+                _put(ll_slot(peers[turn], generation, rank, N), index, words, generation, there)
             start += step
     else:
         sender = tl.zeros([1, 1], tl.int64) + root
         while start < count:
             index = start + tl.arange(0, WORDS)[None, :]
             there = words_there(index, count, WHOLE)
-            words, spent = _wait(slot(p0, generation, 0, N), sender, index, there, generation, board, spent)
+            words, spent = _wait(ll_slot(p0, generation, 0, N), sender, index, there, generation, board, spent)
             store_words(data, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
             start += step
     relaxed_wait(p0, generation, board, spent, 0, N)

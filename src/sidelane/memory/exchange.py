@@ -103,7 +103,7 @@ class Exchange:
         self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
-        self._settling, self._again, self._read_each_at = False, again, 0.0
+        self._deciding, self._again, self._read_each_at = False, again, 0.0
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
         """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
@@ -213,7 +213,7 @@ class Exchange:
         if is_first and self._again:
             self._go_past(what)
         while True:
-            outcome, failure = self._settle(what, item)
+            outcome, failure = self._take_part(what, item)
             try:
                 found = self._read(what) if outcome.met else {}
                 # In the first one, others may have seen that all are there, and have gone on.
@@ -232,10 +232,10 @@ class Exchange:
     def _is_whole(self, found: Mapping[int, Post], outcome: ExchangeOutcome) -> bool:
         return len(found) == self.world_size and outcome == met(_by_rank(found))
 
-    def _settle(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
+    def _take_part(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""
         self._post(Post(version.VERSION, self._word, what, "", item))
-        self._settling = True
+        self._deciding = True
         try:
             return self._decide(what, met(self._collect(what))), None
         except (PeerError, KeyboardInterrupt) as error:
@@ -247,7 +247,7 @@ class Exchange:
                 raise
             return outcome, error
         finally:
-            self._settling = False
+            self._deciding = False
 
     @property
     def _outcome_key(self) -> str:
@@ -342,7 +342,7 @@ class Exchange:
             self.look()
         if self._check_group is not None:
             self._check_group()
-        if self._settling:
+        if self._deciding:
             with self._reaching_the_store(what):
                 decided = self._decided()
             if decided is not None:

@@ -55,7 +55,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, check_tiles, in_turn, kept, power_of_two, programs_of, refusing_tiles
+from sidelane.ops.handle import KernelHandle, buffer_lock, check_tiles, kept, power_of_two, programs_of, refusing_tiles
 from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -207,10 +207,10 @@ def all_to_all_gemm(
         def unfused(pieces: int) -> CachedLaunch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
             exchange = functools.partial(sender, again=routed.again(PLACES))
-            turn = kept(comm, (NAME, in_turn, most_rows, depth, dtype), lambda: in_turn(comm))
+            lock = kept(comm, (NAME, buffer_lock, most_rows, depth, dtype), lambda: buffer_lock(comm))
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
-                with torch.no_grad(), turn:  # without gradients as the other methods; until rows have been multiplied
+                with torch.no_grad(), lock:  # without gradients as the other methods; until rows have been multiplied
                     came = exchange(x, None, routed.on_device(counts))
                     if routed.experts is not None:
                         return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers(counts)])

@@ -41,10 +41,10 @@ from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import NO_ROOM, ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import (
     FLOATS,
-    BufferTurn,
+    BufferLock,
+    buffer_lock,
     check_tensor,
     compare_shapes,
-    in_turn,
     kept,
     power_of_two,
     telling_refusals,
@@ -224,8 +224,8 @@ def _exchanged(
     # By dtype: tokens that leave in float8 come back, as gradients, in their own dtype, in each step anew.
     compare_shapes(comm, f"{name} of {sent.dtype}", shape)
 
-    def make() -> tuple[GemmAllToAll, BufferTurn]:
-        return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), in_turn(comm)
+    def make() -> tuple[GemmAllToAll, BufferLock]:
+        return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), buffer_lock(comm)
 
     handle, turn = kept(comm, (_exchanged, *shape), make)
 

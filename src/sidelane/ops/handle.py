@@ -63,7 +63,7 @@ class KernelHandle:
         self._kernel.close()
 
 
-class BufferTurn:
+class BufferLock:
     """Context manager around each use of an operator's buffers, whatever streams the uses come on. A use on another
     stream waits for the end of the one before, on the device.
 
@@ -77,7 +77,7 @@ class BufferTurn:
     end of each use is an event. The first time the event stands behind all work that the other stream had by then, as
     between calls of a communicator.
 
-    A graph under capture can wait for nothing outside of it, so uses of each capture take turns among themselves.
+    A graph under capture can wait for nothing outside of it, so each capture has a lock of its own.
     The caller orders its replays.
 
     Args:
@@ -133,12 +133,12 @@ class _Use:
         self.ended: Any = None
 
 
-def in_turn(comm: Communicator) -> BufferTurn:
-    """Return the turns of an operator's buffers. On CPU ranks calls end before they return, and share one place."""
+def buffer_lock(comm: Communicator) -> BufferLock:
+    """Return the lock of an operator's buffers. On CPU ranks calls end before they return, and share one place."""
     backend, device = comm.lane.backend, comm.device
     if device.type == "cpu":
-        return BufferTurn(backend.place, backend.capture_of, lambda: None)
-    return BufferTurn(backend.place, backend.capture_of, lambda: torch.cuda.current_stream(device))
+        return BufferLock(backend.place, backend.capture_of, lambda: None)
+    return BufferLock(backend.place, backend.capture_of, lambda: torch.cuda.current_stream(device))
 
 
 @contextlib.contextmanager

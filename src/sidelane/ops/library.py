@@ -28,7 +28,7 @@ from sidelane.ops import (
     pipelined_gemm,
     rms_norm,
 )
-from sidelane.ops.handle import BufferTurn, in_turn, kept, power_of_two
+from sidelane.ops.handle import BufferLock, buffer_lock, kept, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS, in_rows, in_rows_or_columns
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
@@ -73,10 +73,10 @@ def communicator_of(number: int) -> Communicator | ScaleOut:
     return found
 
 
-def turn_of(ranks: Communicator | ScaleOut) -> BufferTurn:
-    """Return the turns of operators that copy a result from where the next call, of another stream, puts its own."""
+def result_lock(ranks: Communicator | ScaleOut) -> BufferLock:
+    """Return the lock of operators that copy a result from where the next call, of another stream, puts its own."""
     comm = ranks if isinstance(ranks, Communicator) else ranks.near
-    return kept(comm, turn_of, lambda: in_turn(comm))
+    return kept(comm, result_lock, lambda: buffer_lock(comm))
 
 
 def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
         filled[:tokens, :columns] = x
     if not columns:
         factor = weight.new_zeros(rows, 1)
-    with turn_of(ranks):
+    with result_lock(ranks):
         return pipelined_gemm.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
@@ -217,7 +217,7 @@ def embedding_all_to_all(
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, embedding.embedding_all_to_all)
-    with turn_of(ranks):
+    with result_lock(ranks):
         found: Tensor = call(ranks, tables, indices, offsets, **options)
         return found.clone()
 
@@ -300,7 +300,7 @@ def all_gather_rows(comm: int, x: Tensor) -> Tensor:
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
-    with turn_of(ranks):
+    with result_lock(ranks):
         result = pipelined_gemm.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
         return result.clone()  # the next call writes into it
 
@@ -329,7 +329,7 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = communicator_of(comm)
     call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
-    with turn_of(ranks):
+    with result_lock(ranks):
         came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
         return _with_zeros(came, counts[:, ranks.rank].sum())
 
@@ -374,7 +374,7 @@ def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
 def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
     ranks = communicator(comm)
-    with turn_of(ranks):
+    with result_lock(ranks):
         came = all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows)
         return _with_zeros(came, counts[:, ranks.rank].sum())
 
@@ -392,7 +392,7 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     back = rows.new_zeros(sent, rows.shape[1])
     call: Any = _of_nodes(ranks, all_to_all_rows)
     some = min(sent, n * most)
-    with turn_of(ranks):
+    with result_lock(ranks):
         came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
         back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back

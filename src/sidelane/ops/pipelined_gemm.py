@@ -46,7 +46,7 @@ import torch
 
 from sidelane.choice.fused import FUSED, PIECES, ROW_PARTS, SPLIT, UNFUSED
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.ops.handle import BufferTurn, in_turn, is_captured, kept, power_of_two
+from sidelane.ops.handle import BufferLock, buffer_lock, is_captured, kept, power_of_two
 from sidelane.ops.operands import Routed, apart_from, check_operands
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.program.pieces import (
@@ -157,7 +157,7 @@ class RoutedParts:
     def __init__(self, comm: Communicator, name: str, most_rows: int, width: int, dtype: torch.dtype) -> None:
         self.comm, self.name, self._most_rows = comm, name, most_rows
         self.sent, self.came = (comm.empty(most_rows, width, dtype=dtype) for _ in range(2))
-        self.turn = in_turn(comm)
+        self.lock = buffer_lock(comm)
         self.known: dict[tuple[CountTable, int], MovedParts] = {}
         self._loaded: set[Hashable] = set()
 
@@ -187,7 +187,7 @@ class RoutedParts:
         return found
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, table: CountTable, pieces: int) -> torch.Tensor:
-        """Run the operator on checked arguments, in the turn of the buffers and without gradients."""
+        """Run the operator on checked arguments, with the lock of the buffers and without gradients."""
         parts = self.parts(table, pieces)
         captured = is_captured(self.comm)
         parts.in_a_graph |= captured
@@ -270,7 +270,7 @@ def routed_methods(
         moved.parts(table, pieces)
 
         def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
-            with torch.no_grad(), moved.turn:
+            with torch.no_grad(), moved.lock:
                 return moved.run(x, weight, table, pieces)[:most_rows]
 
         return launch
@@ -289,15 +289,15 @@ def most_of(table: CountTable, most_rows: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShapeBuffer:
-    """A buffer of a shape in symmetric memory. ``values``: [rows, columns]. ``turn``: turns of its users."""
+    """A buffer of a shape in symmetric memory. ``values``: [rows, columns]. ``lock``: lock of its users."""
 
     values: torch.Tensor
-    turn: BufferTurn
+    lock: BufferLock
 
     @classmethod
     def of(cls, comm: Communicator, rows: int, columns: int, dtype: torch.dtype) -> ShapeBuffer:
         """Allocate a buffer. Collective."""
-        return cls(comm.empty(rows, columns, dtype=dtype), in_turn(comm))
+        return cls(comm.empty(rows, columns, dtype=dtype), buffer_lock(comm))
 
     @classmethod
     def if_there_is_room(
@@ -442,7 +442,7 @@ def _scatter_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> C
     moved.parts(table, pieces)
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), moved.turn:  # until the received parts have been added up
+        with torch.no_grad(), moved.lock:  # until the received parts have been added up
             came = moved.run(x, weight, table, pieces).view(n, rows // n, columns)
             return came.sum(0, dtype=dtype)  # which autocast would take for float32
 
@@ -453,7 +453,7 @@ def _scatter_unfused(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
     buffer, rows = ShapeBuffer.if_there_is_room(comm, SCATTER, *shape), shape[0] // comm.world_size
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), _turn_of(buffer):
+        with torch.no_grad(), _lock_of(buffer):
             y = torch.mm(x, weight.t(), out=_values_of(buffer, x, shape))
             output = x.new_empty(rows, shape[1])
             comm.reduce_scatter(output, y)
@@ -467,7 +467,7 @@ def _reduce_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
     *ahead, (last, values) = [(rows, buffer.values[rows]) for rows in row_parts(shape[0], pieces)]
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), buffer.turn:
+        with torch.no_grad(), buffer.lock:
             x, transposed = apart_from(buffer.values, x), weight.t()
             works = []
             for rows, part in ahead:
@@ -488,7 +488,7 @@ def _reduce_unfused(comm: Communicator, shape: ProductShape, pieces: int) -> Cac
     buffer = ShapeBuffer.if_there_is_room(comm, ALL, *shape)
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), _turn_of(buffer):
+        with torch.no_grad(), _lock_of(buffer):
             y = _values_of(buffer, x, shape)
             torch.mm(apart_from(y, x), weight.t(), out=y)
             comm.all_reduce(y)
@@ -512,7 +512,7 @@ def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
     own = buffer.values[parts.stays[1]]
 
     def launch(x: torch.Tensor, weight: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
-        with torch.no_grad(), buffer.turn:
+        with torch.no_grad(), buffer.lock:
             output = x.new_empty(n * rows, weight.shape[0])
             own.copy_(x)
             parts.receive(x, output, weight.t())
@@ -530,7 +530,7 @@ def _gather_unfused(comm: Communicator, shape: ProductShape, needs_buffer: bool,
     own = None if buffer is None else buffer.values[comm.rank * rows : (comm.rank + 1) * rows]
 
     def launch(x: torch.Tensor, weight: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:
-        with torch.no_grad(), _turn_of(buffer):
+        with torch.no_grad(), _lock_of(buffer):
             values = _values_of(buffer, x, whole) if gathered is None else gathered
             comm.all_gather(values, x.contiguous() if own is None else own.copy_(x))
             return torch.mm(values, weight.t(), out=x.new_empty(n * rows, weight.shape[0]))
@@ -542,5 +542,5 @@ def _values_of(buffer: ShapeBuffer | None, x: torch.Tensor, shape: ProductShape)
     return x.new_empty(shape[:2]) if buffer is None else buffer.values
 
 
-def _turn_of(buffer: ShapeBuffer | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if buffer is None else cast("contextlib.AbstractContextManager[None]", buffer.turn)
+def _lock_of(buffer: ShapeBuffer | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if buffer is None else cast("contextlib.AbstractContextManager[None]", buffer.lock)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 
-from sidelane.fields import an, plain_text, settle, several, whole
+from sidelane.fields import an, plain_text, several, validate, whole
 from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Collective, Span
 from sidelane.program.contract import Contract
 
@@ -46,7 +46,7 @@ class Batch:
     parts: tuple[Collective, ...]
 
     def __post_init__(self) -> None:
-        settle(self, name=plain_text, world_size=whole, parts=_PARTS)
+        validate(self, name=plain_text, world_size=whole, parts=_PARTS)
         if not 1 <= self.world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"Batch: world_size (value={self.world_size}, allowed=1..{MAX_WORLD_SIZE})")
         for number, part in enumerate(self.parts):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 
-from sidelane.fields import an, one_of, optional, plain_text, put, settle, several, switch, whole
+from sidelane.fields import an, one_of, optional, plain_text, put, several, switch, validate, whole
 
 MAX_WORLD_SIZE = 4096
 """Largest number of ranks of a description: it may be simulated, verified, or spread over several nodes."""
@@ -50,7 +50,7 @@ class Span:
         kind = type(buffer)
         plain = kind is Buffer or (kind is str and buffer not in _BUFFERS)
         if not (plain and type(rank) is type(offset) is type(nbytes) is int):
-            settle(self, rank=whole, buffer=_buffer, offset=whole, nbytes=whole)
+            validate(self, rank=whole, buffer=_buffer, offset=whole, nbytes=whole)
 
     @property
     def end(self) -> int:
@@ -108,7 +108,7 @@ class Reduction:
     dtype: str
 
     def __post_init__(self) -> None:
-        settle(self, op=_REDUCE_OP, dtype=plain_text)
+        validate(self, op=_REDUCE_OP, dtype=plain_text)
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"Reduction: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
 
@@ -165,11 +165,13 @@ class Collective:
     copies_own: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, kind=_KIND, world_size=whole, in_place=switch, copies_own=switch, root=_ROOT, reduction=_REDUCTION)
+        validate(
+            self, kind=_KIND, world_size=whole, in_place=switch, copies_own=switch, root=_ROOT, reduction=_REDUCTION
+        )
         rows = self.counts if type(self.counts) is tuple else ()
         distinct = {id(row): row for row in rows}.values()  # of reductions there is one
         if not (rows and all(type(row) is tuple and _INTS.issuperset(map(type, row)) for row in distinct)):
-            settle(self, counts=_COUNTS)
+            validate(self, counts=_COUNTS)
         if problem := self._problem():
             raise ValueError(f"{self.kind}: {problem}")
 

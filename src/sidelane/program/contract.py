@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
-from sidelane.fields import an, optional, plain_text, settle, several, whole
+from sidelane.fields import an, optional, plain_text, several, validate, whole
 from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Reduction, Span
 
 
@@ -32,7 +32,7 @@ class Result:
     def __post_init__(self) -> None:
         plain = type(self.dst) is Span and type(self.srcs) is tuple and {Span}.issuperset(map(type, self.srcs))
         if not (plain and (self.reduction is None or type(self.reduction) is Reduction)):
-            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
+            validate(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
 
 
 _SPAN, _SPANS, _REDUCTION = an(Span), several(an(Span), Span), optional(an(Reduction))
@@ -78,8 +78,8 @@ class Contract:
     used: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        settle(self, name=plain_text, world_size=whole, sizes=_BUFFERS, results=_RESULTS)
-        settle(self, scratch=_NAMES, computed=_NAMES, used=_NAMES)
+        validate(self, name=plain_text, world_size=whole, sizes=_BUFFERS, results=_RESULTS)
+        validate(self, scratch=_NAMES, computed=_NAMES, used=_NAMES)
         self._check_buffers()
         self._check_results()
 

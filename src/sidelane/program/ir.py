@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.fields import an, at_least, one_of, plain_text, put, settle, several, switch, whole
+from sidelane.fields import an, at_least, one_of, plain_text, put, several, switch, validate, whole
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.contract import Contract
@@ -28,7 +28,7 @@ class Flag:
         put(self, "rank", rank)
         put(self, "index", index)
         if not type(rank) is type(index) is int:
-            settle(self, rank=whole, index=whole)
+            validate(self, rank=whole, index=whole)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Value:
 
     def __post_init__(self) -> None:
         if not type(self.base) is type(self.per_epoch) is int:
-            settle(self, base=whole, per_epoch=whole)
+            validate(self, base=whole, per_epoch=whole)
 
     def at(self, epoch: int) -> int:
         """Return the number that the flag holds or is compared with in invocation ``epoch``."""
@@ -94,7 +94,7 @@ class Copy:
         put(self, "dst", dst)
         put(self, "src", src)
         if not type(dst) is type(src) is Span:
-            settle(self, dst=_SPAN, src=_SPAN)
+            validate(self, dst=_SPAN, src=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Broadcast:
     src: Span
 
     def __post_init__(self) -> None:
-        settle(self, dsts=_SPANS, src=_SPAN)
+        validate(self, dsts=_SPANS, src=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Swap:
 
     def __post_init__(self) -> None:
         if not type(self.a) is type(self.b) is Span:
-            settle(self, a=_SPAN, b=_SPAN)
+            validate(self, a=_SPAN, b=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Reduce:
     def __post_init__(self) -> None:
         plain = type(self.dst) is Span and type(self.reduction) is Reduction and type(self.srcs) is tuple
         if not (plain and _ONLY_SPANS.issuperset(map(type, self.srcs))):
-            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
+            validate(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -150,7 +150,7 @@ class Signal:
         put(self, "value", value)
         put(self, "op", op)
         if not (type(flag) is Flag and type(value) is Value and type(op) is SignalOp):
-            settle(self, flag=_FLAG, value=_VALUE, op=_OP)
+            validate(self, flag=_FLAG, value=_VALUE, op=_OP)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -166,7 +166,7 @@ class Wait:
         put(self, "value", value)
         put(self, "comparison", comparison)
         if not (type(flag) is Flag and type(value) is Value and type(comparison) is Comparison):
-            settle(self, flag=_FLAG, value=_VALUE, comparison=_COMPARISON)
+            validate(self, flag=_FLAG, value=_VALUE, comparison=_COMPARISON)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Stamp:
     slot: int
 
     def __post_init__(self) -> None:
-        settle(self, slot=whole)
+        validate(self, slot=whole)
 
 
 Command = Copy | Broadcast | Swap | Reduce | Signal | Wait | Stamp
@@ -212,7 +212,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         if not (type(self.kind) is EngineKind and type(self.index) is int and self.index >= 0):
-            settle(self, kind=_ENGINE_KIND, index=_NUMBER)
+            validate(self, kind=_ENGINE_KIND, index=_NUMBER)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
@@ -232,7 +232,7 @@ class Queue:
     def __post_init__(self) -> None:
         plain = type(self.rank) is int and type(self.engine) is Engine and type(self.commands) is tuple
         if not (plain and _COMMAND_KINDS.issuperset(map(type, self.commands))):
-            settle(self, rank=whole, engine=_ENGINE, commands=_COMMANDS)
+            validate(self, rank=whole, engine=_ENGINE, commands=_COMMANDS)
 
 
 _DEFINITION = an(Collective, Batch, Contract)
@@ -266,8 +266,10 @@ class Program:
     engines_add: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_DEFINITION, variant=plain_text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
-        settle(self, prelaunched=switch, alone=switch, engines_add=switch)
+        validate(
+            self, collective=_DEFINITION, variant=plain_text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole
+        )
+        validate(self, prelaunched=switch, alone=switch, engines_add=switch)
 
     @property
     def world_size(self) -> int:

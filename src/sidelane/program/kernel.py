@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from sidelane.fields import an, at_least, one_of, plain_text, settle
+from sidelane.fields import an, at_least, one_of, plain_text, validate
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.kernel_chunks import chunks_of
@@ -114,7 +114,7 @@ class KernelProgram:
     prelaunched = False
 
     def __post_init__(self) -> None:
-        settle(self, collective=_DEFINITION, variant=plain_text, protocol=_PROTOCOL, blocks=_BLOCKS)
+        validate(self, collective=_DEFINITION, variant=plain_text, protocol=_PROTOCOL, blocks=_BLOCKS)
 
     @property
     def world_size(self) -> int:
@@ -232,7 +232,6 @@ def kernel_program(
     *,
     symmetric_input: bool,
     symmetric_output: bool,
-    blocks: int | None = None,
 ) -> KernelProgram:
     """Choose the kernel of a collective, or of a list of collectives.
 
@@ -243,7 +242,6 @@ def kernel_program(
             ``two_shot_push`` for all_reduce.
         symmetric_input: peers can read every input.
         symmetric_output: peers can write into every output.
-        blocks: largest number of thread blocks of a launch; None for a number that suits the size.
 
     Raises:
         ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
@@ -267,9 +265,9 @@ def kernel_program(
     protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     large = program.part_bytes >= (LARGE_LIST_BYTES if listed else LARGE_PART_BYTES)
     pair = protocol is Protocol.DIRECT and n == 2 and program.two_shot and not listed
-    worthwhile = MOST_BLOCKS if large or pair or protocol is Protocol.SEND else BLOCKS
-    worthwhile = NARROW_BLOCKS if Variant.of(variant).narrow else worthwhile
-    return dataclasses.replace(program, protocol=protocol, blocks=worthwhile if blocks is None else blocks)
+    blocks = MOST_BLOCKS if large or pair or protocol is Protocol.SEND else BLOCKS
+    blocks = NARROW_BLOCKS if Variant.of(variant).narrow else blocks
+    return dataclasses.replace(program, protocol=protocol, blocks=blocks)
 
 
 def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:

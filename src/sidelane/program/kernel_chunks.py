@@ -59,26 +59,24 @@ class Chunks:
         return (source - (source > owner)) * self.peer_bytes + (tile + slot) * self.tile_bytes
 
 
-def chunks_of(shard_bytes: int, most_blocks: int, tile_bytes: int | None = None) -> Chunks:
+def chunks_of(shard_bytes: int, most_blocks: int) -> Chunks:
     """Cut a shard into as many chunks as a block has tiles in each: a large chunk takes long to arrive before its sum
     can begin, and a block waits for each small one.
 
     Args:
         shard_bytes: size of the largest shard in bytes.
         most_blocks: largest number of thread blocks.
-        tile_bytes: size of a tile in bytes; None for that of the kernels.
 
     >>> chunks_of(128 << 20, 128), chunks_of(128 << 20, 128).count
     (Chunks(tiles=8192, blocks=128, rounds=8, tile_bytes=16384), 8)
     >>> chunks_of(100, 128).peer_bytes
     16384
     """
-    tile_bytes = TILE_BYTES if tile_bytes is None else tile_bytes
-    tiles = max(1, -(-shard_bytes // tile_bytes))
+    tiles = max(1, -(-shard_bytes // TILE_BYTES))
     blocks = min(tiles, most_blocks)
     of_a_block = -(-tiles // blocks)
     rounds = math.isqrt(of_a_block - 1) + 1
-    return Chunks(tiles, blocks, max(LEAST_ROUNDS, rounds, -(-of_a_block // MOST_CHUNKS)), tile_bytes)
+    return Chunks(tiles, blocks, max(LEAST_ROUNDS, rounds, -(-of_a_block // MOST_CHUNKS)), TILE_BYTES)
 
 
 def broadcast_rounds(tiles: int, blocks: int, world_size: int, *, staged: bool) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
-from sidelane.fields import at_least, number, one_of, optional, plain_text, settle
+from sidelane.fields import at_least, number, one_of, optional, plain_text, validate
 from sidelane.program.collective import Collective, Kind
 
 _KIND, _COUNT, _BYTES = one_of(Kind), at_least(1), at_least(0)
@@ -44,7 +44,7 @@ class Computation:
     kernels_hidden: float = 0.0
 
     def __post_init__(self) -> None:
-        settle(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
+        validate(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
         if not (math.isfinite(self.us) and self.us > 0):
             raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds, more than 0)")
         if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
@@ -117,7 +117,9 @@ class CallShape:
     resharded: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=plain_text, beside=plain_text)
+        validate(
+            self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=plain_text, beside=plain_text
+        )
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: Beside) -> CallShape:

@@ -446,7 +446,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
     with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
         bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
-        backend.settle()
+        backend.wait_for_stores()
     calls.announce(ready, f"load {found.signature}: flags are ready", compares=True)
     path.preparer.own_programs.add(bound)
     return bound

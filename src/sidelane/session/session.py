@@ -186,7 +186,7 @@ class Session:
             Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
             raise
         self._group = chosen
-        self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
+        self._making = forks.Mutex(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._numbers = itertools.count()
         self._closed = False

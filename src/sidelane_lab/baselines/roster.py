@@ -49,7 +49,7 @@ ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 BESIDE = ("nccl_ctas",)
 """Implementations that run next to a computation only, behind the others."""
 
-OTHER_CALLS = ("dma_left", "dma_in_place")
+OTHER_CALLS = ("dma_left",)
 """Implementations that make another call next to a computation: all-to-alls without a copy inside a GPU."""
 
 ONE_TENSOR = {
@@ -227,7 +227,7 @@ class OwnDma(Own):
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         if self._auto and in_place and kind is Kind.ALL_TO_ALL:
-            return ()  # it overwrites its input: next to a computation that is another call (``InPlace``)
+            return ()  # it overwrites its input: next to a computation that is another call
         names = super().variants(kind, in_place)
         return self._auto + names if names else ()
 
@@ -266,25 +266,17 @@ class OwnAuto(Own):
         return choice.candidate.variant
 
 
-class InPlace(Own):
-    """All-to-alls on copy engines whose input and output are the same bytes."""
-
-    name = "dma_in_place"
-    in_place = True
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return (AUTO,) if kind is Kind.ALL_TO_ALL and in_place is self.in_place else ()
-
-    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return ()
-
-
-class OwnPartLeft(InPlace):
+class OwnPartLeft(Own):
     """All-to-alls on copy engines, out of place, that leave every rank's own part in its input."""
 
     name = "dma_left"
-    in_place = False
     leaves_own_part = True
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return (AUTO,) if kind is Kind.ALL_TO_ALL and not in_place else ()
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ()
 
     def _bind(self, kind: Kind, output: Given, input: Given, **options: Any) -> Callable[[], Work | None]:
         return super()._bind(kind, output, input, copy_own_part=False, **options)
@@ -428,7 +420,6 @@ def make_roster(
     makers["auto"] = needs_own(OwnAuto)
     makers["sm"] = needs_own(OwnKernels)
     makers["dma_left"] = needs_own(OwnPartLeft)
-    makers["dma_in_place"] = needs_own(InPlace)
     roster = Roster(meter, kernels_of=find_kernels)
     for name in implementations(rank.device.type, with_auto=with_auto, with_others=with_others):
         if wanted and name not in wanted:

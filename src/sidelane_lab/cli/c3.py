@@ -56,7 +56,7 @@ STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)
 NAMES = (
     "nccl, nccl_ctas (NCCL with fewer CTAs), nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
-    "gloo, dma (Sidelane on copy engines), dma_left (without own parts), dma_in_place, sm (Sidelane's kernels)"
+    "gloo, dma (Sidelane on copy engines), dma_left (without own parts), sm (Sidelane's kernels)"
 )
 """Implementations that run next to a GEMM."""
 

@@ -31,7 +31,6 @@ COLOURS = {
     "symm_mem": PURPLE,
     "dma": BLUE,
     "dma_left": BLUE,
-    "dma_in_place": BLUE,
     "sm": GREEN,
     "auto": BLACK,
     "library": VERMILLION,
@@ -47,7 +46,6 @@ NAMES = {
     "symm_mem": "PyTorch symmetric memory",
     "dma": "Sidelane (copy engines)",
     "dma_left": "Sidelane (copy engines), own part left",
-    "dma_in_place": "Sidelane (copy engines), in place",
     "sm": "Sidelane (kernels)",
     "auto": "Sidelane (its choice)",
     # Strategies of a GEMM and a collective.
@@ -71,8 +69,6 @@ NAMES = {
     "conccl": "Sidelane (copy engines)",
     "conccl_rp": "Sidelane (copy engines), a GEMM on fewer SMs",
     "conccl_left": "Sidelane (copy engines), own part left",
-    "conccl_rp_left": "Sidelane (copy engines), own part left, fewer SMs",
-    "conccl_in_place": "Sidelane (copy engines), in place",
     # Ways of the steps that `sidelane plan` predicts.
     "dma all-gather": "all-gathers on copy engines",
     "dma both": "both collectives on copy engines",

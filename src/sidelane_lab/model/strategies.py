@@ -151,8 +151,6 @@ def objection(strategy: Strategy, machine: Machine | None = None) -> str:
             return "not predicted: the description has no times of Sidelane's own kernels"
         case Mover.LIBRARY_CTAS:
             return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
-        case Mover.DMA_IN_PLACE:
-            return "not predicted: an all-to-all in place stages what it sends, which the model of pairs does not have"
         case Mover.LIBRARY_DMA:
             return "not predicted: descriptions of machines have no times of the library's copy engines"
     return ""

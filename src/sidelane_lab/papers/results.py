@@ -45,10 +45,9 @@ from sidelane_lab.papers.row_predictions import (
     predict_step,
     predict_together,
     predict_watts,
-    strategy_of,
 )
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 from sidelane_lab.studies.chain.study import ChainRow
 from sidelane_lab.studies.chain.ways import chain_gemms
 from sidelane_lab.studies.collectives import CollectiveRow

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sidelane.c3.strategies import Mover, Strategy, strategies
+from sidelane.c3.strategies import Mover
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine
@@ -23,7 +23,7 @@ from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.pairs.workload import Gemm, Workload, gemm_of
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 from sidelane_lab.studies.chain.study import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.fsdp.rows import FsdpRow
@@ -84,11 +84,6 @@ def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
     if named_ctas := re.search(r"\bctas(\d+)\b", row.note):
         return int(named_ctas[1])
     return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
-
-
-def strategy_of(row: C3Row) -> Strategy | None:
-    """None for ``auto``, and for what another version had."""
-    return next((strategy for strategy in strategies() if strategy.name == row.strategy), None)
 
 
 def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:

@@ -4,10 +4,12 @@ and those of lists.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
+from sidelane.program import kernel_chunks
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
@@ -73,7 +75,8 @@ def send(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
     n = program.world_size
     grid = Blocks(n, blocks, tile_bytes)
     tensors = Tensors(program, grid)
-    chunks = chunks_of(program.part_bytes, blocks, tile_bytes)
+    tiles = -(-program.part_bytes // tile_bytes)
+    chunks = dataclasses.replace(chunks_of(tiles * kernel_chunks.TILE_BYTES, blocks), tile_bytes=tile_bytes)
 
     def number(tile: Tile) -> int:
         return tile.first % program.part_bytes // tile_bytes

@@ -191,7 +191,7 @@ class CpuProgram:
         self._ahead = [part for part in compiled if part[0].engine.kind is not EngineKind.CALLER]
         self._callers = [part for part in compiled if part[0].engine.kind is EngineKind.CALLER]
         self._armed: Invocation | None = None
-        counts = counts_of([queue for queue, _ in compiled])
+        counts = counts_of_queues([queue for queue, _ in compiled])
         self._entry = executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, False, counts))
         writers: dict[Flag, set[int]] = {}
         for queue in program.queues:
@@ -277,7 +277,7 @@ class CpuProgram:
         return invocation
 
 
-def counts_of(queues: Sequence[Queue]) -> Counts:
+def counts_of_queues(queues: Sequence[Queue]) -> Counts:
     """Count the commands of one rank's queues by the class of engine that would execute them on a device."""
     commands = [(queue, command) for queue in queues for command in queue.commands]
     moves = [(queue, command) for queue, command in commands if isinstance(command, MOVES)]

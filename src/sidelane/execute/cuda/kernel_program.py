@@ -315,7 +315,7 @@ def _staged(kernel: _Kernel) -> Launch:
 
 def _direct(kernel: _Kernel) -> Launch:
     program, site = kernel.program, kernel.site
-    tile_bytes = direct.tile_bytes(site, listed=program.listed)
+    tile_bytes = direct.tile_bytes_at(site, listed=program.listed)
     n, gather = site.world_size, program.two_shot
 
     def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:

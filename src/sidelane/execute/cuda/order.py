@@ -11,7 +11,7 @@ from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue,
 CommandIndex = tuple[int, int]
 """Index of a command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
 
-Words = MutableMapping[Flag, int]
+FlagValues = MutableMapping[Flag, int]
 """Values of flags; one that was never written is 0."""
 
 
@@ -56,7 +56,7 @@ def _triggers(program: Program) -> dict[Flag, int]:
     return found
 
 
-def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, Words], bool]) -> bool:
+def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, FlagValues], bool]) -> bool:
     """Let every rank take a step. It sees the signals of earlier rounds, so that all ranks proceed equally.
 
     Returns:
@@ -84,7 +84,7 @@ class _Rank:
         self.told = [_told(queue) for queue in queues]
         self.reached = [_reached(queue) for queue in queues]
 
-    def advance(self, words: Words) -> bool:
+    def advance(self, words: FlagValues) -> bool:
         """Execute the current queue until it blocks, ends, or pauses. Return True if a command was executed."""
         if not self.queues:
             return False
@@ -99,13 +99,13 @@ class _Rank:
                 self._compute(words)
         return moved
 
-    def _execute(self, index: int, command: Command, words: Words) -> None:
+    def _execute(self, index: int, command: Command, words: FlagValues) -> None:
         if isinstance(command, Signal):
             words[command.flag] = command.value.at(1)
         self.order.append((index, self.next[index]))
         self.next[index] += 1
 
-    def _compute(self, words: Words) -> None:
+    def _compute(self, words: FlagValues) -> None:
         """Execute the separate reductions whose inputs are ready."""
         for index in self.summing:
             for command in self._until_summed(index, words):
@@ -113,7 +113,7 @@ class _Rank:
                     break
                 self._execute(index, command, words)
 
-    def _until_summed(self, index: int, words: Words) -> Sequence[Command]:
+    def _until_summed(self, index: int, words: FlagValues) -> Sequence[Command]:
         """Return the next commands of a queue that can run, up to the last reduction among them and its signals."""
         commands = self.queues[index].commands[self.next[index] :]
         found = 0
@@ -124,7 +124,7 @@ class _Rank:
                 found = count
         return commands[:found]
 
-    def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
+    def switch(self, words: FlagValues, reached: frozenset[int] | None = None) -> bool:
         """Turn to the next queue, in a circle, whose first command can run. Return False if there is none.
 
         Args:
@@ -178,7 +178,7 @@ def _told(queue: Queue) -> frozenset[int]:
     )
 
 
-def _blocks(command: Command, words: Words) -> bool:
+def _blocks(command: Command, words: FlagValues) -> bool:
     if not isinstance(command, Wait):
         return False
     return not command.comparison.holds(words.get(command.flag, 0), command.value.at(1))

@@ -127,7 +127,7 @@ def probe(
     return dataclasses.replace(features, peer_writes=not first, note=features.note or first)
 
 
-def becomes_idle(driver: Driver, stream: int) -> bool:
+def stream_becomes_idle(driver: Driver, stream: int) -> bool:
     """Wait until all work of a stream has ended. Return False if that takes longer than 5 s."""
     deadline = time.monotonic() + _PATIENCE_S
     while not driver.is_idle(stream):
@@ -147,7 +147,7 @@ def _copies_in_one_call(driver: Driver) -> bool:
     try:
         copies = [(address + 8, address, _WORD_BYTES), (address + 12, address + 4, _WORD_BYTES)]
         driver.submit([driver.bind_copies(copies, stream)])
-        return becomes_idle(driver, stream) and bool(words.tolist() == [1, 2, 1, 2])
+        return stream_becomes_idle(driver, stream) and bool(words.tolist() == [1, 2, 1, 2])
     except (
         AttributeError,
         DriverError,
@@ -173,7 +173,7 @@ def _write(driver: Driver, writes: list[tuple[int, int]], *, wait_for: int | Non
         if wait_for is not None:
             ops.wait(wait_for, 1, equal=True)
         driver.submit([driver.bind_memory_ops(ops, stream)])
-        if becomes_idle(driver, stream):
+        if stream_becomes_idle(driver, stream):
             return ""
         return f"stream memory operations did not finish within {_PATIENCE_S:g} s"
     except DriverError as error:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from sidelane.program.ir import Comparison, Flag, Program, Queue, Signal, Wait, describe
 
-Words = Mapping[int, Sequence[int]]
+FlagWords = Mapping[int, Sequence[int]]
 """Flag words by rank. A rank whose flags could not be read is missing; its waits count as satisfied."""
 
 RELEASE_STEP = 1 << 30
@@ -37,7 +37,7 @@ class Stall:
         return tuple(rank for rank, _ in self.missing)
 
 
-def find_stall(program: Program, rank: int, epoch: int, words: Words) -> Stall:
+def find_stall(program: Program, rank: int, epoch: int, words: FlagWords) -> Stall:
     """Find the cause for which ``rank`` waits in invocation ``epoch``.
 
     Args:
@@ -49,7 +49,7 @@ def find_stall(program: Program, rank: int, epoch: int, words: Words) -> Stall:
     return _Search(program, epoch, words).stall(rank)
 
 
-def assume_missing(program: Program, epoch: int, ranks: Collection[int]) -> Words:
+def assume_missing(program: Program, epoch: int, ranks: Collection[int]) -> FlagWords:
     """Return the words as if all ranks except ``ranks`` had sent all signals, for flags that cannot be read."""
     words = {rank: [max(epoch - 1, 0)] * program.flag_count for rank in range(program.world_size)}
     for queue in program.queues:
@@ -64,7 +64,7 @@ def assume_missing(program: Program, epoch: int, ranks: Collection[int]) -> Word
 
 
 class _Search:
-    def __init__(self, program: Program, epoch: int, words: Words) -> None:
+    def __init__(self, program: Program, epoch: int, words: FlagWords) -> None:
         self.program, self.epoch, self.words = program, epoch, words
         self.senders: dict[Flag, list[tuple[Queue, int]]] = {}
         for queue in program.queues:

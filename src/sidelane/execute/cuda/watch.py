@@ -25,7 +25,7 @@ from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
-from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
+from sidelane.execute.cuda.stall import FlagWords, Stall, assume_missing, find_stall
 from sidelane.log import UnfailingLogger
 from sidelane.memory.control import NO_CALL, ControlBlock
 from sidelane.native import Effect, Note
@@ -308,7 +308,7 @@ class DeviceWatch:
 
     def _stall(self, subject: WatchedProgram, suspects: Sequence[int]) -> Stall:
         """Find the missing commands from the flags of all ranks; if unreadable, blame the suspects or all peers."""
-        words: Words = self._rescue.read(subject.program, subject.addresses, _READ_S)
+        words: FlagWords = self._rescue.read(subject.program, subject.addresses, _READ_S)
         if not words:
             peers = [rank for rank in range(subject.program.world_size) if rank != self._rank]
             words = assume_missing(subject.program, subject.epoch, suspects or peers)

@@ -15,7 +15,7 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Capabilities, Runnable
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.executor import CudaExecutor
-from sidelane.execute.cuda.probe import DriverFeatures, becomes_idle
+from sidelane.execute.cuda.probe import DriverFeatures, stream_becomes_idle
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.program.ir import Copy, Program
@@ -98,12 +98,12 @@ def graph_problem(driver: Driver) -> str:
             ops.write(words.address, _MARK)
             graph = driver.make_graph([driver.bind_memory_ops(ops, stream)], stream)
             try:
-                if not becomes_idle(driver, stream) or words.array[0] == _MARK:
+                if not stream_becomes_idle(driver, stream) or words.array[0] == _MARK:
                     return "graphs: this HIP runtime runs a stream's memory operations while it is captured"
                 for _ in range(2):
                     words.array[0] = 0
                     driver.submit([driver.bind_graph(graph, stream)])
-                    if not becomes_idle(driver, stream) or words.array[0] != _MARK:
+                    if not stream_becomes_idle(driver, stream) or words.array[0] != _MARK:
                         return "graphs: this HIP runtime does not run a captured memory operation"
             finally:
                 driver.destroy_graph(graph)

@@ -14,7 +14,7 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.shape import Beside
 
 Tensor = torch.Tensor
-Tensors = Tensor | Sequence[Tensor]
+NodeTensors = Tensor | Sequence[Tensor]
 
 RAIL_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -32,8 +32,8 @@ class NodesCall:
     """
 
     kind: Kind
-    output: Tensors
-    input: Tensors
+    output: NodeTensors
+    input: NodeTensors
     op: Any = "sum"
     root: int = 0
     beside: Beside | None = None

@@ -21,7 +21,7 @@ from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, anew, in_no_order
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.call import RAIL_OPS, NodesCall, Tensors
+from sidelane.integrations.nodes.call import RAIL_OPS, NodesCall, NodeTensors
 from sidelane.integrations.nodes.choose import count_pieces
 from sidelane.integrations.nodes.collectives import run_recipe
 from sidelane.integrations.nodes.groups import NodeRanks
@@ -97,15 +97,15 @@ class NodesCommunicator:
         self.owner = forks.Owner("communicator of several nodes")
 
     def all_gather(
-        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+        self, output: NodeTensors, input: NodeTensors, *, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
         """See ``Communicator.all_gather``."""
         return self._run(NodesCall(Kind.ALL_GATHER, output, input, beside=beside), async_op)
 
     def reduce_scatter(
         self,
-        output: Tensors,
-        input: Tensors,
+        output: NodeTensors,
+        input: NodeTensors,
         *,
         op: str | dist.ReduceOp = "sum",
         async_op: bool = False,
@@ -114,7 +114,7 @@ class NodesCommunicator:
         """See ``Communicator.reduce_scatter``. Each node's sum is rounded to the dtype."""
         return self._run(NodesCall(Kind.REDUCE_SCATTER, output, input, op, beside=beside), async_op)
 
-    def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
+    def all_reduce(self, tensor: NodeTensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.all_reduce``, in place. Each node's sum is rounded to the dtype."""
         self._run(NodesCall(Kind.ALL_REDUCE, tensor, tensor, op))
 

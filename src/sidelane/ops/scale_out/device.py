@@ -23,7 +23,6 @@ ABORT = tl.constexpr(layout.ABORT)
 OPENED = tl.constexpr(words.OPENED)
 READY = tl.constexpr(words.READY)
 OVER = tl.constexpr(words.OVER)
-FLAGS = tl.constexpr(words.FLAGS)
 STOP = tl.constexpr(words.STOP)
 BOARD = tl.constexpr(words.BOARD)
 NEARS = tl.constexpr(words.NEARS)
@@ -72,30 +71,17 @@ def finish_acquire(far, generation):
     """
     over = tl.load(far + OVER)
     if over != 0:
-        _wait_for_word(far, over.to(tl.pointer_type(tl.int32)), generation)
-
-
-@triton.jit
-def wait_slice_acquire(far, flag, generation):
-    """Wait for a slice that a rank of another node sends in this generation. Acquires at system scope.
-
-    A kernel that does so must leave room on the GPU for those of the transport (``transport``).
-    """
-    _wait_for_word(far, tl.load(far + FLAGS).to(tl.pointer_type(tl.int32)) + flag, generation)
-
-
-@triton.jit
-def _wait_for_word(far, word, generation):
-    late = _is_late(word, generation)
-    polls = 0
-    while late:
+        word = over.to(tl.pointer_type(tl.int32))
         late = _is_late(word, generation)
-        polls += 1
-        if polls % POLLS == 0:
-            late = late & _goes_on(far)
-    tl.debug_barrier()
-    tl.atomic_add(far + ACQUIRED, 0, sem="acq_rel", scope="sys")
-    tl.debug_barrier()
+        polls = 0
+        while late:
+            late = _is_late(word, generation)
+            polls += 1
+            if polls % POLLS == 0:
+                late = late & _goes_on(far)
+        tl.debug_barrier()
+        tl.atomic_add(far + ACQUIRED, 0, sem="acq_rel", scope="sys")
+        tl.debug_barrier()
 
 
 @triton.jit

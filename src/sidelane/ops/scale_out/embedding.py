@@ -93,7 +93,6 @@ class EmbeddingAcrossNodes:
     Attributes:
         slice_bags, slice_tables: number of samples and of tables of a slice.
         tables: tables of this rank, next to those of the other ranks.
-        kernel: the kernel, whose far context consumers of slices need.
 
     Raises:
         ValueError, TypeError: wrong tables or sizes; on the other ranks PeerError, and there are no more calls.
@@ -131,21 +130,10 @@ class EmbeddingAcrossNodes:
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
-        self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=slices)
+        self._kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=slices)
         with telling_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self.slice_bags, : self.slice_tables * dim])
         ranks.agree(NAME, (mode, self.slice_bags, self.slice_tables, batch, dim, str(dtype)))
-
-    def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
-        """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.
-
-        Args:
-            owner: rank of another node, the owner of the table.
-            table: number of the table among those of its owner.
-            sample: number of the sample among those of this rank.
-        """
-        number = table // self.slice_tables * self._slices + sample // self.slice_bags
-        return self.kernel.slices.flag(owner, number)
 
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor, *, per_sample_weights: torch.Tensor | None = None
@@ -158,7 +146,7 @@ class EmbeddingAcrossNodes:
             check_bags(comm, tables.tables, indices, offsets, weights, self.mode)
             check_offsets(tables, offsets)
         output = self._whole[: tables.samples[ranks.rank]]
-        self.kernel.launch(
+        self._kernel.launch(
             (self._programs,),
             ranks.near.peers(self._whole),
             self._sends,

@@ -3,16 +3,16 @@
 A slice from one node to another::
 
     rank a   kernel: slice, its word (READY) | sending thread: note, bytes -----. (later) the call may be over
-    rank b   kernel: opens its output ........... | receiving thread: waits for that | bytes | flag | kernel: sees it
+    rank b   kernel: opens its output ........... | receiving thread: waits for that | bytes | end of the call (OVER)
 
 Both threads have many transfers under way. The sending thread begins one for each slice that is ready. The receiving
-thread begins one for each note, in the order of each source, and raises their flags in that order as they end; sources
-do not wait for each other.
+thread begins one for each note, in the order of each source, and ends them in that order; sources do not wait for each
+other.
 
 The receiving thread puts down no byte of a call that the kernel of its own rank has not opened yet: earlier work may
-still use the output. Until then it leaves the bytes to the transport, and reads what other ranks send. The flag is a
-word in host memory, which the thread writes when the bytes are in place: this is the remote fence. A call is over when
-all of its slices have left and arrived; the thread that sees that tells the kernel, and the other ranks.
+still use the output. Until then it leaves the bytes to the transport, and reads what other ranks send. A call is over
+when all of its slices have left and arrived; the thread that sees that tells the kernel, by a word in host memory that
+it writes behind their bytes (the remote fence), and the other ranks.
 
 A rank tells the others of each call that it begins. So a rank that waits in vain can tell one that has not come from
 one that waits itself. The first failure that a rank learns of ends all of its calls, and it tells the others, who name
@@ -22,11 +22,11 @@ the same ranks.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -94,13 +94,8 @@ class FarCall:
         return self.landing.as_strided((rows, columns), (slices.stride, 1), self.landing.storage_offset() + first)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A slice that arrives: its call, its number for this rank, and the transfer of its bytes."""
-
-    call: FarCall
-    number: int
-    transfer: Transfer
+_Arrivals: TypeAlias = collections.deque[tuple[FarCall, Transfer]]
+"""Transfers that arrive from a rank, in their order, each with its call."""
 
 
 class _Pause:
@@ -165,8 +160,10 @@ class Proxy:
         self._leaving: collections.deque[Transfer] = collections.deque()
         # Notes of slices that leave: number of the call, and of the slice among those from the rank to this one.
         self._told: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
-        self._arriving: dict[int, collections.deque[_Arrival]] = {far: collections.deque() for far in fars}
-        self._broken: list[collections.deque[_Arrival]] = []  # what arrived from ranks that are gone
+        self._arriving: dict[int, collections.deque[tuple[FarCall, Transfer]]] = {
+            far: collections.deque() for far in fars
+        }
+        self._broken: list[collections.deque[tuple[FarCall, Transfer]]] = []  # what arrived from ranks that are gone
         self._closed: set[int] = set()  # ranks that have said so
         self._lost: set[int] = set()  # ranks whose notes have ended
         self._watched = 0.0
@@ -377,23 +374,19 @@ class Proxy:
             except Gone as gone:
                 self._lose_arrivals(gone.rank)
                 break
-            self._arriving[source].append(_Arrival(call, number, transfer))
+            self._arriving[source].append((call, transfer))
             told.popleft()
             began = True
         return began
 
     def _end_arrivals(self, source: int) -> bool:
-        """Raise the flags of what has arrived from a rank, in the order of its notes; return False if there was
-        nothing.
-        """
+        """Count what has arrived from a rank, in the order of its notes; return False if there was nothing."""
         arriving, ended = self._arriving[source], False
         try:
-            while arriving and arriving[0].transfer.is_done():
-                came, ended = arriving[0], True
-                came.transfer.finish()
+            while arriving and arriving[0][1].is_done():
+                (call, transfer), ended = arriving[0], True
+                transfer.finish()
                 arriving.popleft()
-                call = came.call
-                call.words.raise_flag(source, came.number, call.epoch)
                 call.missing[source] -= 1
                 if not call.missing[source]:
                     del call.missing[source]

@@ -289,17 +289,12 @@ class FarKernel:
         kernel: function that ``triton.jit`` made. Its first arguments are the context and the far context.
         flags: number of flags within the node.
         slices: slices between nodes, none if there is one node.
-
-    Attributes:
-        far: far context, for consumers of slices.
-        slices: see above.
     """
 
     def __init__(self, ranks: ScaleOut, kernel: Any, *, flags: int, slices: Slices) -> None:
-        self._ranks, self.slices, device = ranks, slices, ranks.device
+        self._ranks, device = ranks, ranks.device
         with ranks.naming():
             self._kernel = ranks.near.load_kernel(kernel, flags=flags)
-        self.context = self._kernel.context
         self._epoch = 0
         self._words = HandleWords(slices, device)
         self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
@@ -309,7 +304,7 @@ class FarKernel:
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
-        self.far = lasting(device, lambda: torch.tensor(row, dtype=torch.int64, device=device))
+        self._far = lasting(device, lambda: torch.tensor(row, dtype=torch.int64, device=device))
 
     def launch(
         self,
@@ -342,6 +337,6 @@ class FarKernel:
         call = FarCall(self._epoch, self._words, source.view(-1), landing.view(-1))
         ranks.proxy.begin(call)
         with ranks.naming():
-            self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)
+            self._kernel.launch(grid, self._far, *arguments, alike=alike, **options)
             ranks.wait_for(call)
         ranks.require_open()

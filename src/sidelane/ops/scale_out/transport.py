@@ -4,8 +4,8 @@ There is one, which sends slices between the processes by ``torch.distributed``:
 ranks.
 
 A transport whose kernels reach the network card themselves (IBGDA, the device API of NCCL's GPU-initiated networking)
-would have its place here too: its ``send`` would be a function of ``device`` in place of ``send_release``, with the
-flag written behind the data by the card, and without proxy. It is not built.
+would have its place here too: its ``send`` would be a function of ``device`` in place of ``send_release``, with a
+word written behind the data by the card, and without proxy. It is not built.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Words between a kernel and the proxy of its rank: which slices are ready to leave, and which have arrived.
+"""Words between a kernel and the proxy of its rank: which slices are ready to leave, and whether a call is over.
 
 A handle has its words in host memory, 32 bits each. They hold generations of launches, so none is ever reset::
 
     kernel   OPENED: its output may be written | READY, one for each slice that it sends: the slice may leave
-    host     OVER: all slices have left and arrived | FLAGS, one for each slice that arrives: the slice is in place
+    host     OVER: all slices have left and arrived
 
 Each word has one writer. On a GPU they are pinned host memory, where no atomic operation of the GPU would be atomic for
 the host. What a slice is (``Slices``) both sides know from the handle: a word needs no description beside it.
@@ -12,7 +12,6 @@ the host. What a slice is (``Slices``) both sides know from the handle: a word n
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,12 +24,12 @@ from sidelane.memory.persistent import lasting
 from sidelane.memory.release import keep_bytes
 from sidelane.program.wraparound import as_int32
 
-OPENED, READY, OVER, FLAGS, STOP, BOARD, NEARS, ACQUIRED = range(8)
+OPENED, READY, OVER, STOP, BOARD, NEARS, ACQUIRED = range(7)
 """Indices of the 64-bit words of a kernel's far context: addresses of a handle's words, OVER 0 if all ranks are on this
 node; of the word that is not 0 once all waits end; of the board; of each rank's number on this node (-1: elsewhere);
 and a word on which programs acquire."""
 
-CONTEXT_WORDS = 8
+CONTEXT_WORDS = 7
 
 LINE_WORDS = 16
 """Words of a cache line. Words of the kernel and words of the host have lines of their own."""
@@ -71,11 +70,6 @@ class Slices:
     came: Mapping[int, tuple[Arriving, ...]]
     stride: int
 
-    def flag(self, source: int, number: int) -> int:
-        """Return the number of the flag of a slice among those that arrive."""
-        before = itertools.takewhile(lambda item: item[0] != source, self.came.items())
-        return sum(len(some) for _, some in before) + number
-
 
 class HandleWords:
     """The words of a handle, in host memory.
@@ -88,17 +82,15 @@ class HandleWords:
     def __init__(self, slices: Slices, device: torch.device) -> None:
         self.slices = slices
         self._over = -(-(1 + len(slices.sent)) // LINE_WORDS) * LINE_WORDS
-        arriving = sum(map(len, slices.came.values()))
-        self._tensor = host_words(self._over + 1 + arriving, device)
+        self._tensor = host_words(self._over + 1, device)
         self._words: npt.NDArray[np.int32] = self._tensor.numpy()
         self._exists = np.array([slice.size > 0 for slice in slices.sent], bool)
-        self.flags = {source: self._over + 1 + slices.flag(source, 0) for source in slices.came}
 
     def addresses(self) -> dict[int, int]:
         """Return the addresses of the words, by their indices in a far context."""
         first = self._tensor.data_ptr()
         over = first + 4 * self._over
-        return {OPENED: first, READY: first + 4, OVER: over if self.slices.came else 0, FLAGS: over + 4}
+        return {OPENED: first, READY: first + 4, OVER: over if self.slices.came else 0}
 
     def is_open(self, epoch: int) -> bool:
         """Return True once the kernel lets others write in this generation."""
@@ -116,11 +108,6 @@ class HandleWords:
             unsent[numbers] = False
             full_fence()  # their bytes are read behind their words
         return [self.slices.sent[number] for number in numbers]
-
-    def raise_flag(self, source: int, number: int, epoch: int) -> None:
-        """Tell the kernel that a slice is in place."""
-        full_fence()
-        self._words[self.flags[source] + number] = as_int32(epoch)
 
     def end(self, epoch: int) -> None:
         """Tell the kernel that all slices of a generation have left and arrived."""

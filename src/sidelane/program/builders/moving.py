@@ -69,7 +69,7 @@ def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
     if not collective.copies_own:
         raise ValueError(f"swap: {_SWAP_COPIES_ALL}")
     outputs = {(chunk.src_rank, chunk.dst_rank): output_of(collective, chunk) for chunk in collective.chunks()}
-    moves: Moves = {
+    moves: MovesByPair = {
         (rank, peer): Swap(outputs[peer, rank], span)
         for (rank, peer), span in outputs.items()
         if rank != peer and swap_issuer(rank, peer, n) == rank
@@ -87,7 +87,7 @@ def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
     return handshake.program(queues, (0,) * n)
 
 
-Moves = Mapping[tuple[int, int], Copy | Swap]
+MovesByPair = Mapping[tuple[int, int], Copy | Swap]
 """Command by its mover and partner."""
 
 Sharing = Callable[[Sequence[int]], list[Sequence[int]]]
@@ -160,7 +160,7 @@ class _Handshake:
         self,
         collective: Collective,
         variant: str,
-        moves: Moves,
+        moves: MovesByPair,
         first: Mapping[int, Sequence[Copy]],
         *,
         holds: bool,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from enum import StrEnum
 
-from sidelane.fields import an, one_of, plain_text, settle, several, whole
+from sidelane.fields import an, one_of, plain_text, several, validate, whole
 from sidelane.program.builders.beside import beside
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Program
@@ -68,7 +68,7 @@ class Algorithm:
     thumb: Callable[[CallShape], str] = no_objection
 
     def __post_init__(self) -> None:
-        settle(self, name=plain_text, kinds=_KINDS, preference=whole)
+        validate(self, name=plain_text, kinds=_KINDS, preference=whole)
 
 
 _registered: dict[tuple[Kind, str], Algorithm] = {}

@@ -35,7 +35,7 @@ from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.pairs.workload import Gemm, Workload, parse_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,12 +245,12 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
     """The pairs of a study of strategies.
 
     Args:
-        rows: of it; what has no time is left out, and ``auto``, which repeats another row.
+        rows: of it; what has no time, or no strategy (``strategy_of``), is left out.
         workgroups: of the library's collective.
     """
     sweeps = []
     for _, alike in grouped(rows, lambda row: row.pair, ordered=False):
-        timed = [row for row in alike if row.time_us is not None and not row.chosen]
+        timed = [row for row in alike if row.time_us is not None and strategy_of(row) is not None]
         if not timed or timed[0].gemm_us is None:
             continue
         first = timed[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane.c3.strategies import Mover, named
+from sidelane.c3.strategies import Mover, Strategy
 from sidelane.cli.output import write_json
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -24,7 +24,7 @@ from sidelane_lab.model.strategies import objection, predict
 from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of
 from sidelane_lab.papers.claims import in_between, nearest
 from sidelane_lab.papers.row_predictions import predict_together
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,12 +96,13 @@ def main(machine_name: str, file: Path, report: Path | None, json: Path | None) 
 
 
 def compare(machine: Machine, rows: Sequence[C3Row]) -> list[Compared]:
-    """Every row that has a time, but for ``auto``'s, which repeat others."""
-    return [_compare(machine, row) for row in rows if row.time_us is not None and not row.chosen]
+    """Every row that has a time, and a strategy (``strategy_of``)."""
+    named = ((row, strategy_of(row)) for row in rows if row.time_us is not None)
+    return [_compare(machine, row, strategy) for row, strategy in named if strategy is not None]
 
 
-def _compare(machine: Machine, row: C3Row) -> Compared:
-    strategy, measured = named(row.strategy), row.time_us
+def _compare(machine: Machine, row: C3Row, strategy: Strategy) -> Compared:
+    measured = row.time_us
     assert measured is not None
     given = predict_together(machine, row)
     given_us = nearest(measured, given) if given else None
@@ -176,7 +177,7 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
     if len(pairs) < FEWEST_PAIRS:
         return []
     directory.mkdir(parents=True, exist_ok=True)
-    by_name = {strategy: named(strategy) for strategy in dict.fromkeys(r.strategy for r in timed if not r.chosen)}
+    by_name = {strategy.name: strategy for row in timed if (strategy := strategy_of(row)) is not None}
     kernels = [name for name, one in by_name.items() if one.concurrent and one.mover is Mover.LIBRARY]
     engines = [name for name, one in by_name.items() if not one.mover.takes_units]
     auto = ["auto"] if any(row.chosen for row in timed) else []

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+from sidelane.c3.strategies import Strategy, strategies
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
@@ -88,6 +89,11 @@ class C3Row(PairRow):
     bound: str = ""
     watts: float | None = None
     energy_mj: float | None = None
+
+
+def strategy_of(row: C3Row) -> Strategy | None:
+    """Return the strategy of a row; None for ``auto``, which repeats another row, and for one that has gone since."""
+    return next((strategy for strategy in strategies() if strategy.name == row.strategy), None)
 
 
 TOGETHER_COLUMNS: Mapping[str, Cell] = {
