@@ -122,7 +122,7 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
     tensors = [torch.ones(1 << 20) for _ in calls]
     for call, tensor in zip(calls, tensors, strict=True):
         call(tensor)
-    turn, goes = ours._lifetime.orders["cpu"]._turn, torch.empty(1)  # type: ignore[attr-defined]
+    turn, goes = ours._lifetime.orders["cpu"]._mutex, torch.empty(1)  # type: ignore[attr-defined]
 
     class Sends:
         def __init__(self, call: Callable[..., Any]) -> None:
