@@ -52,14 +52,14 @@ def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypa
     monkeypatch.setattr(StandinDriver, "bind_rows", lambda *_: pytest.fail("rows at a distance"))
     split = 0
     with hip_world(3) as world:
-        for program in (dataclasses.replace(one, alone=True) for one in programs(3)[::4]):
+        for program in (dataclasses.replace(one, alone=True) for one in programs(3)[::2]):
             split += any(isinstance(call, MemcpyEveryOther) for call in plan.plan_calls(program, 0).calls())
             loaded = world.load(program)
             expected = loaded.fill(1)
             loaded.start()
             world.synchronize()
             loaded.check(expected)
-    assert split > 1, "on an NVIDIA GPU they are split"
+    assert split > 3, "on an NVIDIA GPU they are split"
 
 
 @pytest.mark.parametrize("ahead", [prelaunch, hold])
