@@ -254,9 +254,12 @@ class GroupCall:
                 torch.cuda.current_stream(inputs[0].device).synchronize()
             return
         is_exchange = kind == Kind.ALL_TO_ALL
-        given: Sequence[torch.Tensor | None] = [plain(tensor) for tensor in inputs]
         if self.operation.has_input_parts:
-            given = [joined(inputs, apart_from=None if is_exchange else outputs[0])] if inputs else [None]
+            given: Sequence[torch.Tensor | None] = (
+                [joined(inputs, apart_from=None if is_exchange else outputs[0])] if inputs else [None]
+            )
+        else:
+            given = [plain(tensor) for tensor in inputs]
         writing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([None])
         if outputs and self.operation.has_output_parts:
             writing = parted(outputs, apart_from=None if is_exchange else inputs[0])
