@@ -232,7 +232,7 @@ class Sources:
             for name, node in spans(ast.parse(text)):
                 self.functions[name].append((file, node.lineno, node.end_lineno))
         for path in sorted((tree / "tests").rglob("test_*.py")):
-            for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
                 self.tests[name].append(path.relative_to(tree).as_posix())
 
     def place(self, mutant: Mutant) -> tuple[str, int] | None:
@@ -249,7 +249,7 @@ class Sources:
     def successors(self, test: str) -> list[str]:
         """Return the test itself where it still is, otherwise tests of its name in other files."""
         file, _, name = test.partition("::")
-        files = self.tests.get(name.partition("[")[0], [])
+        files = self.tests.get(name.partition("[")[0].rpartition("::")[2], [])  # a test may be in a class
         return [f"{each}::{name}" for each in ([file] if file in files else files)]
 
 
