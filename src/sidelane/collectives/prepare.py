@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 import torch
@@ -57,8 +57,12 @@ class OwnProgram(Protocol):
         ...
 
     def close(self) -> None:
-        """Release its memory, while no call is under way."""
+        """Fire the triggers that are left, wait for its calls, and release its memory."""
         ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Staging:
@@ -258,14 +262,6 @@ class Preparer:
             # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
             self.cache.clear()
 
-    def addresses(self, program: Program, requests: Requests) -> Addresses:
-        """Return the current addresses of a program that the caller loads: its staging may move between calls.
-
-        Collective at first.
-        """
-        self._grow(self._memory[Program].staging, staging_bytes(program), False)
-        return self._addresses(program, requests, False)
-
     def renew(self, call: int) -> None:
         """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""
         words = self._flags.tensor.view(torch.int32)
@@ -285,8 +281,6 @@ class Preparer:
         self.cache.clear()
         self.cache.keepers.clear()
         self._kept.clear()
-        for program in list(self.own_programs):
-            program.close()
         for staging in self._stagings:
             staging.close()
         self._arena = None

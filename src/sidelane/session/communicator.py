@@ -385,7 +385,7 @@ class Communicator:
             output: see :meth:`all_gather`; the handle keeps it.
             input: see :meth:`all_gather`; the handle keeps it.
             variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
-            host_trigger: allow ``trigger_from_host()``; the engines then see any trigger a little later.
+            host_trigger: allow ``trigger_from_host()``.
             beside: see :meth:`all_gather`.
 
         Returns:

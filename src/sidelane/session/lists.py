@@ -24,7 +24,6 @@ from sidelane.collectives.work import Work
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
-from sidelane.program.variant import Variant
 from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -134,7 +133,7 @@ class ReshardCall(ListedCall):
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         super().check_variant(variant, abilities)
         names = [found.variant for found in everything(Kind.ALL_TO_ALL, abilities) if reshards(found)]
-        if variant != AUTO and Variant.of(variant).called not in names:
+        if variant != AUTO and variant not in names:
             raise ValueError(
                 f"all_to_all: variant with scatter_dim and gather_dim (value={variant!r}, "
                 f"allowed={', '.join((AUTO, *names))})"

@@ -25,7 +25,7 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import LaneMemory, SymmetricHeap
 from sidelane.collectives.plan import Planner
-from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.prepare import OwnProgram, Preparer
 from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import CommunicatorClosedError, MismatchError, Page, PeerError, SidelaneError, see
 from sidelane.memory.control import ControlBlock
@@ -424,9 +424,9 @@ class Lane:
         calls = self.calls
         if calls.closed or calls.forked:
             return
-        for handle in list(calls.unfinished):
+        for program in self._own_programs():  # which fires the triggers that are left
             with contextlib.suppress(SidelaneError):
-                handle.close()
+                program.close()
         calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
         if self.path.repeats is not None:
             self.path.repeats.forget()
@@ -439,9 +439,13 @@ class Lane:
         """Close at the end of a ``with`` block."""
         calls = self.calls
         if error is not None:
-            for handle in list(calls.unfinished):
-                handle.__exit__(kind, error, trace)
+            for program in self._own_programs():
+                program.__exit__(kind, error, trace)
         if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
             # This rank and its peers may be in different calls, which none of them can complete.
             calls.fail(error)
         self.close()
+
+    def _own_programs(self) -> list[OwnProgram]:
+        """Return the programs that callers have loaded, an armed one first: others may come behind it."""
+        return sorted(self.preparer.own_programs, key=lambda program: program is not self.calls.armed)

@@ -9,7 +9,6 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
-    DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -120,7 +119,7 @@ def _operation(op: WriteValue | WaitValue) -> str:
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | Cell | HostWord | DeviceWord) -> str:
+def _place(place: Operand | Flag | Cell | HostWord) -> str:
     match place:
         case Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
@@ -128,8 +127,6 @@ def _place(place: Operand | Flag | Cell | HostWord | DeviceWord) -> str:
             return f"flag {index}@{rank}"
         case Cell(index):
             return f"cell {index}"
-        case DeviceWord():
-            return f"word '{place}'"
         case _:
             return f"host word '{place}'"
 

@@ -26,12 +26,13 @@ from sidelane.program.collective import (
     reduce_scatter,
 )
 from sidelane.program.ir import MOVES, Copy, EngineKind, Flag, Program, Signal, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.transform.triggers import flags_between_own_queues
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
 from sidelane_lab.sdma import fit
 from sidelane_lab.sim import SimulatedRun, simulate
+from sidelane_lab.sim.prelaunch import prelaunch
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
 REDUCE_UNITS = 32

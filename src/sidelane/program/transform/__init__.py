@@ -2,6 +2,6 @@
 
 from sidelane.program.transform.freeze import freeze
 from sidelane.program.transform.lower import lower
-from sidelane.program.transform.prelaunch import hold, prelaunch
+from sidelane.program.transform.prelaunch import hold
 
-__all__ = ["freeze", "hold", "lower", "prelaunch"]
+__all__ = ["freeze", "hold", "lower"]
