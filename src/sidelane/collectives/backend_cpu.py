@@ -26,7 +26,7 @@ from sidelane.memory.host_shared import ShmMemory
 from sidelane.memory.ordering import full_fence
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 

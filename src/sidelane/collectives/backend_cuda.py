@@ -33,7 +33,7 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
