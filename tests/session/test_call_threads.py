@@ -22,6 +22,7 @@ import sidelane
 from sidelane import CommunicatorClosedError, PeerError
 from sidelane.collectives.work import CallThread
 from sidelane.integrations.ledger import Ledger
+from sidelane.memory import record as records
 
 
 def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
