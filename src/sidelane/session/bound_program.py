@@ -18,12 +18,11 @@ from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract

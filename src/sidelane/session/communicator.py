@@ -19,7 +19,6 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
@@ -29,8 +28,9 @@ from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.persistent import lasting
+from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.posts import SPLITS
+from sidelane.memory.storage import lasting
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
@@ -28,6 +27,7 @@ from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.works import OtherWork
+from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator

@@ -46,7 +46,7 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
