@@ -19,7 +19,6 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
@@ -29,8 +28,9 @@ from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.persistent import lasting
+from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.posts import SPLITS
+from sidelane.memory.storage import lasting
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
@@ -144,7 +144,7 @@ class Communicator:
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
                 raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
-            if self._backend.place()[1]:
+            if self._backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.lane.memory, self.config.memory_bytes
         title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
@@ -478,7 +478,7 @@ class Communicator:
             )
         found = self._peers.get(region.place)
         if found is None:
-            if self._backend.place()[1]:
+            if self._backend.caller_stream()[1]:
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
             addresses = torch.tensor(self.lane.session.heap.addresses(region), dtype=torch.int64, device="cpu")
             found = self._peers[region.place] = lasting(self.device, lambda: addresses.to(self.device))
@@ -629,7 +629,7 @@ class Communicator:
         """Make a call. ``is_aside``: it is asynchronous, and the current stream is that of asynchronous calls."""
         repeats = self._repeats
         if async_op and not is_aside and repeats is not None:
-            if not self._backend.place()[1]:
+            if not self._backend.caller_stream()[1]:
                 call = kind, tensors, details, variant, beside, async_op
                 return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
             repeats = None  # a captured call is Python's

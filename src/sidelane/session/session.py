@@ -23,13 +23,13 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import LaneMemory, SymmetricHeap
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import CommunicatorClosedError, MismatchError, Page, PeerError, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
+from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS

@@ -29,7 +29,7 @@ from sidelane.program.pieces import (
     row_slices,
     split_program,
 )
-from sidelane.program.transform.triggers import arrivals_of
+from sidelane.program.transform import arrivals_of
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, dependencies, executed_run, program_of
 from sidelane_lab.model.kernels import own_gang

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
@@ -25,6 +24,7 @@ from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
+from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator
