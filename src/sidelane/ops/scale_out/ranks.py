@@ -221,7 +221,7 @@ class ScaleOut:
         while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
             self.proxy.watch()
             if self.device.type == "cuda":
-                backend: Any = self.near.lane.backend
+                backend: Any = self.near.backend
                 if backend.executor.watch.failure is not None:
                     self.near.synchronize()  # which raises it
 
@@ -274,10 +274,9 @@ class ScaleOut:
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
-        lane = self.near.lane
-        lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        self.near.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = lane.backend
+            backend: Any = self.near.backend
             backend.executor.watch.fail(error)
 
 
@@ -300,7 +299,7 @@ class FarKernel:
         self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
         there = self._words.addresses() | {
             words.STOP: ranks.proxy.stop.data_ptr(),
-            words.BOARD: ranks.near.lane.backend.board,
+            words.BOARD: ranks.near.backend.board,
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
