@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from made_up_device import FakeDevice
 from sidelane.c3 import launch, overlap
 from sidelane.c3.launch import kept_for_backward, ways_of
 from sidelane.c3.partitions import PairStreams
-from sidelane.c3.strategies import LaunchMode, Means, Partition, named, strategies
+from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.candidate import EVERYTHING
 from sidelane.choice.store import builtin
 from sidelane.errors import UnavailableError
@@ -31,22 +30,14 @@ class Parts:
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.made = device, {8}
 
-    def objection(self, partition: Partition) -> str:
+    def objection(self) -> str:
         return ""
 
-    def is_ready(self, partition: Partition, units: int) -> bool:
+    def is_ready(self, units: int) -> bool:
         return units in self.made
 
-    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
-        @contextlib.contextmanager
-        def limited() -> Iterator[None]:
-            self.device.log.append(f"{units} fewer")
-            yield
-            self.device.log.append("all")
-
+    def streams(self, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         stream: Any = self.device.stream
-        if partition.means is Means.TARGET:
-            return PairStreams(usual.gemm, usual.collective, usual.urgent, limited)
         gemm = stream(f"gemm_without_{units}")
         mine = (stream(f"own_{units}"), stream(f"own_urgent_{units}")) if confine else (usual.collective, usual.urgent)
         return PairStreams(gemm, *mine)
@@ -116,12 +107,6 @@ def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
     assert log[-2:] == ["caller: join side_0", "caller: join gemm_without_8"]
 
 
-def test_a_wish_leaves_the_computation_on_the_callers_stream(device: FakeDevice) -> None:
-    log = launched(device, LaunchMode(named("c3_target"), 32))
-    assert log[log.index("32 fewer") :] == ["32 fewer", "caller: compute", "all", "caller: join side_0"]
-    assert "side_0: gather 0 beside nothing" in log
-
-
 def test_several_lanes_share_the_units(device: FakeDevice) -> None:
     log = launched(device, LaunchMode(named("c3_rp"), 8), lanes=2)
     assert [line for line in log if "gather" in line] == [
@@ -173,7 +158,7 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
     names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
     assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED, *overlap.KERNELS}
-    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"}
+    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "conccl_rp"}
     assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]
     assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8, 16, 32, 64]
     assert overlap.possible("c3_rp", GPU).units == 8
@@ -182,7 +167,7 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap.possible(name, GPU, units)
     assert overlap.possible("sm_rp", GPU).units == 8
-    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_base, .*told to run so"):
+    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_rp, .*told to run so"):
         overlap.possible("nccl_ce", GPU)
 
 

@@ -14,9 +14,9 @@ from test_repeated_calls import Rank, gather, group, make_rank
 
 from sidelane import Communicator
 from sidelane.collectives import call_cache
-from sidelane.collectives.allocator import SEGMENT_BYTES
 from sidelane.collectives.call_cache import ShapeProgram
 from sidelane.execute.cuda import CudaExecutor
+from sidelane.memory.allocator import SEGMENT_BYTES
 
 __all__ = ["group"]  # a fixture
 

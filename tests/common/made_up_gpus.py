@@ -17,8 +17,8 @@ from fake_driver import FakeDriver
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.host_shared import ShmMemory
 from sidelane.session import communicator
 

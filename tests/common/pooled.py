@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config, MismatchError
-from sidelane.collectives.heap import generation
 from sidelane.errors import UnavailableError
+from sidelane.memory.heap import generation
 
 DTYPES = (torch.uint8, torch.float32, torch.int64, torch.bfloat16)
 

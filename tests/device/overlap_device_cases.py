@@ -84,31 +84,24 @@ def large_reduction(context: Context) -> list[str]:
     return told
 
 
-def few_blocks(context: Context) -> list[str]:
-    """Kernels move the bytes where a strategy says so: all that there are, or few blocks, which not every call has."""
+def by_kernels(context: Context) -> list[str]:
+    """Kernels move the bytes where a strategy says so."""
     device, told = context.device, []
     with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         whole, part = torch.ones(n, 1 << 20, device=device), torch.empty(1 << 20, device=device)
         a = torch.ones(1024, 1024, device=device)
-        for way in ("sm_base", "sm_priority", "cta_base", "cta_sp", "cta_priority", "cta_target"):
+        for way in ("sm_priority", "sm_rp"):
             for _ in range(3):
                 whole.fill_(rank + 1)
                 product, _ = overlap(lambda: a @ a, lambda comm: comm.reduce_scatter(part, whole), comm, strategy=way)
                 assert part.unique().tolist() == [n * (n + 1) / 2] and product.unique().tolist() == [1024.0], way
-                assert comm.last_choice().candidate.variant == "one_shot" + "_narrow" * way.startswith("cta"), way
-        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_sp")
+                assert comm.last_choice().candidate.variant == "one_shot", way
+        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_rp")
         told.append(comm.last_choice().candidate.variant)
-        overlap(lambda: None, lambda comm: comm.reduce_scatter(part, whole), comm, strategy="cta_sp")
-        told.append(comm.last_choice().candidate.variant)
-        overlap(lambda: None, lambda comm: comm.all_reduce(whole), comm, strategy="cta_sp")
-        told.append(comm.last_choice().candidate.variant)
-        for way, kind in (("cta_sp", "all_gather"), ("sm_sp", "gather")):
-            gathered = torch.empty(n, 1 << 20, device=device)
-            arguments = (gathered, part) if kind == "all_gather" else (gathered if rank == 0 else None, part)
-            root = {} if kind == "all_gather" else {"root": 0}
-            with pytest.raises(ValueError, match=f"{way}: there is no kernel .*{kind}"):
-                overlap(lambda: None, lambda comm: getattr(comm, kind)(*arguments, **root), comm, strategy=way)  # noqa: B023
+        gathered = torch.empty(n, 1 << 20, device=device) if rank == 0 else None
+        with pytest.raises(ValueError, match="sm_rp: there is no kernel for gather"):
+            overlap(lambda: None, lambda comm: comm.gather(gathered, part, root=0), comm, strategy="sm_rp")
     return told
 
 
@@ -147,7 +140,7 @@ def _partitions(context: Context) -> list[str]:
             torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
             assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
             assert summed.unique().tolist() == [float(n * step)], (name, units)
-        learned = Overlap(first, strategies=("conccl", "c3_rp", "c3_target"), rounds=1)
+        learned = Overlap(first, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
         tensor = torch.ones(1000, device=device)
         for _ in range(2 * 9 + 1):
             learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))

@@ -285,13 +285,13 @@ def test_embedding_all_to_all_compiles(dtype: str, index: str, weighted: bool, d
     element = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype]
     warps, rows = embedding_tables.threads_of(dim, {"fp32": 4, "bf16": 2}[dtype])
     constants = {"D": dim, "DP": 1 << (dim - 1).bit_length(), "L": rows, "DTYPE": element, "ALIGNED": dim % 8 == 0}
-    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SLICE": 32 if weighted else 0}
-    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32 i32"
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted}
+    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32"
     text, registers, stack = compiled(embedding.KERNEL, kinds, constants, warps)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert registers * 32 * embedding_tables.UNIT_WARPS <= 1 << 16, "all programs of a compute unit have room"
     assert (dim == 92) or re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
-    assert text.count(".sys.acq_rel.add") == 1 + weighted, "the last program, and that of a slice"
+    assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
 @pytest.mark.parametrize(
@@ -459,8 +459,8 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1)),
         (
             embedding.KERNEL,
-            "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32 i32",
-            BAGS | {"SLICE": 1},
+            "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
+            BAGS,
         ),
         (
             embedding_backward.KERNEL,

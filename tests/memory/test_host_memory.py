@@ -330,7 +330,7 @@ def test_a_view_keeps_the_memory_and_the_last_one_frees_it(pool: RankPool) -> No
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidelane.memory import available
+    from sidelane.memory import host_shared
 
     files = {
         "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   90 kB\n",
@@ -341,9 +341,9 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
         "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "20000\n",
         "/sys/fs/cgroup/memory/job/memory.stat": "cache 7000\ninactive_file 4000\n",
     }
-    monkeypatch.setattr(available, "_read", lambda path: files.get(str(path), ""))
-    assert available.available_bytes() == 14_000
+    monkeypatch.setattr(host_shared, "_read", lambda path: files.get(str(path), ""))
+    assert host_shared.available_bytes() == 14_000
     del files["/proc/self/cgroup"]
-    assert available.available_bytes() == 90 * 1024
+    assert host_shared.available_bytes() == 90 * 1024
     files.clear()
-    assert available.available_bytes() is None
+    assert host_shared.available_bytes() is None

@@ -22,7 +22,7 @@ import sidelane
 from sidelane import CommunicatorClosedError, PeerError
 from sidelane.collectives.work import CallThread
 from sidelane.integrations.ledger import Ledger
-from sidelane.memory import ordering
+from sidelane.memory import record as records
 
 
 def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
@@ -236,8 +236,8 @@ class Report(str):
 
 def test_what_a_thread_holds_its_signal_handlers_may_take() -> None:
     def fence() -> None:
-        ordering._own.lock = lock  # type: ignore[assignment]
-        ordering.full_fence()
+        records._own.lock = lock  # type: ignore[assignment]
+        records.full_fence()
 
     def note() -> None:
         Ledger([0]).note((Report("all_reduce"), "float32", "cpu", "sidelane", "b2b"), "", 4)

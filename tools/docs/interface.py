@@ -127,7 +127,6 @@ TASKS = {
                 "Embeddings",
                 (
                     "embedding_all_to_all",
-                    "EmbeddingAllToAll",
                     "embedding_all_to_all_backward",
                 ),
             ),
@@ -157,7 +156,7 @@ TASKS = {
             Section(
                 "sidelane.ops",
                 "Modules",
-                ("EmbeddingBagAllToAll", "ExpertCombine", "ExpertDispatch", "RowParallelLinear"),
+                ("EmbeddingBagAllToAll", "RowParallelLinear"),
             ),
         ),
     ),
@@ -173,10 +172,7 @@ TASKS = {
                 (
                     "ScaleOut",
                     "embedding_all_to_all",
-                    "EmbeddingAcrossNodes",
                     "embedding_all_to_all_backward",
-                    "gemm_all_to_all",
-                    "all_to_all_rows",
                 ),
             ),
             Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport")),

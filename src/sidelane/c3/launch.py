@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
-from sidelane.c3.strategies import LaunchMode, Means, Mover, Order, Strategy
+from sidelane.c3.strategies import LaunchMode, Mover, Order, Strategy
 from sidelane.choice import choose
 from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
@@ -29,9 +29,6 @@ from sidelane.session import Communicator, Work
 T = TypeVar("T")
 S = TypeVar("S")
 
-BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
-"""Movers that callers' calls select by a variant."""
-
 
 def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """Return the reason why a strategy cannot run callers' calls on a device; empty if it can.
@@ -40,7 +37,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """
     if not strategy.mover.as_asked:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
-    if strategy.mover in BY_KERNELS:
+    if strategy.mover is Mover.SM:
         if device.type == "cpu":
             return "CPU ranks have no kernels for collectives"
         if torch.version.hip is not None:
@@ -50,7 +47,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     if strategy.partition is None:
         return ""
     partitions, absent = partitions_of(device)
-    reason = absent if partitions is None else partitions.objection(strategy.partition)
+    reason = absent if partitions is None else partitions.objection()
     return f"it takes compute units from the computation: {reason}" if reason else ""
 
 
@@ -68,7 +65,7 @@ def can_run(mode: LaunchMode, device: torch.device) -> bool:
     partition = mode.strategy.partition
     if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         partitions, _ = partitions_of(device)
-        return partitions is not None and partitions.is_ready(partition, mode.units)
+        return partitions is not None and partitions.is_ready(mode.units)
     return not unsupported_reason(mode.strategy, device) and mode in ways_of(mode.strategy, device)
 
 
@@ -141,9 +138,8 @@ class StrategyCommunicator:
         if options.pop("async_op", False):
             raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
         options.setdefault("beside", self._beside)
-        if self._strategy.mover in BY_KERNELS and "variant" not in options:
-            size = described(tensors)
-            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *size)
+        if self._strategy.mover is Mover.SM and "variant" not in options:
+            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *described(tensors))
         if self._aside is not None:
             self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
         with torch.cuda.stream(self._aside):
@@ -153,11 +149,11 @@ class StrategyCommunicator:
 
 
 def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
-    """Return the variant of a call, alike on all ranks.
+    """Return the variant of a call that kernels make, alike on all ranks.
 
     Args:
         comm: communicator that makes it.
-        strategy: strategy whose mover is one of ``BY_KERNELS``.
+        strategy: strategy of the call, for errors.
         kind: kind of the collective.
         nbytes: bytes of its largest tensor; of all, for lists.
         dtype: dtype of its elements.
@@ -165,16 +161,15 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
     Raises:
         ValueError: no kernel of that kind runs the collective here.
     """
-    narrow = strategy.mover is Mover.LIBRARY_CTAS
     found = [one.variant for one in everything(kind, comm.abilities) if one.implementation == SM]
-    found = [name for name in found if Variant.of(name).narrow is narrow and not Variant.of(name).pushes]
+    found = [name for name in found if not Variant.of(name).narrow and not Variant.of(name).pushes]
     if not found:
-        what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
-        allowed = "reduce_scatter, all_reduce" if narrow else "what kernels run on this machine, see sidelane info"
-        raise ValueError(f"overlap: {strategy.name}: there is no {what} here (value={kind}, allowed={allowed})")
+        allowed = "what kernels run on this machine, see sidelane info"
+        absent = f"there is no kernel for {kind} here"
+        raise ValueError(f"overlap: {strategy.name}: {absent} (value={kind}, allowed={allowed})")
     # As if in ordinary memory: the kind of memory must not make ranks choose differently.
     call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
-    if comm.world_size > 1 and not narrow:
+    if comm.world_size > 1:
         table = choose(comm.profile.profile, call, comm.abilities).table
         ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
         return (ranked or found)[0]
@@ -205,7 +200,6 @@ def _on_streams(
     own = _own_streams(way, device, caller)
     collectives = _collective_streams(way, device, own, len(on))
     computing = _computing_streams(device, caller, own, len(computes))
-    limited = contextlib.nullcontext if own is None else own.limited
     first, *others = collectives
     comms = [StrategyCommunicator(comm, way.strategy, one) for comm, one in zip(on, (None, *others), strict=True)]
     released = begun = torch.cuda.Event()
@@ -226,8 +220,7 @@ def _on_streams(
                 with torch.cuda.stream(first):
                     done[number] = collective(*comms)
             else:
-                with limited():
-                    done[number] = _computed(computes[number], stream, caller)
+                done[number] = _computed(computes[number], stream, caller)
     finally:
         for stream in joined:
             caller.wait_stream(stream)
@@ -258,18 +251,17 @@ def _own_streams(way: LaunchMode, device: torch.device, caller: torch.cuda.Strea
     partitions, absent = partitions_of(device)
     if partitions is None:
         raise UnavailableError(f"overlap: {way}: {absent}")
-    if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(partition, way.units):
+    if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(way.units):
         raise UnavailableError(f"overlap: {way} has no streams yet, and a graph is captured: call it once before")
-    # The computation stays on the caller's stream if no units are shut off from it.
     usual = PairStreams(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
-    return partitions.streams(partition, way.units, usual, confine=way.strategy.mover.takes_units)
+    return partitions.streams(way.units, usual, confine=way.strategy.mover.takes_units)
 
 
 def _computing_streams(
     device: torch.device, caller: torch.cuda.Stream, own: PairStreams | None, count: int
 ) -> list[torch.cuda.Stream]:
     """Return a stream for each computation: the caller's for the first. Those under green contexts share one."""
-    if own is not None and own.gemm is not caller:
+    if own is not None:
         return [own.gemm] * count
     return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
 
@@ -278,9 +270,8 @@ def _collective_streams(
     way: LaunchMode, device: torch.device, own: PairStreams | None, count: int
 ) -> list[torch.cuda.Stream]:
     """Return a stream for each communicator. Those that own units have one, on which collectives follow each other."""
-    urgent, partition = bool(way.strategy.priority), way.strategy.partition
-    splits = partition is not None and partition.means is Means.SPLIT
-    if own is not None and splits and way.strategy.mover.takes_units:
+    urgent = bool(way.strategy.priority)
+    if own is not None and way.strategy.mover.takes_units:
         return [own.urgent if urgent else own.collective] * count
     return [_side_stream(device, urgent, number) for number in range(count)]
 

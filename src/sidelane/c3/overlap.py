@@ -13,7 +13,7 @@ from typing import TypeVar, overload
 
 import torch
 
-from sidelane.c3.launch import BY_KERNELS, can_run, run, unsupported_reason, ways_of
+from sidelane.c3.launch import can_run, run, unsupported_reason, ways_of
 from sidelane.c3.strategies import LaunchMode, Mover, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
@@ -37,8 +37,8 @@ all_gather, the local buffer of the others."""
 _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
-KERNELS = tuple(one.name for one in strategies() if one.mover in BY_KERNELS)
-"""Names of strategies whose bytes kernels move, if a device has them: with all units that they take, or few blocks."""
+KERNELS = tuple(one.name for one in strategies() if one.mover is Mover.SM)
+"""Names of strategies whose bytes kernels move, if a device has them."""
 
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Names of strategies for callers' calls, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
@@ -97,11 +97,10 @@ def overlap(
             follow the first.
         on: one communicator, or several.
         strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
-            ``c3_target`` and ``conccl_rp``, which take compute units from the computation (on units of their own
+            ``conccl_rp`` and ``sm_rp``, which take compute units from the computation (on units of their own
             collectives follow each other, and a graph can be captured once they have been used); or ``auto``, see
-            :func:`choose_overlap`. ``sm_base``, ``sm_sp``, ``sm_rp`` and so on let Sidelane's kernels move the bytes,
-            whatever is fastest; ``cta_base`` and so on kernels of few thread blocks, which reductions have. The same on
-            all ranks.
+            :func:`choose_overlap`. ``sm_rp`` and ``sm_priority`` let Sidelane's kernels move the bytes, whatever is
+            fastest. The same on all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
         beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.

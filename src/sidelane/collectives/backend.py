@@ -12,7 +12,7 @@ from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall, KernelProgram
 

@@ -23,10 +23,10 @@ from sidelane.memory import ending
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import ShmMemory
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.record import full_fence
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 

@@ -27,13 +27,13 @@ from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
 from sidelane.execute.cuda.virtual import VirtualMemory
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall

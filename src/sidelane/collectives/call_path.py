@@ -18,13 +18,13 @@ from sidelane.collectives.call_cache import (
 )
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import generation
 from sidelane.collectives.pool_places import PLACES, Outcomes, PostedPlaces
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Place
+from sidelane.memory.heap import generation
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside

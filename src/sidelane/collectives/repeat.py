@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
@@ -17,6 +16,7 @@ from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Questions, Repetition
+from sidelane.memory import heap
 from sidelane.native import Effect
 from sidelane.program.caching import loaded_bytes
 

@@ -23,6 +23,7 @@ from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.program.collective import Kind
@@ -198,11 +199,8 @@ class GroupDispatcher:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self.life.nodes.spans:
             return ""
-        from sidelane.integrations.nodes.choose import FLAT, choose_steps
-
         flat = call.operation.flat
-        kind = None if flat else Kind(call.operation.kind)
-        choice = choose_steps(kind, call.nbytes, self.life.nodes, without=flat)
+        choice = choose_steps(None if flat else Kind(call.operation.kind), call.nbytes, self.life.nodes, without=flat)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason
@@ -283,8 +281,6 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if not isinstance(communicator, Communicator):
-            from sidelane.integrations.nodes.choose import HIERARCHICAL
-
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
         choice = communicator.last_choice()

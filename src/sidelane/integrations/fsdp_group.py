@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import dtype_name
 from sidelane.integrations.ledger import SIDELANE, Ledger
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes, choose_steps
 from sidelane.integrations.ring import Ring
+from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator

@@ -14,7 +14,7 @@ from typing import Any
 
 from sidelane import log
 from sidelane.errors import UnavailableError
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import Kept
 from sidelane.memory.storage import bytes_at

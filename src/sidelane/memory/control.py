@@ -7,7 +7,7 @@ CPU and GPU executors use it alike. The ranks exchange their identities (process
 Layout of a part: four words (last call begun, last call ended, closed, last call agreed on), then records (see
 ``memory.record``): the step, the abort and a ring of the last 64 calls. Words are single stores; records carry a
 sequence number and a checksum, so that a reader gets either a whole record or none, on every memory model
-(``memory.ordering`` tells why a plain store would not do on ARM).
+(``memory.record`` tells why a plain store would not do on ARM).
 """
 
 from __future__ import annotations

@@ -6,21 +6,18 @@
 Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
 [local batch, tables x dim] (``unfused_bags``; the fused operators paper, section III.A, Figure 6).
 
-Any block of two ranks, ``remote_first``; s signals a slice after its last bag::
+Any block of two ranks, ``remote_first``::
 
-    rank 0   first: ready | wait for 1 | bags for 1 -> 1, s.. | wait for 0 | bags for 0, s.. | last: done, wait for all
-    rank 1   first: ready | wait for 0 | bags for 0 -> 0, s.. | wait for 1 | bags for 1, s.. | last: done, wait for all
+    rank 0   first: ready | wait for 1 | bags for 1 -> 1 | wait for 0 | bags for 0 | last: done, wait for all
+    rank 1   first: ready | wait for 0 | bags for 0 -> 0 | wait for 1 | bags for 1 | last: done, wait for all
 
 ``ready``: this rank's output is free, since all work in front of its launch has passed. The first running block
 signals it, and the last one that ends waits for the others' ``done``: a block waits only for signals that a running
 block is about to give, so that any grid will do, however many of its blocks fit on the GPU. No block waits for a bag of
 another rank, so ranks may have different orders.
 
-Bags of one table that go to one rank make slices, of a given number of samples. The block that ends the last bag of a
-slice signals it, so that a consumer which runs meanwhile may begin.
-
-Example (Figure 6): 2 ranks, batch 4, slices of 2: samples 0 and 1 go to rank 0, 2 and 3 to rank 1; each table of a rank
-has one slice for each rank. Of the bags for rank 1, number 3 is sample 1 there (3 in the batch) of table 1.
+Example (Figure 6): 2 ranks, batch 4: samples 0 and 1 go to rank 0, 2 and 3 to rank 1. Of the bags for rank 1, number 3
+is sample 1 there (3 in the batch) of table 1.
 
 Legend: N ranks; B samples of all ranks, b of a rank (the first ones have more); T tables of this rank, A of all; D
 elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``indices`` [all bags], ``offsets``
@@ -52,7 +49,6 @@ from sidelane.device.context import (
     put_weak,
     rank_of,
     signal_all_release,
-    signal_release,
     wait_acquire,
     wait_all_acquire,
     world_size_of,
@@ -61,27 +57,20 @@ from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding_tables import (
     MEAN,
-    MODES,
     NAME,
     SUM,
     UNIT_WARPS,
     EmbeddingTables,
-    batch_of,
-    check_bags,
-    check_offsets,
-    check_sizes,
-    checked,
-    require_unmoved,
+    check_call,
     sizes_of,
     threads_of,
     words_of_tables,
 )
 from sidelane.ops.handle import (
     KernelHandle,
-    check_choice,
     check_tensor,
     kept,
     power_of_two,
@@ -124,97 +113,32 @@ where both orders are the same. The codes are not 0 and 1, because Triton makes 
 _PLACES = 3, 4, 5
 """Places of indices, offsets and weights among the kernel's arguments behind the context."""
 
-READY, DONE, SLICES = range(3)
-"""Numbers of flags; those of slices follow. Numbers of counters: first program, last program, slices."""
-
 
 class EmbeddingAllToAll(KernelHandle):
-    """Flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
+    """Flags, counters and output of :func:`embedding_all_to_all` for some checked tables. Collective.
 
     Args:
         comm: communicator of the ranks.
-        tables: tables of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
-            different numbers of them; D and the dtype are the same on all.
-        batch: number of samples of all ranks, one for each and more. Rank r gets ``batch // N`` of them, and one more
-            if ``r < batch % N``.
+        tables: tables of this rank, [rows, D] each.
+        batch: number of samples of all ranks. Rank r gets ``batch // N`` of them, and one more if ``r < batch % N``.
         mode: ``sum`` or ``mean``.
-        slice_bags: number of samples of a slice; None for no flags of slices.
         per_unit: number of programs on each compute unit; None takes as many as have room.
-
-    Attributes:
-        tables: tables of this rank, next to those of the other ranks.
-        context: context of the kernel, for consumers of slices.
-
-    Raises:
-        ValueError, TypeError: wrong tables or sizes.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        tables: Sequence[torch.Tensor],
-        batch: int,
-        *,
-        mode: str = SUM,
-        slice_bags: int | None = None,
-        per_unit: int | None = None,
+        self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int, mode: str, per_unit: int | None = None
     ) -> None:
-        with telling_refusals(comm, NAME):
-            check_choice(NAME, "mode", mode, MODES)
-            self._checked = checked(comm, tables)
-            check_sizes(comm, tables, batch, slice_bags)
-            self._warps, self._rows_at_a_time = threads_of(tables[0].shape[1], tables[0].element_size())
-            per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
-            if per_unit < 1:
-                raise ValueError(f"{NAME}: per_unit (value={per_unit}, allowed=1 and more)")
-        self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
-        self.tables = EmbeddingTables.kept(comm, tables, batch)
-        counts, samples = self.tables.counts, self.tables.samples
+        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.kept(comm, tables, batch)
+        self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
+        samples, per_unit = self.tables.samples, per_unit or max(1, UNIT_WARPS // self._warps)
         self._order: str | None = None
-        self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
-        self._programs = programs_of(comm, max(counts) * batch, per_unit)
-        own_slices = comm.world_size * len(tables) * self._slices
-        self._counters = lasting(
-            comm.device, lambda: torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
-        )
+        self._programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
+        self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
         self._place = self.place_of(self._output)
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)
-        self.context = self._kernel.context
-
-    def flag_of_slice(self, table: int, sample: int) -> int:
-        """Return the flag by which a slice's owner tells this rank that the slice has arrived.
-
-        A kernel that is launched once for each call has the same generations, and waits by
-        ``wait_acquire(context, owner, flag, generation)``, with the context of this handle.
-
-        Args:
-            table: number of the table among those of its owner.
-            sample: number of the sample among those of this rank.
-        """
-        if not self.slice_bags:
-            raise ValueError(f"{NAME}: slices (value=None, allowed=a handle with slice_bags)")
-        return SLICES + table * self._slices + sample // self.slice_bags
-
-    def __call__(
-        self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        *,
-        per_sample_weights: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        order: str = AUTO,
-    ) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
-        with telling_refusals(self.comm, NAME):
-            require_unmoved(self.comm, self._checked)
-            check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
-            check_offsets(self.tables, offsets)
-        return self.run(order, None, indices, offsets, per_sample_weights, out)
+        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
 
     def run(
         self,
@@ -252,7 +176,6 @@ class EmbeddingAllToAll(KernelHandle):
             len(tables.tables),
             sum(tables.counts[: comm.rank]),
             tables.width,
-            self._slices,
             _ORDERS[self._order if order == AUTO else order],
             stamps,
             again=None if again is None or stamps is not None else (again, tensors),
@@ -264,7 +187,6 @@ class EmbeddingAllToAll(KernelHandle):
             ALIGNED=tables.are_aligned and place[1] % 16 == 0,
             MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,
-            SLICE=self.slice_bags or 0,
             num_warps=self._warps,
         )
         return output
@@ -308,17 +230,18 @@ def embedding_all_to_all(
     per_sample_weights: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     order: str = AUTO,
-    slice_bags: int | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
     """Run ``embedding_bag`` of all local tables, all-to-all and layout copy in one kernel. A call of the communicator.
 
-    Sums are float32, rounded once. The first call with some tables and a batch makes its resources
-    (:class:`EmbeddingAllToAll`), with all ranks; later ones may be captured into a graph.
+    Sums are float32, rounded once. The first call with some tables and a batch makes its resources, with all ranks;
+    later ones may be captured into a graph.
 
     Args:
         comm: communicator of the ranks.
-        tables: see :class:`EmbeddingAllToAll`. A new list of tables is a new handle, on all ranks together.
+        tables: tables of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
+            different numbers of them; D and the dtype are the same on all. A new list of tables has resources of its
+            own, which all ranks make together.
         indices: rows of the bags of all local tables, table by table, sample by sample of the global batch; int32 or
             int64. On the device they are checked only with ``Config(debug=True)``.
         offsets: begin of each bag, and end of the last one: [T * B + 1]; int32 or int64.
@@ -329,7 +252,6 @@ def embedding_all_to_all(
             call overwrites.
         order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: by the
             pooling of this rank's first call (``ops.explain``). Ranks may have different orders.
-        slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 
     Returns:
@@ -342,16 +264,11 @@ def embedding_all_to_all(
     """
 
     def check() -> OperatorCall:
-        kind = checked(comm, tables).key
-        check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
-        batch = batch_of(tables, offsets)
-        check_sizes(comm, tables, batch, slice_bags)
-        if slice_bags and method == UNFUSED:
-            raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
-        key = (NAME, batch, mode, slice_bags, *kind)
+        batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode, order)
+        key = (NAME, mode, *kind)
 
         def handle() -> EmbeddingAllToAll:
-            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
+            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
 
         # The handle has what the unfused method needs, too.
         make: dict[str, Callable[[int], CachedLaunch]] = {
@@ -360,8 +277,7 @@ def embedding_all_to_all(
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
 
-    words = words_of_tables(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
-    method = FUSED if slice_bags and method == AUTO else method
+    words = words_of_tables(comm, (mode, order), tables, indices, offsets, per_sample_weights)
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
     found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
     return found
@@ -444,9 +360,9 @@ def _pooled(
 @triton.jit
 def _embedding_all_to_all(
     context, outputs, counters, tables, indices, offsets, weights,
-    batch, table_count, first_table, width, slices, order, stamps,
+    batch, table_count, first_table, width, order, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -472,11 +388,6 @@ def _embedding_all_to_all(
             place = sample.to(tl.int64) * width + (first_table + table) * D
             stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place + lane, values.to(DTYPE), lane < D, ALIGNED)
-            if SLICE > 0:
-                slice = table * slices + sample // SLICE
-                parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
-                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts):
-                    signal_release(context, peer, 2 + slice, generation)
             number += programs
         number -= bags
     stamp(stamps, WAIT)

@@ -41,17 +41,14 @@ from sidelane.device.language import real
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
     SUM,
     UNIT_WARPS,
     EmbeddingTables,
-    batch_of,
-    check_bags,
-    check_sizes,
-    checked,
+    check_call,
     refuse_atomics,
     threads_of,
     words_of_tables,
@@ -186,13 +183,10 @@ def embedding_all_to_all_backward(
 
     def make() -> CachedLaunch:
         with telling_refusals(comm, NAME):
-            kind = checked(comm, tables).key
-            check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
-            batch = batch_of(tables, offsets)
-            check_sizes(comm, tables, batch)
+            batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
             if not sparse:
                 refuse_atomics(comm, f"{NAME} backward")
-        handle = kept(comm, ("backward", batch, *kind), lambda: EmbeddingBackward(comm, tables, batch))
+        handle = kept(comm, ("backward", *kind), lambda: EmbeddingBackward(comm, tables, batch))
         with telling_refusals(comm, NAME):
             dtype, shape = handle.tables.dtype, handle.tables.output_shape
             check_tensor(NAME, "grad", grad, comm.device, (dtype,), (2,))

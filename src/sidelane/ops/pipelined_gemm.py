@@ -19,7 +19,7 @@ The price: parts are smaller, and the host has to know the counts; a graph keeps
     copy engine                         | first half -> 1 | second half -> 1
 
 All copies are one program, which waits with the engines from the begin on; each finished part releases its own copy
-(``sidelane.program.transform.triggers``), in a graph as a dependency of its copy.
+(``sidelane.program.transform``), in a graph as a dependency of its copy.
 
 ``MovedParts.receive``; the product of a part waits for its arrival, and the first part needs no copy::
 

@@ -18,18 +18,16 @@ from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
-from sidelane.program.transform import freeze, lower
-from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
+from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, lower, triggers_of, without_callers
 from sidelane.program.verify import check_structure, verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
@@ -124,7 +122,7 @@ class BoundProgram:
     order of work; inside of a CUDA graph capture it becomes part of the graph. It has its own flags and staging, and
     keeps them and the tensors until :meth:`close`.
 
-    A program in which callers signal or wait (``sidelane.program.transform.triggers``) is started ahead, by
+    A program in which callers signal or wait (``sidelane.program.transform``) is started ahead, by
     ``async_op=True``. Each :meth:`trigger` releases the commands that wait for it; after the last one, the caller waits
     for the ``Work``. Bytes that callers read while it is under way are ready after :meth:`wait_for_arrival`. In a
     graph, where the number of one call cannot be written, triggers and arrivals are dependencies.

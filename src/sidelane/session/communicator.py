@@ -27,13 +27,11 @@ from sidelane.choice.candidate import FIRST, Abilities
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, compare
-from sidelane.collectives.heap import LaneMemory, SymmetricHeap
 from sidelane.collectives.plan import AUTO, Planner
 from sidelane.collectives.pool_places import Reached
 from sidelane.collectives.prepare import Preparer
@@ -50,11 +48,13 @@ from sidelane.errors import (
     explained,
 )
 from sidelane.execute.submitted import Counts, Submitted
+from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
-from sidelane.memory.persistent import lasting
+from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import give_back
+from sidelane.memory.storage import lasting
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
 from sidelane.program.ir import Program

@@ -30,8 +30,8 @@ from sidelane.device.layout import (
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.base import Place
 from sidelane.fields import several, whole
-from sidelane.memory.base import SymmetricBlock
-from sidelane.memory.persistent import lasting
+from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.storage import lasting
 from sidelane.modes import untraced
 from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sidelane.collectives.allocator import SEGMENT_BYTES, rounded
-from sidelane.collectives.heap import POOL
 from sidelane.errors import Page, explained, see
+from sidelane.memory.allocator import SEGMENT_BYTES, rounded
+from sidelane.memory.heap import POOL
 from sidelane.modes import keep_compilers_out, untraced
 from sidelane.session.communicator import Communicator
 from sidelane.sizes import parse_bytes

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from sidelane.integrations.nodes import collectives
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.topology import HIERARCHICAL, Nodes, NodesChoice, count_pieces
 from sidelane.program.collective import Kind
 
 INPUT, OUTPUT = "input", "output"
@@ -163,6 +163,16 @@ def nodes_of(sizes: Sequence[int]) -> Nodes:
     if not sizes or min(sizes) < 1:
         raise ValueError(f"nodes (value={list(sizes)}, allowed=ranks of each node, 1 and more)")
     return Nodes(tuple(node for node, size in enumerate(sizes) for _ in range(size)))
+
+
+def rail_of(nodes: Nodes, number: int) -> tuple[int, ...]:
+    """Return the ranks of a rail, one for each node."""
+    return tuple(ranks[number] for ranks in nodes.members)
+
+
+def pieces_of(choice: NodesChoice, nbytes: int) -> int:
+    """Return the number of pieces of a call of so many bytes that goes the chosen way."""
+    return count_pieces(nbytes) if choice.name == HIERARCHICAL else 1
 
 
 def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int, root: int = 0) -> NodePlan:

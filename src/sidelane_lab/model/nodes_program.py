@@ -56,6 +56,7 @@ from sidelane_lab.model.node_steps import (
     Step,
     make_plan,
     nodes_of,
+    rail_of,
 )
 from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
 from sidelane_lab.model.world import (
@@ -302,7 +303,7 @@ class _Planned:
 
     def _library(self, step: Far, number: int) -> Iterator[Command]:
         """Yield the commands of a far step: those of a library's kernel."""
-        rank, order, many = self.rank, self.nodes.rail(self.place), len(self.nodes.members)
+        rank, order, many = self.rank, rail_of(self.nodes, self.place), len(self.nodes.members)
 
         def flag(of: int, purpose: object) -> Flag:
             return self.world.flag(of, ("far", number, purpose))

@@ -34,8 +34,8 @@ from sidelane.execute.cuda.native import (
     load_native,
     require_native,
 )
-from sidelane.memory.persistent import lasting
 from sidelane.memory.release import Kept, keep_bytes
+from sidelane.memory.storage import lasting
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from sidelane.execute.cuda.order import submission_order
 from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait, spans
-from sidelane.program.transform.freeze import LOWERED
-from sidelane.program.transform.triggers import flags_between_own_queues
+from sidelane.program.transform import LOWERED, flags_between_own_queues
 
 INLINE_BYTES = 4 << 20
 """Largest number of bytes of a ``local`` or ``compute`` queue that runs on stream 0. Its own stream would cost four

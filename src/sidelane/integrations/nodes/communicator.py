@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, anew, in_no_order
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
 from sidelane.integrations.nodes.call import RAIL_OPS, NodesCall, NodeTensors
-from sidelane.integrations.nodes.choose import count_pieces
 from sidelane.integrations.nodes.collectives import run_recipe
 from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
+from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.works import OtherWork
+from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator

@@ -3,7 +3,8 @@
 
 """embedding_all_to_all among several nodes: bags for this node go straight to its ranks, others leave by slices.
 
-Equivalent: as of ``ops.embedding`` (the fused operators paper, section III.A, Figure 6).
+Equivalent: as of ``ops.embedding`` (the fused operators paper, section III.A, Figure 6). The backward is not fused: one
+all-to-all of the ranks, and PyTorch's sums.
 
 Any block of rank 0, on a node with rank 1; ranks 2 and 3 are on another node::
 
@@ -46,23 +47,19 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
-    MODES,
     NAME,
     SUM,
     UNIT_WARPS,
     EmbeddingTables,
-    batch_of,
-    check_bags,
-    check_offsets,
-    check_sizes,
-    checked,
+    check_call,
+    refuse_atomics,
     threads_of,
 )
-from sidelane.ops.handle import check_choice, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
 from sidelane.ops.scale_out.words import Arriving, Outgoing, Slices
@@ -80,49 +77,29 @@ READY, DONE = range(2)
 
 
 class EmbeddingAcrossNodes:
-    """Flags, buffers and output of :func:`embedding_all_to_all` for some tables. Collective.
+    """Flags, buffers and output of :func:`embedding_all_to_all` for some checked tables. Collective.
 
     Args:
         ranks: ranks of all nodes.
-        tables: see ``ops.EmbeddingAllToAll``.
-        batch: number of samples of all ranks, one for each and more.
+        tables: tables of this rank, [rows, D] each.
+        batch: number of samples of all ranks.
         mode: ``sum`` or ``mean``.
-        slice_bags: number of samples of a slice of one table; None for an eighth of what a rank gets, 1 to 8 MiB, of
-            several tables where one has less.
-
-    Attributes:
-        slice_bags, slice_tables: number of samples and of tables of a slice.
-        tables: tables of this rank, next to those of the other ranks.
-
-    Raises:
-        ValueError, TypeError: wrong tables or sizes; on the other ranks PeerError, and there are no more calls.
-        PeerError, PeerTimeoutError: a rank failed, or did not come.
+        slice_bags: number of samples of a slice of one table; None for the default.
     """
 
     def __init__(
-        self,
-        ranks: ScaleOut,
-        tables: Sequence[torch.Tensor],
-        batch: int,
-        *,
-        mode: str = SUM,
-        slice_bags: int | None = None,
+        self, ranks: ScaleOut, tables: Sequence[torch.Tensor], batch: int, mode: str, slice_bags: int | None
     ) -> None:
-        comm: Any = ranks  # has what these checks take of a communicator
-        with telling_refusals(comm, NAME):
-            check_choice(NAME, "mode", mode, MODES)
-            checked(comm, tables)
-            check_sizes(comm, tables, batch, slice_bags)
+        comm: Any = ranks  # has what these functions take of a communicator
         self.ranks, self.mode = ranks, mode
         self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
-        self.slice_bags, self.slice_tables = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
-        self._slices = -(-samples[0] // self.slice_bags)  # of a table, for one rank
+        self._cut = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
+        self._slices = -(-samples[0] // self._cut[0])  # of a table, for one rank
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
-        cut = self.slice_bags, self.slice_tables
-        slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, cut)
+        slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
         with telling_refusals(comm, NAME):  # there may be no memory
             self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
@@ -132,19 +109,12 @@ class EmbeddingAcrossNodes:
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
         self._kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=slices)
         with telling_refusals(comm, NAME):
-            ranks.transport.make_ready(self._whole[: self.slice_bags, : self.slice_tables * dim])
-        ranks.agree(NAME, (mode, self.slice_bags, self.slice_tables, batch, dim, str(dtype)))
+            ranks.transport.make_ready(self._whole[: self._cut[0], : self._cut[1] * dim])
+        ranks.agree(NAME, (mode, *self._cut, batch, dim, str(dtype)))
 
-    def __call__(
-        self, indices: torch.Tensor, offsets: torch.Tensor, *, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
-        ranks, tables, weights = self.ranks, self.tables, per_sample_weights
-        comm: Any = ranks
-        ranks.require_open()
-        with telling_refusals(comm, NAME):
-            check_bags(comm, tables.tables, indices, offsets, weights, self.mode)
-            check_offsets(tables, offsets)
+    def run(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Run the operator with checked arguments."""
+        ranks, tables = self.ranks, self.tables
         output = self._whole[: tables.samples[ranks.rank]]
         self._kernel.launch(
             (self._programs,),
@@ -172,8 +142,8 @@ class EmbeddingAcrossNodes:
             ALIGNED=tables.are_aligned,
             MEAN=self.mode == MEAN,
             WEIGHTED=weights is not None,
-            SLICE=self.slice_bags,
-            TABLES=self.slice_tables,
+            SLICE=self._cut[0],
+            TABLES=self._cut[1],
             num_warps=self._warps,
         )
         return output
@@ -257,8 +227,7 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Run ``embedding_bag`` of all local tables, all-to-all among nodes and layout copy, in one kernel.
 
-    Sums are float32, rounded once. The first call with some tables and a batch makes its resources
-    (:class:`EmbeddingAcrossNodes`), with all ranks.
+    Sums are float32, rounded once. The first call with some tables and a batch makes its resources, with all ranks.
 
     Args:
         ranks: ranks of all nodes.
@@ -267,7 +236,8 @@ def embedding_all_to_all(
         offsets: begin of each bag, and end of the last one, [T * B + 1].
         mode: ``sum`` or ``mean``; an empty bag is 0.
         per_sample_weights: factor of each index, with ``sum`` only. On all ranks, or on none.
-        slice_bags: see :class:`EmbeddingAcrossNodes`.
+        slice_bags: number of samples of a slice of one table; None for an eighth of what a rank gets, 1 to 8 MiB, of
+            several tables where one has less.
 
     Returns:
         Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order. The next call with the
@@ -281,13 +251,92 @@ def embedding_all_to_all(
     comm: Any = ranks
     ranks.require_open()
     with telling_refusals(comm, NAME):
-        kind = checked(comm, tables).key
-        check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
-        batch = batch_of(tables, offsets)
-        check_sizes(comm, tables, batch, slice_bags)
-    key = (NAME, batch, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode=mode, slice_bags=slice_bags))
-    return handle(indices, offsets, per_sample_weights=per_sample_weights)
+        batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
+        if slice_bags is not None and slice_bags < 1:
+            raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
+    key = (NAME, mode, slice_bags, *kind)
+    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
+    return handle.run(indices, offsets, per_sample_weights)
+
+
+def embedding_all_to_all_backward(
+    ranks: ScaleOut,
+    grad: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: str = SUM,
+    per_sample_weights: torch.Tensor | None = None,
+    sparse: bool = False,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return the gradients of ``embedding_all_to_all`` among several nodes.
+
+    Dense gradients are added up in float32 by atomic additions, in an order that changes, and rounded once; gradients
+    of rows (``sparse``) are the same bits each time.
+
+    Args:
+        ranks: ranks of all nodes.
+        grad: gradient of the output, [b, A * D], of the tables' dtype.
+        tables: argument of the forward.
+        indices: argument of the forward.
+        offsets: argument of the forward.
+        mode: argument of the forward.
+        per_sample_weights: argument of the forward.
+        sparse: return gradients of rows: a COO tensor a table, not coalesced.
+
+    Returns:
+        A gradient for each local table; the gradient of the weights, if there are any.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; on the other ranks PeerError, and there are no more calls.
+        PeerError, PeerTimeoutError: a rank failed, or did not come.
+    """
+    comm: Any = ranks
+    ranks.require_open()
+    with telling_refusals(comm, NAME):
+        if not sparse:
+            refuse_atomics(comm, f"{NAME} backward")
+        batch, _ = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
+    known = EmbeddingTables.kept(comm, tables, batch)
+    with telling_refusals(comm, NAME):
+        check_tensor(NAME, "grad", grad, ranks.device, (known.dtype,), (2,))
+        if grad.shape != known.output_shape:
+            raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={known.output_shape})")
+    with torch.no_grad():
+        of_bags = _of_bags(known, grad, ranks)
+        found, of_weights = [], None if per_sample_weights is None else torch.zeros_like(per_sample_weights)
+        cuts = offsets[::batch].tolist()
+        for number, table in enumerate(tables):
+            some, sizes = slice(*cuts[number : number + 2]), offsets[number * batch :][: batch + 1].diff()
+            rows, values = indices[some].long(), of_bags[:, number].float()
+            if mode == MEAN:
+                values = values / sizes.clamp(min=1)[:, None]
+            values = values.repeat_interleave(sizes, 0, output_size=len(rows))
+            if per_sample_weights is not None and of_weights is not None:
+                of_weights[some] = (table[rows].float() * values).sum(1).to(of_weights.dtype)
+                values = values * per_sample_weights[some, None].float()
+            if sparse:
+                part = torch.sparse_coo_tensor(rows[None], values.to(table.dtype), table.shape, check_invariants=False)
+            else:
+                sums = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
+                part = sums.index_add_(0, rows, values).to(table.dtype)
+            found.append(part)
+        return found, of_weights
+
+
+def _of_bags(tables: EmbeddingTables, grad: torch.Tensor, ranks: ScaleOut) -> torch.Tensor:
+    """Send the gradients of bags to the owners of their tables; return those of this rank's, [B, T, D]."""
+    own, row = len(tables.tables), len(tables.tables) * tables.dim
+    widths = [count * tables.dim for count in tables.counts]
+    found = grad.new_empty(tables.batch, own, tables.dim)
+    ranks.all_to_all(
+        found.view(-1),
+        torch.cat([part.reshape(-1) for part in grad.split(widths, 1)]),
+        output_split_sizes=[size * row for size in tables.samples],
+        input_split_sizes=[grad.shape[0] * width for width in widths],
+    )
+    return found
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from sidelane.errors import (
     anew,
 )
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import FarConnections, Gone

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidelane.memory.ordering import full_fence
-from sidelane.memory.persistent import lasting
+from sidelane.memory.record import full_fence
 from sidelane.memory.release import keep_bytes
+from sidelane.memory.storage import lasting
 from sidelane.program.wraparound import as_int32
 
 OPENED, READY, OVER, STOP, BOARD, NEARS, ACQUIRED = range(7)

@@ -17,9 +17,8 @@ import numpy as np
 
 from sidelane.program.ir import Signal
 from sidelane.program.verify.counters import Counter, Counters
-from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Occurrence, QueuePlan, event_at
+from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Occurrence, QueuePlan, event_at, name_event
 from sidelane.program.verify.races import Clock
-from sidelane.program.verify.report import name_event
 from sidelane.program.verify.values import is_reset
 
 NOBODY: tuple[int, ...] = ()

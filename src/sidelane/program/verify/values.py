@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sidelane.program.ir import RENEWAL_CALLS, Signal, SignalOp, Value, Wait
-from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, QueuePlan
-from sidelane.program.verify.report import name_command
+from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, QueuePlan, name_command
 
 MAX_FLAG_VALUE = 2**31 - 1
 """Largest value of a flag of 32 bits: hardware compares by the sign of the difference (cuStreamWaitValue32, GEQ)."""

@@ -19,7 +19,7 @@ from sidelane import config as settings
 from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
 from sidelane.session import Communicator
