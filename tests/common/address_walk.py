@@ -106,7 +106,7 @@ class Control(ControlBlock):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
         self.world_size = WORLD
-        self._parts, self._peers = self._parts * WORLD, self._peers * WORLD
+        self._parts = self._parts * WORLD
 
 
 class AloneExchange:

@@ -22,7 +22,7 @@ from made_up_gpus import OwnedMemory
 
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda, backend_hip
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
@@ -78,7 +78,7 @@ class StandinDriver(HipDriver):
     def is_current(self) -> bool:
         return True
 
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         return self.caller, self.is_capturing(self.caller)
 
     def questions(self) -> None:

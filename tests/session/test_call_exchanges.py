@@ -423,7 +423,7 @@ def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[st
         if where == "staging" and wrong:
             patch.setattr(host_shared, "_reserve", fail)
         if where == "offer" and wrong:
-            patch.setattr(host_shared.ProcessIdentity, "own", fail)
+            patch.setattr(host_shared, "_offer", fail)
         if where == "plan" and wrong:
             patch.setattr("sidelane.collectives.plan.make_program", fail)
         found = outcome(comm.all_reduce, torch.ones(numel))

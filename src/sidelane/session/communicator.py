@@ -272,7 +272,7 @@ class Communicator:
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
                 raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
-            if self.backend.place()[1]:
+            if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.allocations, self.config.memory_bytes
         title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
@@ -607,7 +607,7 @@ class Communicator:
             )
         found = self._peers.get(region.place)
         if found is None:
-            if self.backend.place()[1]:
+            if self.backend.caller_stream()[1]:
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
             addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
             found = self._peers[region.place] = lasting(self.device, lambda: addresses.to(self.device))
@@ -820,7 +820,7 @@ class Communicator:
         """Make a call. ``is_aside``: it is asynchronous, and the current stream is that of asynchronous calls."""
         repeats = self._repeats
         if async_op and not is_aside and repeats is not None:
-            if not self.backend.place()[1]:
+            if not self.backend.caller_stream()[1]:
                 call = kind, tensors, details, variant, beside, async_op
                 return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
             repeats = None  # a captured call is Python's

@@ -183,7 +183,7 @@ class EagerCall:
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         self._rig = rig
-        self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.place()
+        self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.caller_stream()
         self._loaded = loaded
         self._slots = slots_of(loaded.program, rig.rank.rank)
 
@@ -221,7 +221,7 @@ class GraphCall(EagerCall):
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         super().__init__(rig, loaded)
-        self._graph = captured(lambda: self._loaded.run(1, rig.executor.driver.place()), calls=1)
+        self._graph = captured(lambda: self._loaded.run(1, rig.executor.driver.caller_stream()), calls=1)
 
     def arm(self, epoch: int) -> None:
         pass
