@@ -305,7 +305,7 @@ class OwnKernel:
 def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
-    Sessions have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
+    Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
     constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
     The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """

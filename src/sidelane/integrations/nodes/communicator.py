@@ -177,7 +177,8 @@ class NodesCommunicator:
 
             rail = dataclasses.replace(ranks, name=f"{ranks.name}/rails").made_by_all(make_rail)[0]
             stack.pop_all()
-        self.own, self.lane, self.device = made, made.lane, made.device
+        self.own, self.device = made, made.device
+        self.calls, self.backend = made.calls, made.backend
         self.status = NodesStatus(ranks, made.close)
         self.steps = TensorSteps(made, rail, self.status, self.nodes, self.rank, self.on_streams)
         self._watchdog = NodesWatchdog(self.status, self._attach, self._let_go)
@@ -234,10 +235,15 @@ class NodesCommunicator:
         """Return the symmetric memory of this node's communicator."""
         return self.own.memory()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the time-out of waits for peers on this rank, in seconds."""
+        self.own.set_timeout(timeout_s)
+        self.status.timeout_s = timeout_s
+
     def late(self) -> tuple[str, Sequence[int]]:
         """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         node = self.nodes.of[self.rank]
-        control, own = self.lane.control, self.nodes.members[node]
+        control, own = self.own.control, self.nodes.members[node]
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         text = "".join(f"; {control.describe(rank)}" for rank in ranks)
         if not ranks:
@@ -248,7 +254,7 @@ class NodesCommunicator:
         """End it because of Ctrl-C on this rank, or its exit. Calls under way fail, here and on the other ranks."""
         is_interrupt = isinstance(error, KeyboardInterrupt)
         self.status.leave("was interrupted" if is_interrupt else str(error).removeprefix(f"rank {self.rank} "))
-        self.lane.calls.fail(error)
+        self.calls.fail(error)
 
     def close(self) -> None:
         """Release everything; calls under way fail, here and elsewhere. Idempotent. No effect in a forked copy."""
@@ -264,7 +270,7 @@ class NodesCommunicator:
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """See ``works.WaitGuard``."""
-        backend: Any = self.lane.backend
+        backend: Any = self.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
 
@@ -293,16 +299,16 @@ class NodesCommunicator:
     def _let_go(self, error: PeerError) -> None:
         """End it in the watchdog's thread: streams go on, and the next call raises the error."""
         if self.status.end(error, is_raised=False) is error:
-            self.lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+            self.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = self.lane.backend
+            backend: Any = self.backend
             backend.executor.watch.fail(error)
         self.steps.abort()
 
     def _attach(self) -> None:
         """Prepare a thread that queries events: it must not disturb captures of other threads."""
         if self.device.type == "cuda":
-            backend: Any = self.lane.backend
+            backend: Any = self.backend
             backend.executor.driver.attach_thread()
 
     @contextlib.contextmanager
@@ -322,7 +328,7 @@ class NodesCommunicator:
 
     def _run(self, call: NodesCall, async_op: bool = False) -> dist.Work | None:
         self.owner.require()  # before anything could tell the others that it has failed
-        if call.adds_floats and self.lane.calls.config.deterministic:
+        if call.adds_floats and self.calls.config.deterministic:
             raise in_no_order(call.kind, "sums of nodes are rounded and added by the backend between them")
         outputs, inputs = call.outputs, call.inputs
         work = self._order.run(lambda: self._make(call), (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
