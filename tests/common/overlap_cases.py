@@ -13,7 +13,6 @@ from sidelane import (
     Communicator,
     Config,
     Overlap,
-    Session,
     begin_collective,
     choose_overlap,
     nano_batches,
@@ -71,8 +70,8 @@ def every_strategy(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
 def several_lanes(group: dist.ProcessGroup, rounds: int) -> None:
     """Collectives on two lanes next to a computation."""
     device = torch.get_default_device()
-    with Session(group, device=device, config=Config(timeout_s=30)) as session:
-        gather, scatter = Communicator(session.lane("gather")), Communicator(session.lane("scatter"))
+    with Communicator(group, device=device, config=Config(timeout_s=30), name="gather") as gather:
+        scatter = Communicator(gather, name="scatter")
         n, rank = gather.world_size, gather.rank
         for step in range(rounds):
             whole, part, gradients = torch.full((n, 500), -1.0), torch.empty(70), torch.full((n, 70), 1.0 + step)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator, Config, Overlap, Session, SidelaneError, choose_overlap, overlap
+from sidelane import Communicator, Config, Overlap, SidelaneError, choose_overlap, overlap
 from sidelane.program.shape import Computation
 
 
@@ -114,8 +114,8 @@ def partitions(context: Context) -> list[str]:
 def _partitions(context: Context) -> list[str]:
     """Partitions of other sizes, two lanes on the units of one, learned sweeps, and gradients of a chain."""
     device, told = context.device, []
-    with Session(device=device, config=Config(timeout_s=30)) as session:
-        first, second = Communicator(session.lane("first")), Communicator(session.lane("second"))
+    with Communicator(device=device, config=Config(timeout_s=30), name="first") as first:
+        second = Communicator(first, name="second")
         n, rank = first.world_size, first.rank
         x, w = torch.randn(300, 200, device=device), torch.randn(200, 200, device=device, requires_grad=True)
         for step in range(40):

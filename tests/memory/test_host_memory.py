@@ -177,12 +177,13 @@ def test_what_a_rank_lacks_is_named() -> None:
 
 def pretend(group: dist.ProcessGroup, **changes: object) -> str:
     """Rank 1 claims to be somebody else."""
-    real = ProcessIdentity.own()
+    exchange = Exchange(group, 60.0)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: real._replace(**changes)))
+            process, word = exchange.liveness.member
+            patch.setattr(exchange.liveness, "member", (ProcessIdentity(*process)._replace(**changes), word))
         with pytest.raises(UnavailableError) as caught:
-            ShmMemory(Exchange(group, 60.0)).allocate(100)
+            ShmMemory(exchange).allocate(100)
     assert leftovers() == []
     return str(caught.value)
 

@@ -18,12 +18,12 @@ from sidelane.collectives.call_cache import (
 )
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.pool_places import PLACES, Outcomes, PostedPlaces
+from sidelane.collectives.pool_offsets import OFFSETS, Outcomes, PostedOffsets
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.memory.heap import generation
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
@@ -39,20 +39,20 @@ class _Found(NamedTuple):
     """A call as this rank knows it before it has told its peers.
 
     Attributes:
-        place: the caller's stream, and whether it is captured.
+        caller: the caller's stream, and whether it is captured.
         key: cache key that equal calls share.
         is_pooled: a tensor lies in a pool.
         shape: the call without its addresses, if other calls of the shape may run the same program.
         known: the call as it was prepared for the same tensors, the program of its shape, or else its plan.
-        places: places of this rank's tensors in pools, for the ranks to compare.
+        offsets: offsets of this rank's tensors in pools, for the ranks to compare.
     """
 
-    place: Place
+    caller: CallerStream
     key: Key
     is_pooled: bool
     shape: Shape | None
     known: PreparedCall | ShapeProgram | PlannedCall
-    places: PostedPlaces | None = None
+    offsets: PostedOffsets | None = None
 
 
 class CallPath:
@@ -71,7 +71,7 @@ class CallPath:
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
         self._questions = calls.backend.questions() if gains else None
-        self._places = arguments.places
+        self._pool_offsets = arguments.pool_offsets
         self._find_code()
 
     def _find_code(self) -> None:
@@ -118,7 +118,7 @@ class CallPath:
                 calls.refuse(number, asked.name, error)
                 raise
             known, comes_again = found.known, True
-            if isinstance(known, PlannedCall) and (asked.exchanges or found.places is not None):
+            if isinstance(known, PlannedCall) and (asked.exchanges or found.offsets is not None):
                 prepared = self._exchange(number, asked, found, known)
                 comes_again = False
             else:
@@ -128,14 +128,14 @@ class CallPath:
                     prepared = known
                 else:
                     prepared, comes_again = self._prepare(found, known, remember)
-            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.place)
+            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.caller)
             # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
             if remember and self.repeats is not None and not found.is_pooled:
                 program = known if isinstance(known, ShapeProgram) else None
                 if comes_again:
-                    self.repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
+                    self.repeats.remember(found.key, prepared, found.caller, asked=asked.repeated_as)
                 elif program is not None:
-                    self.repeats.remember(found.key, prepared, found.place, shape=found.shape, program=program)
+                    self.repeats.remember(found.key, prepared, found.caller, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -143,34 +143,34 @@ class CallPath:
 
     def _find(self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
-        place = self.calls.backend.place()
-        key: Key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
-        reasons = self._places.reasons(asked.tensors) if self.arguments.heap.pools else None
+        caller = self.calls.backend.caller_stream()
+        key: Key = (asked.name, variant, beside, asked.details, caller[1], generation(), asked.identities())
+        reasons = self._pool_offsets.reasons(asked.tensors) if self.arguments.heap.pools else None
         if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
             key = (*key, reasons)
         is_pooled, shape = reasons is not None, None
         entry = self._cache.get(key)
-        # A call on tensors in pools runs as it did before if the ranks need not compare their places.
+        # A call on tensors in pools runs as it did before if the ranks need not compare their offsets.
         if (
             entry is not None
             and entry.prepared is not None
             and (not is_pooled or async_op or (entry.planned is not None and not entry.planned.compares))
         ):
-            return _Found(place, key, is_pooled, None, entry.prepared)
-        if not is_pooled and not place[1] and isinstance(asked, SingleCall):
+            return _Found(caller, key, is_pooled, None, entry.prepared)
+        if not is_pooled and not caller[1] and isinstance(asked, SingleCall):
             shape = shape_of(self.arguments, key, asked.tensors)
             program = None if shape is None else self.preparer.program_of(shape)
             if program is not None:
-                return _Found(place, key, False, shape, program)
+                return _Found(caller, key, False, shape, program)
         entry = self._cache.entry(key)
         if entry.planned is None:
-            entry.planned = self._plan(asked, variant, beside, captured=place[1])
-        planned, places = entry.planned, None
+            entry.planned = self._plan(asked, variant, beside, captured=caller[1])
+        planned, offsets = entry.planned, None
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
         if planned.compares and (asked.exchanges or not async_op):
-            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
-            places = self._places.posted(planned.requests, asked.tensors, room)
-        return _Found(place, key, is_pooled, shape, planned, places)
+            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + OFFSETS)
+            offsets = self._pool_offsets.posted(planned.requests, asked.tensors, room)
+        return _Found(caller, key, is_pooled, shape, planned, offsets)
 
     def _plan(self, asked: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
         """Check a call that is new. Raises TypeError or ValueError for wrong arguments."""
@@ -179,21 +179,21 @@ class CallPath:
         requests = asked.requests(self.arguments)
         agreement = asked.agreement(requests, variant, captured, hint)
         return PlannedCall(
-            requests, agreement, *asked.posted(agreement), self._places.compares(requests, asked.tensors)
+            requests, agreement, *asked.posted(agreement), self._pool_offsets.compares(requests, asked.tensors)
         )
 
     def _exchange(self, number: int, asked: CallForm, found: _Found, planned: PlannedCall) -> PreparedCall:
-        """Exchange split sizes and places in pools with the peers, and prepare the call that follows from them."""
-        calls, places = self.calls, found.places
-        shown = "" if places is None else PLACES + places.text
+        """Exchange split sizes and offsets in pools with the peers, and prepare the call that follows from them."""
+        calls, offsets = self.calls, found.offsets
+        shown = "" if offsets is None else OFFSETS + offsets.text
         calls.control.post_call(number, planned.signature + SPLITS + planned.exchanged + shown)
         posts = calls.posts(number)
         compared = self._cache.entry(found.key).compared
         if compared is None or compared.posts != posts:
             compared = self._compare(number, asked, found, planned, posts)
             self._cache.entry(found.key).compared = compared
-        if places is not None:
-            self._places.note(places, compared.outcomes)
+        if offsets is not None:
+            self._pool_offsets.note(offsets, compared.outcomes)
         return compared.prepared
 
     def _compare(
@@ -203,11 +203,11 @@ class CallPath:
         exchanged, requests = asked.compared(self.calls.control, number, posts, planned.requests)
         key = found.key if exchanged is None else (*found.key, exchanged)
         outcomes: Outcomes = ()
-        if found.places is not None:
-            texts = [post.differing.partition(PLACES)[2] for post in posts]
-            reached, outcomes = self._places.compare(texts, requests)
+        if found.offsets is not None:
+            texts = [post.differing.partition(OFFSETS)[2] for post in posts]
+            reached, outcomes = self._pool_offsets.compare(texts, requests)
             if reached is not None:
-                key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
+                key, requests = (*key, tuple(part.locations for part in reached)), tuple(reached)
         prepared = self._cache.prepared(key)
         if prepared is None:
             known = planned.agreement
@@ -246,7 +246,7 @@ class CallPath:
         calls = self.calls
         call = calls.number()
         with calls.telling_refusals(call, name):
-            if calls.backend.place()[1]:
+            if calls.backend.caller_stream()[1]:
                 raise UnavailableError(
                     f"{name}: not while a graph is captured: nothing can be allocated or agreed on there"
                 )
