@@ -150,6 +150,6 @@ def test_other_backends_add_no_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     comm: Any = SimpleNamespace(config=Config(deterministic=True))
     nodes: Any = object.__new__(NodesCommunicator)
     nodes.owner = SimpleNamespace(require=lambda: None)
-    nodes.lane = SimpleNamespace(calls=comm)
+    nodes.calls = comm
     with pytest.raises(UnavailableError, match="all_reduce: .* sums of nodes are rounded"):
         nodes.all_reduce(torch.ones(4))

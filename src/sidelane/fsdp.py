@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from sidelane import config as settings
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, dtype_name
 from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, make_fsdp_group
+from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 __all__ = ["EnabledFsdp", "enable"]
@@ -55,7 +55,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
 
     Raises:
         ValueError: FSDP2 shards nothing of the model, or this is on already.
-        As :class:`sidelane.Session`.
+        As :class:`sidelane.Communicator`.
     """
     shards = _param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sidelane.collectives.allocator import (
+from sidelane.memory.allocator import (
     ALIGNMENT,
     MOST_TEXT,
     SEGMENT_BYTES,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config, MismatchError
-from sidelane.collectives.heap import generation
 from sidelane.errors import UnavailableError
+from sidelane.memory.heap import generation
 
 DTYPES = (torch.uint8, torch.float32, torch.int64, torch.bfloat16)
 
@@ -34,7 +34,7 @@ def comes_and_goes(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[lis
             size, dtype = draw.choice((1, 30, 1000, 70_000)), draw.choice(DTYPES)
             tensor = comm.empty(n, size, dtype=dtype)
             total += tensor.nbytes
-            region = comm.lane.session.heap.locate(tensor)
+            region = comm.session.heap.locate(tensor)
             places.append(region.place)
             held[step] = tensor
             for number in draw.sample(sorted(held), min(len(held), 2)):

@@ -22,12 +22,7 @@ from sidelane import Config
 from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll
-from sidelane.ops.scale_out import (
-    ScaleOut,
-    embedding,
-    embedding_all_to_all,
-    embedding_all_to_all_backward,
-)
+from sidelane.ops.scale_out import ScaleOut, embedding_all_to_all, embedding_all_to_all_backward, words
 
 
 @contextlib.contextmanager
@@ -50,17 +45,17 @@ def on_nodes(
 @contextlib.contextmanager
 def slices_by_bytes() -> Iterator[None]:
     """Let :func:`set_slice_bytes` hold until the end of the block."""
-    before = embedding.SLICE_BYTES
+    before = words.SLICE_BYTES
     try:
         yield
     finally:
-        embedding.SLICE_BYTES = before
+        words.SLICE_BYTES = before
 
 
 def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, ranks: int) -> None:
     """Let slices have a sample of a table, all samples of one or of two, or those of all tables."""
     of_a_table = -(-batch // ranks) * dim * dtype.itemsize
-    embedding.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
+    words.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
 
 
 def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:

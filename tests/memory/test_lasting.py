@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sidelane.memory import persistent as made_apart
-from sidelane.memory.persistent import lasting
+from sidelane.memory import storage as made_apart
+from sidelane.memory.storage import lasting
 from sidelane.ops import operands
 
 GPU = torch.device("cuda")

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
-from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, SliceTransport, _Staging
+from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, SliceTransport
 from sidelane.ops.scale_out.words import OPENED, OVER, READY, Arriving, HandleWords, Outgoing, Slices
 from sidelane.program.wraparound import as_int32
 
@@ -383,7 +383,7 @@ def test_what_copies_rows_that_lie_apart_is_loaded_ahead() -> None:
 
     with Copies():
         transport = GroupTransport.__new__(GroupTransport)
-        transport._staging = _Staging()
+        transport._slots = {}
         transport.make_ready(torch.zeros(2, 4))
     assert False in copied
 

@@ -115,7 +115,7 @@ class Actor:
             profile="builtin",
         )
         if is_lane:
-            communicator = Communicator(self.first.lane.session.lane())
+            communicator = Communicator(self.first)
         else:
             communicator = Communicator(ranks, device=self.seat.device, config=config)
         self._stack.enter_context(communicator)

@@ -52,7 +52,7 @@ TASKS = {
             Section(
                 "sidelane",
                 "Communicators and sessions",
-                ("Communicator", "Work", "Batched", "Session", "Lane", "pool", "SymmetricPool"),
+                ("Communicator", "Work", "Batched", "pool", "SymmetricPool"),
             ),
         ),
     ),

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from sidelane.collectives.heap import Location, Region
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.memory.heap import Location, Region
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
 from sidelane.program.resharding import Resharding

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sidelane.collectives.agreement import Request
-from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.pool_places import PoolPlaces
+from sidelane.memory.heap import Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, Buffer, ReduceOp, Reduction
 from sidelane.program.resharding import Resharding, even_parts

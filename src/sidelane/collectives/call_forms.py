@@ -16,11 +16,11 @@ from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import Arguments, check_tensors, identities
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.calls import compare
-from sidelane.collectives.heap import Location, Region
 from sidelane.collectives.plan import check_variant
 from sidelane.collectives.pool_places import PLACES
 from sidelane.errors import MismatchError
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.heap import Location, Region
 from sidelane.memory.posts import PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind

@@ -18,13 +18,13 @@ from sidelane.collectives.call_cache import (
 )
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import generation
 from sidelane.collectives.pool_places import PLACES, Outcomes, PostedPlaces
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
+from sidelane.memory.heap import generation
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside
@@ -39,7 +39,7 @@ class _Found(NamedTuple):
     """A call as this rank knows it before it has told its peers.
 
     Attributes:
-        place: the caller's stream, and whether it is captured.
+        caller: the caller's stream, and whether it is captured.
         key: cache key that equal calls share.
         is_pooled: a tensor lies in a pool.
         shape: the call without its addresses, if other calls of the shape may run the same program.
@@ -47,7 +47,7 @@ class _Found(NamedTuple):
         places: places of this rank's tensors in pools, for the ranks to compare.
     """
 
-    place: Place
+    caller: CallerStream
     key: Key
     is_pooled: bool
     shape: Shape | None
@@ -128,14 +128,14 @@ class CallPath:
                     prepared = known
                 else:
                     prepared, comes_again = self._prepare(found, known, remember)
-            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.place)
+            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.caller)
             # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
             if remember and self.repeats is not None and not found.is_pooled:
                 program = known if isinstance(known, ShapeProgram) else None
                 if comes_again:
-                    self.repeats.remember(found.key, prepared, found.place, asked=asked.repeated_as)
+                    self.repeats.remember(found.key, prepared, found.caller, asked=asked.repeated_as)
                 elif program is not None:
-                    self.repeats.remember(found.key, prepared, found.place, shape=found.shape, program=program)
+                    self.repeats.remember(found.key, prepared, found.caller, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
@@ -143,8 +143,8 @@ class CallPath:
 
     def _find(self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
-        place = self.calls.backend.place()
-        key: Key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
+        caller = self.calls.backend.caller_stream()
+        key: Key = (asked.name, variant, beside, asked.details, caller[1], generation(), asked.identities())
         reasons = self._places.reasons(asked.tensors) if self.arguments.heap.pools else None
         if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
             key = (*key, reasons)
@@ -156,21 +156,21 @@ class CallPath:
             and entry.prepared is not None
             and (not is_pooled or async_op or (entry.planned is not None and not entry.planned.compares))
         ):
-            return _Found(place, key, is_pooled, None, entry.prepared)
-        if not is_pooled and not place[1] and isinstance(asked, SingleCall):
+            return _Found(caller, key, is_pooled, None, entry.prepared)
+        if not is_pooled and not caller[1] and isinstance(asked, SingleCall):
             shape = shape_of(self.arguments, key, asked.tensors)
             program = None if shape is None else self.preparer.program_of(shape)
             if program is not None:
-                return _Found(place, key, False, shape, program)
+                return _Found(caller, key, False, shape, program)
         entry = self._cache.entry(key)
         if entry.planned is None:
-            entry.planned = self._plan(asked, variant, beside, captured=place[1])
+            entry.planned = self._plan(asked, variant, beside, captured=caller[1])
         planned, places = entry.planned, None
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
         if planned.compares and (asked.exchanges or not async_op):
             room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
             places = self._places.posted(planned.requests, asked.tensors, room)
-        return _Found(place, key, is_pooled, shape, planned, places)
+        return _Found(caller, key, is_pooled, shape, planned, places)
 
     def _plan(self, asked: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
         """Check a call that is new. Raises TypeError or ValueError for wrong arguments."""
@@ -246,7 +246,7 @@ class CallPath:
         calls = self.calls
         call = calls.number()
         with calls.telling_refusals(call, name):
-            if calls.backend.place()[1]:
+            if calls.backend.caller_stream()[1]:
                 raise UnavailableError(
                     f"{name}: not while a graph is captured: nothing can be allocated or agreed on there"
                 )

@@ -26,7 +26,7 @@ from sidelane.errors import (
     ProgramError,
     UnavailableError,
 )
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.posts import PostedCall, different
 from sidelane.program.ir import RENEWAL_CALLS
@@ -146,7 +146,7 @@ class Calls:
         make their own flags count as set by the call before, and wait until all have done so.
         """
         first = self.renewal
-        if self.backend.place()[1]:
+        if self.backend.caller_stream()[1]:
             # The host cannot wait in a capture, and captured programs use no numbers. All ranks capture alike.
             self.renewal = first + _CAPTURE_CALLS
             self.numbers = iter(range(first, self.renewal))
@@ -181,7 +181,7 @@ class Calls:
         async_op: bool,
         tensors: tuple[torch.Tensor | None, ...],
         written: tuple[torch.Tensor, ...],
-        place: Place,
+        caller: CallerStream,
     ) -> Work | None:
         """Start a prepared call behind the caller's work.
 
@@ -191,13 +191,13 @@ class Calls:
             async_op: the caller's next work does not wait for its end.
             tensors: its tensors; None where this rank has none.
             written: the tensors that it writes.
-            place: the caller's stream, and whether it is captured.
+            caller: the caller's stream, and whether it is captured.
 
         Raises:
             PeerError, PeerTimeoutError: this call failed, or an earlier one.
         """
         try:
-            work = self.backend.run(prepared.loaded, call, async_op, tensors, place)
+            work = self.backend.run(prepared.loaded, call, async_op, tensors, caller)
         except (PeerError, KeyboardInterrupt) as error:
             self.fail(error)
             raise

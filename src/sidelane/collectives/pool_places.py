@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane.collectives.agreement import Request
-from sidelane.collectives.heap import SymmetricHeap
+from sidelane.memory.heap import SymmetricHeap
 from sidelane.program.collective import REDUCING, Buffer
 
 PLACES = " places "

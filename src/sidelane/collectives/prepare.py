@@ -22,12 +22,11 @@ from sidelane.collectives.call_cache import (
     ShapeProgram,
     places_of,
 )
-from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.plan import CallProgram, Planner, staging_bytes
 from sidelane.device.layout import arena_bytes
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Pieces, Runnable
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import Region, SymmetricBlock, SymmetricHeap
 from sidelane.program.batch import Batch
 from sidelane.program.caching import Once
 from sidelane.program.collective import Buffer

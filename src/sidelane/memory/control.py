@@ -2,12 +2,12 @@
 
 Every rank owns one part of a shared allocation and is its only writer; all ranks read all parts. A part holds the last
 call that the rank has begun and ended, its current step, its last calls, and its abort, if it gave up. Host threads of
-CPU and GPU executors use it alike. The ranks exchange their identities (process id with start time) when it is made.
+CPU and GPU executors use it alike. The ranks know each other's processes (``memory.liveness``) when it is made.
 
 Layout of a part: four words (last call begun, last call ended, closed, last call agreed on), then records (see
 ``memory.record``): the step, the abort and a ring of the last 64 calls. Words are single stores; records carry a
 sequence number and a checksum, so that a reader gets either a whole record or none, on every memory model
-(``memory.ordering`` tells why a plain store would not do on ARM).
+(``memory.record`` tells why a plain store would not do on ARM).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
-from sidelane.memory.liveness import LongWaits, ProcessIdentity, users_call
+from sidelane.memory.liveness import LongWaits, users_call
 from sidelane.memory.posts import (
     ABORT_BYTES,
     AGREED,
@@ -90,9 +90,7 @@ class ControlBlock:
     def __init__(self, exchange: Exchange) -> None:
         shared = SharedBytes(exchange, PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
-        self._peers = shared.peers
-        self._self = ProcessIdentity.own()
-        self.pid = self._self.pid
+        self._liveness, self.pid = exchange.liveness, os.getpid()
         self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # a part has one writer at a time
@@ -175,7 +173,7 @@ class ControlBlock:
             ranks: the ranks at fault; this one if none is given.
             timed_out: peers raise PeerTimeoutError instead of PeerError.
         """
-        if os.getpid() != self._self.pid:
+        if os.getpid() != self.pid:
             return  # a forked copy shares the memory, but is no rank
         culprits = ",".join(map(str, ranks or (self.rank,)))
         with self._giving_up:
@@ -187,7 +185,7 @@ class ControlBlock:
     def close(self) -> None:
         """Record that this rank makes no further call. Idempotent. The memory is unmapped with the last reference."""
         self._is_closed = True
-        if os.getpid() != self._self.pid:
+        if os.getpid() != self.pid:
             return  # a forked copy shares the memory, but is no rank
         self._own.words[CLOSED] = 1
 
@@ -338,17 +336,18 @@ class ControlBlock:
         With ``call``, also tell whether that call has ended there while a later one has not, and the rank's signature
         of the call, unless it is known to equal this rank's.
         """
-        part, peer = self._parts[rank], self._peers[rank]
+        part = self._parts[rank]
         if part.words[CLOSED]:
             state = "closed"
         else:
-            state = {True: "alive", False: "dead", None: "out of sight"}[peer.alive(self._self)]
+            state = {True: "alive", False: "dead", None: "out of sight"}[self._liveness.alive(rank)]
         begun, ended = self.begun(rank), self.ended(rank)
         step = part.step.read()
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
         over = f", has ended call {call}" if 0 < call <= ended < begun else ""
-        return f"rank {rank} (pid {peer.pid}, {state}, {progress}{doing}{over}{self._other_call(rank, call)})"
+        pid = self._liveness.process(rank).pid
+        return f"rank {rank} (pid {pid}, {state}, {progress}{doing}{over}{self._other_call(rank, call)})"
 
     def _waits(self, rank: int) -> bool:
         step = self._parts[rank].step.read()
@@ -419,7 +418,7 @@ class ControlBlock:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LIVENESS_INTERVAL_S
-            self._dead.update(rank for rank, peer in enumerate(self._peers) if peer.alive(self._self) is False)
+            self._dead.update(self._liveness.dead(range(self.world_size)))
         for rank in range(self.world_size) if ranks is None else ranks:
             closed = self._parts[rank].words[CLOSED]
             if rank == self.rank or not (closed or rank in self._dead):

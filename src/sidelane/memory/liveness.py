@@ -122,12 +122,20 @@ class Liveness:
         self._own = ProcessIdentity.own()
         self._connection: dist.Store | None = None
         self.member: Member = (tuple(self._own), os.urandom(8).hex())
-        self._members: dict[int, tuple[ProcessIdentity, str]] = {}
+        self._members: dict[int, tuple[ProcessIdentity, str]] = {rank: (self._own, self.member[1])}
 
     def meet(self, members: Sequence[Member]) -> None:
         """Know all ranks from now on: what each has sent of itself."""
         self._connection = _connection_of(self._store)
         self._members = {rank: (ProcessIdentity(*process), word) for rank, (process, word) in enumerate(members)}
+
+    def process(self, rank: int) -> ProcessIdentity:
+        """Return the process of a rank. The ranks have met."""
+        return self._members[rank][0]
+
+    def alive(self, rank: int) -> bool | None:
+        """Return whether the process of a rank still runs; None if this rank cannot know. The ranks have met."""
+        return self.process(rank).alive(self._own)
 
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Return those of ``peers`` whose processes are gone."""
@@ -168,8 +176,7 @@ class Liveness:
 
     def _pid_of_the_dead(self, rank: int) -> int | None:
         if rank in self._members:
-            process = self._members[rank][0]
-            return process.pid if process.alive(self._own) is False else None
+            return self.process(rank).pid if self.alive(rank) is False else None
         return None if self._wider is None else self._wider[0]._pid_of_the_dead(self._wider[1][rank])
 
 

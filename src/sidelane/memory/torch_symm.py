@@ -40,10 +40,10 @@ from sidelane.errors import (
     PeerTimeoutError,
     UnavailableError,
 )
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.persistent import lasting
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
+from sidelane.memory.storage import lasting
 
 _POLL_S = 500e-6
 

@@ -53,7 +53,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import KernelHandle, buffer_lock, check_tiles, kept, power_of_two, programs_of, refusing_tiles
 from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product

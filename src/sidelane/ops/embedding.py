@@ -57,7 +57,7 @@ from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,

@@ -12,7 +12,7 @@ import torch
 
 from sidelane.choice.fused import ORDERS
 from sidelane.errors import Page, UnavailableError, in_no_order
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
 from sidelane.ops.operator import AUTO
 from sidelane.program.collective import split_evenly

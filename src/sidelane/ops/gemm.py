@@ -50,7 +50,7 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,

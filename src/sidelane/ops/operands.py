@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.errors import UnavailableError
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.handle import FLOATS, check_tensor, is_captured
 from sidelane.ops.operator import AUTO
 from sidelane.session import Communicator

@@ -18,12 +18,11 @@ from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import ProgramError, SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses, Place
-from sidelane.memory.base import SymmetricBlock
+from sidelane.execute.base import Addresses, CallerStream
+from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
@@ -193,17 +192,17 @@ class BoundProgram:
         """
         calls = self._calls
         call = calls.number()
-        place = calls.backend.place()
-        region = _CAPTURED if place[1] else _EAGER
+        caller = calls.backend.caller_stream()
+        region = _CAPTURED if caller[1] else _EAGER
         with calls.telling_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
-            capture = self._begin(async_op, place) if self._has_callers else 0
+            capture = self._begin(async_op, caller) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
         calls.announce(call, prepared.signature, compares=False)
-        work = calls.run(prepared, call, async_op, self._tensors, self._written, place)
+        work = calls.run(prepared, call, async_op, self._tensors, self._written, caller)
         if self._has_callers:
             self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
             self._works[region] = work
@@ -221,12 +220,12 @@ class BoundProgram:
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._check_number("trigger", number)
-        place = self._place_of_call("trigger")
+        caller = self._caller_stream("trigger")
         with self._calls.failing_for_good():
-            if place[1]:
-                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, place)
+            if caller[1]:
+                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, caller)
             else:
-                self._triggers[number].fire(self._epoch, place)
+                self._triggers[number].fire(self._epoch, caller)
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
@@ -268,12 +267,12 @@ class BoundProgram:
             raise RuntimeError(
                 f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
             )
-        place = self._place_of_call("wait_for_arrival")
+        caller = self._caller_stream("wait_for_arrival")
         with self._calls.failing_for_good():
-            if place[1]:
-                cast("CudaMarkedWork", work).follow(number, place)
+            if caller[1]:
+                cast("CudaMarkedWork", work).follow(number, caller)
             else:
-                self._arrivals[number].follow(self._epoch, place, work)
+                self._arrivals[number].follow(self._epoch, caller, work)
 
     def renew(self, call: int) -> None:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
@@ -324,9 +323,9 @@ class BoundProgram:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _begin(self, async_op: bool, place: Place) -> int:
+    def _begin(self, async_op: bool, caller: CallerStream) -> int:
         """Check that a call with triggers or arrivals may begin. Return the number of the capture that it goes into."""
-        capture = self._calls.backend.capture_of(place) if place[1] else 0
+        capture = self._calls.backend.capture_of(caller) if caller[1] else 0
         if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
         if self.triggers and not async_op:
@@ -336,14 +335,14 @@ class BoundProgram:
             before.wait()  # the caller overwrites bytes that the previous call has read
         return capture
 
-    def _place_of_call(self, method: str) -> Place:
+    def _caller_stream(self, method: str) -> CallerStream:
         """Return the caller's stream. Raises ValueError unless it is in the capture of the call, or both in none."""
         backend = self._calls.backend
-        place = backend.place()
-        if (backend.capture_of(place) if place[1] else 0) != self._capture:
+        caller = backend.caller_stream()
+        if (backend.capture_of(caller) if caller[1] else 0) != self._capture:
             inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
             raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
-        return place
+        return caller
 
     def _refuse_graphs(self, method: str) -> None:
         if self._capture:

@@ -18,9 +18,9 @@ from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.call_forms import CallForm, SingleCall, own_part
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.heap import Region
 from sidelane.collectives.plan import AUTO, check_variant
 from sidelane.collectives.work import Work
+from sidelane.memory.heap import Region
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside

@@ -28,10 +28,10 @@ from sidelane.device.layout import (
     region_bytes,
 )
 from sidelane.errors import PeerError, UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.fields import several, whole
-from sidelane.memory.base import SymmetricBlock
-from sidelane.memory.persistent import lasting
+from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.storage import lasting
 from sidelane.modes import untraced
 from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
@@ -170,26 +170,26 @@ class OwnKernel:
             if again is not None and again[0].run(calls, again[1]):
                 return None
         call = calls.number()
-        place = calls.backend.place()
+        caller = calls.backend.caller_stream()
         with calls.telling_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a launch of {self}, which was closed")
-            if not (self._has_ended or place[1]):
+            if not (self._has_ended or caller[1]):
                 self._see_that_it_ends()
-            key: Key = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
+            key: Key = (self, caller[1], *layout, *(arguments[at].data_ptr() for at in places))
             try:
                 prepared, is_cachable = self._preparer.cache.prepared(key), True
             except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
                 prepared, is_cachable = None, False
             if prepared is None:
-                prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
+                prepared = self._bind(_checked(grid), arguments, options, caller[1], alike)
         signature = prepared.signature
         # Compared where it is new: a rank whose kernel cannot be compiled launches nothing.
         calls.announce(call, signature, compares=signature not in self._compiled)
         self._compiled.add(signature)
-        used = async_op or place[1]
+        used = async_op or caller[1]
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
-        work = calls.run(prepared, call, async_op, tensors, (), place)
+        work = calls.run(prepared, call, async_op, tensors, (), caller)
         if is_cachable and cast("KernelRunnable", prepared.loaded).is_prepared:
             self._preparer.cache.entry(key).prepared = prepared
         if used:
@@ -200,7 +200,7 @@ class OwnKernel:
                 self._first = torch.cuda.Event()
                 self._first.record()
         if again is not None and self._has_ended and again[0].is_worth_it():
-            self._cache(again, arguments, prepared, place)
+            self._cache(again, arguments, prepared, caller)
         return None
 
     @repeated_entry
@@ -226,14 +226,14 @@ class OwnKernel:
             again = self._launches[layout] = RepeatedLaunch(places)
         return again, [arguments[at] for at in places]
 
-    def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, place: Place) -> None:
+    def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, caller: CallerStream) -> None:
         """Give a launch to compiled code, which repeats it."""
         launch, tensors = again
         repeats = self._path.code()
         pairs = zip(tensors, launch.places, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
             numbers = [1 + at for at in launch.places]  # behind the context
-            run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+            run = repeats.launch(prepared, caller, tensors, numbers, ((self, "_is_closed", False),))
             if run is not None:
                 launch.add(run)
 
@@ -305,7 +305,7 @@ class OwnKernel:
 def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
-    Sessions have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
+    Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
     constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
     The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """

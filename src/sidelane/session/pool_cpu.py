@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import forks
-from sidelane.collectives.allocator import BlockAllocator
+from sidelane.memory.allocator import BlockAllocator
 from sidelane.memory.storage import storage_of
 
 _NO_CONTENT = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})

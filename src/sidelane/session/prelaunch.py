@@ -107,7 +107,7 @@ class Prelaunched:
             raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
         call = calls.number()
         with calls.telling_refusals(call, self._signature):
-            if calls.backend.place()[1]:
+            if calls.backend.caller_stream()[1]:
                 raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
         with calls.making_ready():

@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box, boxes
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.record import full_fence
 from sidelane.program.collective import ReduceOp, Reduction, Span
 from sidelane.program.ir import (
     Broadcast,

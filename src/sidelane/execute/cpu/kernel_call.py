@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sidelane.device.layout import ABORT, BOARD_WORDS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cpu.executor import CpuExecutor
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.program.kernel import KernelCall
@@ -58,13 +58,13 @@ class CpuKernelCall:
         """False: the interpreter reads the arguments at each launch."""
         return False
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
-    def following(self, place: Place, arguments: Sequence[int]) -> None:
+    def following(self, caller: CallerStream, arguments: Sequence[int]) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Run the kernel to its end.
 
         Raises:

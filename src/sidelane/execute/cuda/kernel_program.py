@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.device.launch import Launch, LaunchSite, unit_bytes
-from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.base import Addresses, CallerStream, Repetition
 from sidelane.execute.cuda.native import Bound, Located, locate
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
@@ -77,7 +77,7 @@ class CudaKernel:
         moved._by_stream, moved._graph = {}, None
         return moved
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Launch the kernel (see :class:`sidelane.execute.base.Runnable`).
 
         Raises:
@@ -89,16 +89,16 @@ class CudaKernel:
             executor.check_usable("start")
         with executor.lock:
             if executor.driver.is_current():
-                self._submit(epoch, place[0])
+                self._submit(epoch, caller[0])
             else:
                 with executor.driver.current():
-                    self._submit(epoch, place[0])
+                    self._submit(epoch, caller[0])
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`. What moves is a plain launch: a graph has fixed arguments."""
         if self._frozen or self._launch is None or (moving is not None and not self.moves):
             return None
-        handle, executor = place[0], self._executor
+        handle, executor = caller[0], self._executor
         if moving is not None:
             calls = self.at(locate(self.addresses, moving))._bind(handle)
             notes = executor.kernel_notes(handle, self.program, self._entry)

@@ -11,11 +11,11 @@ import json
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sidelane import forks
@@ -29,8 +29,9 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sq")
 _MOST_NOTE_BYTES = 1 << 16
 _LISTENS_S = 1.0
-_MOST_CALLERS = 256
-"""Largest number of connections that are kept open before they have said who they are; the oldest ends first."""
+_MOST_CALLERS, _HELLO_S = 256, 2.0
+"""Largest number of callers that are heard side by side, and seconds in which each has to say who it is: none costs
+others time."""
 
 
 class Gone(Exception):
@@ -92,17 +93,37 @@ class FarConnections:
         self.sockets[far] = _prepared(made)
 
     def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
-        with contextlib.closing(_Callers(server)) as callers:
-            while missing := [far for far in fars if far not in self.sockets]:
-                if time.monotonic() > until:
-                    text = f"scale-out: ranks {missing} of other nodes did not connect in time"
-                    raise PeerTimeoutError(text, missing)
-                for made, hello in callers.heard():
-                    found, far = _HELLO.unpack(hello)
-                    if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars:
-                        made.close()  # a stranger
-                    else:
-                        self.sockets[far] = _prepared(made)
+        server.settimeout(STEP_S)
+        callers = threading.Semaphore(_MOST_CALLERS)
+        while missing := [far for far in fars if far not in self.sockets]:
+            if time.monotonic() > until:
+                text = f"scale-out: ranks {missing} of other nodes did not connect in time"
+                raise PeerTimeoutError(text, missing)
+            try:
+                made, _ = server.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # the caller has gone, or this process has no descriptor for it now
+                time.sleep(STEP_S / 10)
+                continue
+            callers.acquire()
+            threading.Thread(target=self._hear, args=(made, token, fars, callers), daemon=True).start()
+
+    def _hear(self, made: socket.socket, token: str, fars: Sequence[int], callers: threading.Semaphore) -> None:
+        """Keep the connection of a caller that says in time who it is, and knows the token; close another one's."""
+        said, until = b"", time.monotonic() + _HELLO_S
+        with contextlib.suppress(OSError):
+            while len(said) < _HELLO.size:
+                made.settimeout(max(1e-3, until - time.monotonic()))
+                said += (more := made.recv(_HELLO.size - len(said)))
+                if not more:
+                    break
+        callers.release()
+        found, far = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
+        if secrets.compare_digest(found, token.encode("ascii")) and far in fars:
+            self.sockets[far] = _prepared(made)
+        else:
+            made.close()
 
     def send(self, targets: Sequence[int], note: Mapping[str, Any]) -> None:
         """Send a note; ranks that are gone, or do not listen, do not matter here."""
@@ -137,64 +158,6 @@ class FarConnections:
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()
-
-
-class _Callers:
-    """Connections to a server that have not said yet who they are, all heard side by side: none costs others time.
-
-    Args:
-        server: server that listens. Its owner closes it.
-    """
-
-    def __init__(self, server: socket.socket) -> None:
-        self._server, self._said = server, dict[socket.socket, bytes]()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        server.setblocking(False)
-
-    def heard(self) -> Iterator[tuple[socket.socket, bytes]]:
-        """Yield the connections that have sent a whole hello, with it, after ``STEP_S`` at the latest."""
-        ready = [key.fileobj for key, _ in self._selector.select(STEP_S)]
-        for made in [made for made in self._said if made in ready]:
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    more = made.recv(_HELLO.size - len(self._said[made]))
-                except ConnectionError:
-                    more = b""
-                self._said[made] += more
-                if not more:
-                    self._forget(made).close()
-                elif len(self._said[made]) == _HELLO.size:
-                    hello = self._said[made]
-                    yield self._forget(made), hello
-        if self._server in ready:
-            self._take()
-
-    def _take(self) -> None:
-        for _ in range(_MOST_CALLERS):
-            try:
-                made, _ = self._server.accept()
-            except BlockingIOError:
-                return  # there are no more
-            except OSError:  # the caller has gone, or this process has no descriptor for it now
-                time.sleep(STEP_S / 10)
-                return
-            if len(self._said) >= _MOST_CALLERS:
-                self._forget(next(iter(self._said))).close()  # ranks say who they are at once
-            made.setblocking(False)
-            self._said[made] = b""
-            self._selector.register(made, selectors.EVENT_READ)
-
-    def _forget(self, made: socket.socket) -> socket.socket:
-        self._selector.unregister(made)
-        del self._said[made]
-        return made
-
-    def close(self) -> None:
-        """Close the connections of those who never said who they are."""
-        for made in self._said:
-            made.close()
-        self._selector.close()
 
 
 def _prepared(made: socket.socket) -> socket.socket:

@@ -28,8 +28,7 @@ sample.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
@@ -61,16 +60,10 @@ from sidelane.ops.embedding_tables import (
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
-from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
-from sidelane.ops.scale_out.words import Arriving, Outgoing, Slices
-
-SLICE_BYTES = 1 << 20, 8 << 20
-"""Least and largest number of bytes of a slice unless the caller sets its samples; one that all samples of all tables
-for a rank lie below is smaller. A transfer of the least takes longer than the work of the hosts for it."""
-
-SLICES = 8
-"""Number of slices that the bytes for a rank are cut into, between these bounds: the first one leaves early, and each
-is long enough for the network to be at its full rate (docs/internals/scale-out.md)."""
+from sidelane.ops.scale_out.proxy import FarCall
+from sidelane.ops.scale_out.ranks import ScaleOut
+from sidelane.ops.scale_out.words import HandleWords, slice_of, slices_between
+from sidelane.program.wraparound import WORD_MASK
 
 READY, DONE = range(2)
 """Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
@@ -107,7 +100,9 @@ class EmbeddingAcrossNodes:
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
-        self._kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=slices)
+            self._kernel = ranks.near.load_kernel(_embedding_all_to_all, flags=2)
+        self._epoch, self._words = 0, HandleWords(slices, device)
+        self._far = ranks.far_context(self._words)
         with telling_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self._cut[0], : self._cut[1] * dim])
         ranks.agree(NAME, (mode, *self._cut, batch, dim, str(dtype)))
@@ -116,103 +111,38 @@ class EmbeddingAcrossNodes:
         """Run the operator with checked arguments."""
         ranks, tables = self.ranks, self.tables
         output = self._whole[: tables.samples[ranks.rank]]
-        self._kernel.launch(
-            (self._programs,),
-            ranks.near.peers(self._whole),
-            self._sends,
-            self._counters,
-            tables.addresses,
-            indices,
-            offsets,
-            indices if weights is None else weights,
-            self._order,
-            ranks.world_size,
-            tables.batch,
-            len(tables.tables),
-            sum(tables.counts[: ranks.rank]),
-            tables.width,
-            self._slices,
-            source=self._sends,
-            landing=output,
-            alike=f"batch {tables.batch}",
-            D=tables.dim,
-            DP=power_of_two(tables.dim),
-            L=self._rows_at_a_time,
-            DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
-            ALIGNED=tables.are_aligned,
-            MEAN=self.mode == MEAN,
-            WEIGHTED=weights is not None,
-            SLICE=self._cut[0],
-            TABLES=self._cut[1],
-            num_warps=self._warps,
-        )
+        self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
+        with ranks.calling(FarCall(self._epoch, self._words, self._sends, output.view(-1))):
+            self._kernel.launch(
+                (self._programs,),
+                self._far,
+                ranks.near.peers(self._whole),
+                self._sends,
+                self._counters,
+                tables.addresses,
+                indices,
+                offsets,
+                indices if weights is None else weights,
+                self._order,
+                ranks.world_size,
+                tables.batch,
+                len(tables.tables),
+                sum(tables.counts[: ranks.rank]),
+                tables.width,
+                self._slices,
+                alike=f"batch {tables.batch}",
+                D=tables.dim,
+                DP=power_of_two(tables.dim),
+                L=self._rows_at_a_time,
+                DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
+                ALIGNED=tables.are_aligned,
+                MEAN=self.mode == MEAN,
+                WEIGHTED=weights is not None,
+                SLICE=self._cut[0],
+                TABLES=self._cut[1],
+                num_warps=self._warps,
+            )
         return output
-
-
-def slice_of(samples: int, tables: int, row_bytes: int, slice_bags: int | None = None) -> tuple[int, int]:
-    """Return the number of samples and of tables of a slice: samples that the caller set, of one table, or as many as
-    an eighth of the bytes for a rank holds (``SLICE_BYTES`` bound it), first samples and then tables.
-
-    Args:
-        samples: largest number of samples of a rank.
-        tables: largest number of tables of a rank.
-        row_bytes: bytes of a sample of a table.
-        slice_bags: samples that the caller set, if any.
-
-    >>> slice_of(2048, 64, 512), slice_of(2048, 4, 1024), slice_of(64, 32, 1024), slice_of(64, 4, 1024, 16)
-    ((2048, 8), (1024, 1), (64, 16), (16, 1))
-    """
-    if slice_bags:
-        return min(samples, slice_bags), 1
-    least, most = SLICE_BYTES
-    nbytes = max(least, min(most, samples * tables * row_bytes // SLICES))
-    bags = min(samples, max(1, nbytes // row_bytes))
-    return bags, max(1, nbytes // (row_bytes * bags))
-
-
-def slices_between(
-    rank: int, fars: Sequence[int], counts: Sequence[int], samples: Sequence[int], dim: int, cut: tuple[int, int]
-) -> Slices:
-    """Return the slices of a rank and for it. Numbers count groups of tables, and in each groups of samples.
-
-    Args:
-        rank: the rank.
-        fars: ranks on other nodes.
-        counts: number of tables of each rank.
-        samples: number of samples of each rank.
-        dim: D, number of elements of a bag.
-        cut: number of samples and of tables of a slice.
-
-    >>> found = slices_between(0, (1,), (2, 1), (2, 2), 8, (2, 1))
-    >>> found.sent
-    (Outgoing(target=1, number=0, first=32, size=16), Outgoing(target=1, number=1, first=48, size=16))
-    >>> found.came, found.stride
-    ({1: (Arriving(first=16, rows=2, columns=8),)}, 24)
-    """
-    bags, some = cut
-
-    def parts(owner: int, getter: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the first table, the tables, the first sample and the samples of each slice; none of those with which
-        ranks with more samples go on.
-        """
-        for table in range(0, counts[owner], some):
-            for sample in range(0, samples[0], bags):  # the first rank has most
-                yield table, min(some, counts[owner] - table), sample, max(0, min(bags, samples[getter] - sample))
-
-    sent, starts, width = [], list(itertools.accumulate(counts, initial=0)), sum(counts) * dim
-    for target in fars:
-        before = sum(samples[:target]) * counts[rank]
-        for number, (table, tables, sample, part) in enumerate(parts(rank, target)):
-            first = (before + table * samples[target] + sample * tables) * dim
-            sent.append(Outgoing(target, number, first, part * tables * dim))
-    came = {
-        source: tuple(
-            Arriving(sample * width + (starts[source] + table) * dim, part, tables * dim)
-            for table, tables, sample, part in parts(source, rank)
-        )
-        for source in fars
-    }
-    return Slices(tuple(sent), came, width)
 
 
 def embedding_all_to_all(

@@ -22,14 +22,13 @@ from sidelane.errors import (
     anew,
 )
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import lasting
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
 from sidelane.ops.scale_out.transport import SliceTransport
-from sidelane.ops.scale_out.words import HandleWords, Slices
-from sidelane.program.wraparound import WORD_MASK
+from sidelane.ops.scale_out.words import HandleWords
 from sidelane.session import Communicator
 
 _GRACE_S = 1.0
@@ -78,6 +77,8 @@ class ScaleOut:
         self.fars = tuple(other for other in behind if other not in own)
         self.nears = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
         self.order = (*self.fars, *(other for other in behind if other in own))
+        nears, device = self.nears, self.device
+        self._nears = lasting(device, lambda: torch.tensor(nears, dtype=torch.int32, device=device))
         self.kept: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
@@ -212,18 +213,41 @@ class ScaleOut:
         found = self.exchange(f"all_gather of {input.numel()} numbers", input.reshape(-1).tolist())
         output.copy_(torch.tensor(found, dtype=output.dtype, device=output.device).view(output.shape))
 
-    def wait_for(self, call: FarCall) -> None:
-        """Block the host until all slices of a call have left and arrived; the kernel then ends by itself.
+    def far_context(self, handle: HandleWords) -> torch.Tensor:
+        """Return the far context of a handle's kernel (``words``), int64 on the device."""
+        there = handle.addresses() | {
+            words.STOP: self.proxy.stop.data_ptr(),
+            words.BOARD: self.near.backend.board,
+            words.NEARS: self._nears.data_ptr(),
+        }
+        row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
+        return lasting(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
+
+    @contextlib.contextmanager
+    def calling(self, call: FarCall) -> Iterator[None]:
+        """Begin a call, whose kernel is launched inside, and block the host until all slices have left and arrived; the
+        kernel then ends by itself.
 
         Streams share few hardware channels (``execute/cuda/release.py``). What the host queued behind a kernel that
         waits for the proxy could hold up the proxy's own commands, and so could the loading of another kernel.
+
+        Raises:
+            UnavailableError: inside of a capture.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
-            self.proxy.watch()
-            if self.device.type == "cuda":
-                backend: Any = self.near.lane.backend
-                if backend.executor.watch.failure is not None:
-                    self.near.synchronize()  # which raises it
+        self.require_open()
+        if is_captured(self.near):
+            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
+        self.proxy.begin(call)
+        with self.naming():
+            yield
+            while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
+                self.proxy.watch()
+                if self.device.type == "cuda":
+                    backend: Any = self.near.backend
+                    if backend.executor.watch.failure is not None:
+                        self.near.synchronize()  # which raises it
+        self.require_open()
 
     def synchronize(self) -> None:
         """Block the host until every call has finished on this rank.
@@ -274,69 +298,7 @@ class ScaleOut:
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
-        lane = self.near.lane
-        lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        self.near.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = lane.backend
+            backend: Any = self.near.backend
             backend.executor.watch.fail(error)
-
-
-class FarKernel:
-    """A kernel of an operator among several nodes, with its flags on this node and its words. Collective.
-
-    Args:
-        ranks: ranks of the operator.
-        kernel: function that ``triton.jit`` made. Its first arguments are the context and the far context.
-        flags: number of flags within the node.
-        slices: slices between nodes, none if there is one node.
-    """
-
-    def __init__(self, ranks: ScaleOut, kernel: Any, *, flags: int, slices: Slices) -> None:
-        self._ranks, device = ranks, ranks.device
-        with ranks.naming():
-            self._kernel = ranks.near.load_kernel(kernel, flags=flags)
-        self._epoch = 0
-        self._words = HandleWords(slices, device)
-        self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
-        there = self._words.addresses() | {
-            words.STOP: ranks.proxy.stop.data_ptr(),
-            words.BOARD: ranks.near.lane.backend.board,
-            words.NEARS: self._nears.data_ptr(),
-        }
-        row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
-        self._far = lasting(device, lambda: torch.tensor(row, dtype=torch.int64, device=device))
-
-    def launch(
-        self,
-        grid: tuple[int, ...],
-        *arguments: Any,
-        source: torch.Tensor,
-        landing: torch.Tensor,
-        alike: str,
-        **options: Any,
-    ) -> None:
-        """Launch the kernel on all ranks together.
-
-        Args:
-            grid: number of programs.
-            arguments: arguments behind the two contexts.
-            source: elements that are sent to other nodes, contiguous.
-            landing: elements that arrive from other nodes, contiguous.
-            alike: text that must be the same on all ranks of the node.
-            options: constants, and options of Triton's launcher.
-
-        Raises:
-            UnavailableError: inside of a capture.
-            PeerError, PeerTimeoutError: a rank failed, or did not come.
-        """
-        ranks = self._ranks
-        ranks.require_open()
-        if is_captured(ranks.near):
-            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
-        self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        call = FarCall(self._epoch, self._words, source.view(-1), landing.view(-1))
-        ranks.proxy.begin(call)
-        with ranks.naming():
-            self._kernel.launch(grid, self._far, *arguments, alike=alike, **options)
-            ranks.wait_for(call)
-        ranks.require_open()

@@ -76,50 +76,20 @@ class SliceTransport(Protocol):
 
 
 class _Slot(NamedTuple):
-    """Memory of the device for values of one transfer, and the event behind its copy (on a GPU)."""
+    """Memory of the device for values that arrive, from where rows are copied to where they lie apart, and the event
+    behind that copy (on a GPU).
+    """
 
     memory: torch.Tensor
     copied: torch.cuda.Event | None
 
-
-class _Staging:
-    """Memory for values that arrive, by dtype: rows are copied from there to where they lie apart."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.dtype, list[_Slot]] = {}
-
-    def make_ready(self, values: torch.Tensor) -> None:
-        """See :class:`SliceTransport`: a slot for each transfer that may be under way.
-
-        PyTorch copies rows that lie apart by a kernel, which the first such copy loads. The first slice of all would
-        have that copy wait for the operator's kernel, which waits for the slice.
-        """
-        free = self._free.get(values.dtype, [])
-        if len(free) < WINDOW or free[0].memory.numel() < values.numel():
-            free = self._free[values.dtype] = [self._slot(values) for _ in range(WINDOW)]
-        apart = values.new_empty(2, 3)[:, :2]
-        apart.copy_(values.new_zeros(2, 2))
-        if values.is_cuda:
-            torch.cuda.synchronize(values.device)
-
-    def take(self, values: torch.Tensor) -> _Slot:
-        """Return a slot for such values, until :meth:`give_back`."""
-        free = self._free.setdefault(values.dtype, [])
-        slot = free.pop() if free else self._slot(values)
-        return slot if slot.memory.numel() >= values.numel() else self._slot(values)
-
-    def give_back(self, slot: _Slot) -> None:
-        """Let a later transfer have the slot, unless there are larger ones by now."""
-        free = self._free[slot.memory.dtype]
-        if not free or slot.memory.numel() >= free[0].memory.numel():
-            free.append(slot)
-
-    def _slot(self, values: torch.Tensor) -> _Slot:
-        copied = None
-        if values.is_cuda:
-            copied = torch.cuda.Event()
+    @classmethod
+    def of(cls, values: torch.Tensor) -> _Slot:
+        """Make a slot for values like these."""
+        copied = torch.cuda.Event() if values.is_cuda else None
+        if copied is not None:
             copied.record()  # which makes it
-        return _Slot(torch.zeros(values.numel(), dtype=values.dtype, device=values.device), copied)
+        return cls(torch.zeros(values.numel(), dtype=values.dtype, device=values.device), copied)
 
 
 class GroupTransport:
@@ -137,7 +107,7 @@ class GroupTransport:
 
     def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, rank: int, device: torch.device) -> None:
         self._groups, self._rank, self._device = (up, down), rank, device
-        self._staging = _Staging()
+        self._slots: dict[torch.dtype, list[_Slot]] = {}
 
     def warm_up(self, fars: Sequence[int], timeout_s: float) -> None:
         """Connect every pair in both directions. Collective: memory is allocated, and kernels are loaded, which may not
@@ -173,8 +143,18 @@ class GroupTransport:
             torch.cuda.set_stream(torch.cuda.Stream(self._device, priority=-1))
 
     def make_ready(self, values: torch.Tensor) -> None:
-        """See :class:`SliceTransport`."""
-        self._staging.make_ready(values)
+        """See :class:`SliceTransport`: a slot of staging memory for each transfer that may be under way.
+
+        PyTorch copies rows that lie apart by a kernel, which the first such copy loads. The first slice of all would
+        have that copy wait for the operator's kernel, which waits for the slice.
+        """
+        slots = self._slots.get(values.dtype, [])
+        if len(slots) < WINDOW or slots[0].memory.numel() < values.numel():
+            self._slots[values.dtype] = [_Slot.of(values) for _ in range(WINDOW)]
+        apart = values.new_empty(2, 3)[:, :2]
+        apart.copy_(values.new_zeros(2, 2))
+        if values.is_cuda:
+            torch.cuda.synchronize(values.device)
 
     def send(self, target: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
@@ -185,9 +165,10 @@ class GroupTransport:
         group = self._groups[source > self._rank]
         if values.is_contiguous():
             return _GroupTransfer(group.recv([values], source, 0), source, self._can_be_asked)
-        slot = self._staging.take(values)
+        slots = self._slots[values.dtype]
+        slot = slots.pop()
         work = group.recv([slot.memory[: values.numel()]], source, 0)
-        return _StagedTransfer(work, source, self._can_be_asked, self._staging, slot, values)
+        return _StagedTransfer(work, source, self._can_be_asked, slots, slot, values)
 
     def exchange(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Sequence[int], given_sizes: Sequence[int]
@@ -245,10 +226,10 @@ class _StagedTransfer(_GroupTransfer):
     """A transfer of values that arrive in a slot and are copied to where their rows lie apart."""
 
     def __init__(
-        self, work: Any, rank: int, can_be_asked: bool, staging: _Staging, slot: _Slot, values: torch.Tensor
+        self, work: Any, rank: int, can_be_asked: bool, slots: list[_Slot], slot: _Slot, values: torch.Tensor
     ) -> None:
         super().__init__(work, rank, can_be_asked)
-        self._staging, self._slot, self._values, self._is_copying = staging, slot, values, False
+        self._slots, self._slot, self._values, self._is_copying = slots, slot, values, False
 
     def is_done(self) -> bool:
         """See :class:`Transfer`. On a GPU the copy begins when the bytes have come; other transfers go on."""
@@ -267,7 +248,7 @@ class _StagedTransfer(_GroupTransfer):
         """See :class:`Transfer`."""
         if not self._is_copying:
             self._copy()
-        self._staging.give_back(self._slot)
+        self._slots.append(self._slot)
 
     def _copy(self) -> None:
         super().finish()

@@ -149,7 +149,8 @@ def _rows(ranks: Any, shape: tuple[int, int, int]) -> list[dict[str, object]]:
 
 def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[str, Run], Run]:
     """Return the ways by name, and what makes the result of the last call in float64."""
-    from sidelane.ops.scale_out.embedding import embedding_all_to_all, slice_of
+    from sidelane.ops.scale_out import embedding_all_to_all
+    from sidelane.ops.scale_out.words import slice_of
     from sidelane_lab.studies.fused.embedding_cases import (
         CPU_DIM,
         CPU_TABLE_ROWS,

@@ -1,4 +1,4 @@
-"""The symmetric blocks of a session, and the places of tensors in them."""
+"""Symmetric memory: blocks that all ranks of a group allocate together, and the places of tensors in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from sidelane import forks
-from sidelane.collectives.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
 from sidelane.errors import Page, UnavailableError
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.memory.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
 from sidelane.memory.release import give_back
 from sidelane.memory.storage import storage_of
 
@@ -27,6 +27,39 @@ POOL = "pool "
 
 _LANE_NUMBERS = 1 << 32
 """Number of block numbers that are reserved for each lane."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SymmetricBlock:
+    """One collective allocation.
+
+    Attributes:
+        tensor: this rank's bytes, 1-d uint8 of ``nbytes``, zero when allocated.
+        addresses: address of each rank's block in *this process*; that of its own rank is ``tensor.data_ptr()``.
+        kept: object that keeps the peers' memory mapped; None without peers. CPU ranks: a tensor for each rank.
+    """
+
+    tensor: torch.Tensor
+    addresses: tuple[int, ...]
+    kept: object
+
+
+class SymmetricMemory(Protocol):
+    """Allocator of symmetric blocks for one group on one device."""
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """Allocate ``nbytes`` (> 0) on every rank. Collective: every rank calls it with the same size.
+
+        Raises:
+            MismatchError: ranks asked for different sizes.
+            PeerTimeoutError: a rank did not come.
+            UnavailableError: the machine does not have the memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release this object's resources. Tensors that callers still hold remain valid."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
