@@ -110,7 +110,7 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
         made._let_go(ended)
         raise PeerError("the same, as this rank saw it", (3,))
 
-    made.rail, made.on_streams = None, False
+    made.steps, made.on_streams = mock.Mock(), False
     made._run_steps = run  # type: ignore[method-assign]
     if not in_call:
         made._let_go(ended)

@@ -76,11 +76,11 @@ class Routed:
             copy.record_stream(torch.cuda.current_stream(copy.device))
         return copy
 
-    def again(self, places: Sequence[int]) -> RepeatedLaunch | None:
+    def again(self, indices: Sequence[int]) -> RepeatedLaunch | None:
         """Return a launch of calls like this one. None with counts of the host: each of them is another call, and the
         kernel finds the launch that they share by its other arguments.
         """
-        return RepeatedLaunch(places) if self.host is None else None
+        return RepeatedLaunch(indices) if self.host is None else None
 
     def numbers(self, counts: Any) -> Any:
         """Return the counts of a call like this one as numbers; their device is the host if the host lacks them."""

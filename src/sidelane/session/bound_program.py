@@ -103,8 +103,8 @@ class NamedBuffers:
     @property
     def signature(self) -> str:
         """The signature that must be the same on all ranks."""
-        places = {name: self.regions[name].place for name in sorted(self.remote)}
-        text = f"{self.program!r} {places}"
+        locations = {name: self.regions[name].location for name in sorted(self.remote)}
+        text = f"{self.program!r} {locations}"
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         return f"{self.program.collective} {self.program.variant} #{digest}"
 
