@@ -29,7 +29,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
-from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
+from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of, fetch_tile
 from sidelane.program.collective import Reduction
 
 LL_OFFSET = tl.constexpr(layout.LL_OFFSET)
@@ -132,7 +132,7 @@ def _block_flags_broadcast(
     signal(addresses_of(peers, N), rank, generation, 0, N)
     wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
     if rank != root:
-        each_tile(_receive, (block_slot(p0, generation, root, N),), call, 0, 1,
+        each_tile(fetch_tile, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     end_generation(p0, generation)
 
@@ -191,15 +191,6 @@ def _reduce(
         slots = slots + (block_slot(arena, generation, sender, N) + sent_offset + tile * TILE,)
     result = load_combined(slots, lanes, mask, N, OP, DTYPE, FLOAT, True)
     tl.store(pointer(output + tile * TILE, DTYPE, ALIGNED) + lanes, result, mask=mask)
-
-
-@triton.jit
-def _receive(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, source,
-):  # fmt: skip
-    """Copy a tile of one slot."""
-    _, output, sent_offset, _, _, _, _ = part
-    put(output, get(source + sent_offset, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 KERNELS = (_block_flags, _block_flags_broadcast)

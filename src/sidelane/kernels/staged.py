@@ -27,7 +27,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
-from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
+from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of, fetch_tile
 from sidelane.program.collective import Reduction
 
 MOVED_TILE_BYTES, REDUCED_TILE_BYTES = 16384, 8192
@@ -122,7 +122,7 @@ def _staged(
         if TABLE:
             for turn in tl.static_range(1, N):
                 owner = (rank + turn) % N
-                each_tile(_fetch_result, (address_of(stagings, owner, N),), call, owner, N,
+                each_tile(fetch_tile, (address_of(stagings, owner, N),), call, owner, N,
                           TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
         else:
             results = ()
@@ -191,15 +191,6 @@ def _reduce(
     tl.store(pointer(output + begin, DTYPE, ALIGNED) + lanes, result, mask=mask)
     if GATHER:
         tl.store(pointer(own + shard + sent_offset + begin, DTYPE, True) + lanes, result, mask=mask)
-
-
-@triton.jit
-def _fetch_result(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, staging,
-):  # fmt: skip
-    """Read the result of a tile from its owner."""
-    _, output, sent_offset, _, _, _, _ = part
-    put(output, get(staging + sent_offset, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import padded, unit_bytes
+from sidelane.device.memory import get, put
 from sidelane.program.kernel import MOST_LISTED
 
 INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, SENT_OFFSET, WIDE, FIRST_TILE, FIRST_GROUP, SECOND_GROUP = map(
@@ -258,6 +259,15 @@ def part_of(row, offset):
         row,
         offset,
     )
+
+
+@triton.jit
+def fetch_tile(
+    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, source,
+):  # fmt: skip
+    """Copy a tile from its place behind ``source``, such as a slot or the staging of its owner, to the output."""
+    _, output, sent_offset, _, _, _, _ = part
+    put(output, get(source + sent_offset, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

@@ -210,7 +210,6 @@ class Communicator:
         self.abilities: Abilities = backend.abilities
         planner = Planner(
             backend.executor.capabilities,
-            verify_programs=config.verify,
             profile=self.profile.profile,
             abilities=backend.abilities,
             chosen_by=self.profile.where,
