@@ -184,13 +184,13 @@ def of_parameters(group: dist.ProcessGroup) -> int:
                 calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
         few, scale = torch.randn(2, 8).requires_grad_(), torch.nn.Parameter(torch.ones(8))
         bags = [few], torch.zeros(2 * n).int(), torch.arange(2 * n + 1)
-        pooled, product, normal, gathered = comm.empty(2, 8 * n), *(torch.empty(2, size) for size in (5, 8, 8 * n))
+        product, normal, gathered = (torch.empty(2, size) for size in (5, 8, 8 * n))
         for method, out in itertools.product(("fused", "unfused"), (False, True)):
-            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal, pooled)]
+            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal)]
             calls += [
                 functools.partial(ops.gemv_all_reduce, comm, weight, few, method=method, **given[0]),
                 functools.partial(norm, comm, few, scale, method=method, **given[1]),
-                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method, **given[2]),
+                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method),
             ]
         patch.setattr(pipelined_gemm, "MOST_SHAPES", 0)
         calls += [functools.partial(getattr(ops, name), comm, x, weight, method="unfused") for name in SPLIT]

@@ -271,9 +271,6 @@ def test_bags_of_any_number_of_indices(comm: Communicator, driver: LaunchingDriv
     assert not watched.made(lambda: call(0)), "of which there is no address"
     assert not watched.made(lambda: call(12, order="oblivious"))
     assert not watched.made(lambda: call(12, [*tables[:2], torch.ones(9, 16)])), "other tables"
-    out = comm.empty(4, 48)
-    assert call(12, out=out) is out
-    assert watched.native == []
     assert watched.made(lambda: call(12))
     with pytest.raises(ValueError, match="per_sample_weights"):
         call(12, per_sample_weights=torch.ones(11))
