@@ -55,7 +55,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
 
     Raises:
         ValueError: FSDP2 shards nothing of the model, or this is on already.
-        As :class:`sidelane.Session`.
+        As :class:`sidelane.Communicator`.
     """
     shards = _param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:

@@ -209,7 +209,7 @@ def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[in
             if number % (calls // 2) == 0:
                 gc.collect()
                 looks.append(sum(isinstance(one, CpuProgram) for one in gc.get_objects()))
-        flags = comm.lane.preparer._flags.tensor
+        flags = comm.preparer._flags.tensor
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one is not flags]
         shared = [one for one in tensors if one.numel() == 32768]
         assert len(shared) <= n, "engines have scratch, and programs have none"

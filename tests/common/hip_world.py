@@ -28,7 +28,7 @@ from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
 from sidelane.native.build import find_compiler
-from sidelane.session import session
+from sidelane.session import communicator
 
 UNITS = 304
 LDS_BYTES = 64 << 10
@@ -154,8 +154,8 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_hip, "HipDriver", return_value=driver),
         mock.patch.object(backend_hip.HipBackend, "_make_exported", return_value=None),
         mock.patch.object(backend_hip.HipBackend, "wait_for_stores"),
-        mock.patch.object(session, "make_backend", backend_hip.HipBackend),
-        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(communicator, "make_backend", backend_hip.HipBackend),
+        mock.patch.object(communicator, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", in_order(Communicator._call)),
         mock.patch.object(Communicator, "_run", in_order(Communicator._run)),
     )

@@ -45,7 +45,7 @@ class World(Protocol):
     def launch(self, work: Launch) -> None:
         """Run a kernel, and wait for it."""
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+    def store_table(self, values: npt.NDArray[np.int64]) -> int:
         """Where a kernel finds the values of a table, until the next call."""
 
     def stumble(self, probability: float, longest_s: float) -> Callable[[], None]:

@@ -101,8 +101,8 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
     """By the call under way if it fails meanwhile, which takes seconds; else by the next one."""
     made = NodesCommunicator.__new__(NodesCommunicator)
     made.rank, made.world_size, made.device = 0, 4, torch.device("cpu")
-    made.own, made.lane, made.owner, made._order = mock.Mock(), mock.Mock(), mock.Mock(), HostOrder(made)
-    made.lane.calls.config = Config()
+    made.own, made.calls, made.owner, made._order = mock.Mock(), mock.Mock(), mock.Mock(), HostOrder(made)
+    made.calls.config = Config()
     made.status = status_of(0, dist.HashStore(), Witness())
     ended = PeerTimeoutError("rank 3 did not answer", (3,))
 
@@ -110,7 +110,7 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
         made._let_go(ended)
         raise PeerError("the same, as this rank saw it", (3,))
 
-    made.rail, made.on_streams = None, False
+    made.steps, made.on_streams = mock.Mock(), False
     made._run_steps = run  # type: ignore[method-assign]
     if not in_call:
         made._let_go(ended)

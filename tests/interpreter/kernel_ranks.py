@@ -46,7 +46,7 @@ class World(kernel_worlds.Heap):
     def launch(self, work: Launch) -> None:
         work.kernel[(work.blocks,)](*work.arguments, **work.constants)
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+    def store_table(self, values: npt.NDArray[np.int64]) -> int:
         self.table = values  # stays until the kernel has ended
         return int(values.ctypes.data)
 

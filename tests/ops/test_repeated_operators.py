@@ -181,13 +181,13 @@ def test_c_launches_what_python_does(comm: Communicator, driver: LaunchingDriver
     for native in (True, False, True):
         watched.may_repeat = native
         driver.launches.clear()
-        before, posted = comm.submitted(), comm.lane.control.begun(0)
+        before, posted = comm.submitted(), comm.control.begun(0)
         found = call()
         assert watched.made(lambda: None) is False
         (launch,) = driver.launches
         results = [each.data_ptr() for each in (found if isinstance(found, tuple) else (found,))]
         words = ["a result" if word in results else word for word in launch.words]
-        assert comm.lane.control.begun(0) == posted + 1
+        assert comm.control.begun(0) == posted + 1
         assert comm.submitted().kernels == before.kernels + 1
         submitted, choice = comm.last_submitted(), comm.last_choice()
         told.append((launch.function, launch.stream, words, submitted, choice))
@@ -387,7 +387,7 @@ def test_a_forked_copy(comm: Communicator, driver: LaunchingDriver, watched: Wat
     call = repeated(watched, gemv(comm))
     driver.launches.clear()
     driver.is_copy = True  # asking for the device fails in it
-    comm._calls.disown()
+    comm.calls.disown()
     with pytest.raises(CommunicatorClosedError, match="fork"):
         call()
     assert driver.launches == []
@@ -418,12 +418,12 @@ def test_one_call_at_a_time(comm: Communicator, driver: LaunchingDriver, watched
     driver.launched = inside  # type: ignore[method-assign]
     assert watched.made(call)
     inner()
-    comm._calls.entrance.acquire()
+    comm.calls.entrance.acquire()
     try:
         with pytest.raises(RuntimeError, match="another thread"):
             call()
     finally:
-        comm._calls.entrance.release()
+        comm.calls.entrance.release()
 
 
 def test_debugging_compares_every_call(driver: LaunchingDriver, watched: Watched) -> None:
@@ -488,8 +488,8 @@ def test_nothing_keeps_a_communicator(driver: LaunchingDriver, watched: Watched)
         repeated(watched, make(comm))
     comm.close()
     gone = weakref.ref(comm)
-    lane = weakref.ref(comm.lane)
+    path = weakref.ref(comm.path)
     del comm, make
     gc.collect()
     assert gone() is None
-    assert lane() is None
+    assert path() is None

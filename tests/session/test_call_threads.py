@@ -86,7 +86,7 @@ def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
     if rank == 0:
         thread = threading.Thread(target=first)
         thread.start()
-        while not comm._calls.entrance.locked():
+        while not comm.calls.entrance.locked():
             time.sleep(1e-3)
         with pytest.raises(RuntimeError) as caught:
             comm.all_gather(torch.empty(2), torch.empty(1))
@@ -168,7 +168,7 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
 
     late: list[dist.Work] = []
     for call, is_inside in zip(
-        calls, (lambda: repr(turn._lock).startswith("<locked"), comm._calls.entrance.locked), strict=True
+        calls, (lambda: repr(turn._lock).startswith("<locked"), comm.calls.entrance.locked), strict=True
     ):
 
         def again(call: Callable[..., Any] = call) -> None:
@@ -189,7 +189,7 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
     assert tensors[0].eq(8).all() and tensors[1].eq(8).all()
     for call in calls:
         call(torch.ones(3))
-    while_inside(comm._calls.entrance.locked, lambda: tell(lambda: comm.all_reduce(tensors[1])), comm.close)
+    while_inside(comm.calls.entrance.locked, lambda: tell(lambda: comm.all_reduce(tensors[1])), comm.close)
     dist.barrier(group)
     comm.close()
     dist.destroy_process_group(ours)

@@ -37,7 +37,7 @@ class Memory(Protocol):
     def board(self) -> int:
         """Address of a board."""
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         """A table on the device."""
 
 
@@ -97,7 +97,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     launches: list[Launch] = []
     for rank in range(n):
         site = LaunchSite(rank, addresses.arenas, memory.board(), program.blocks, memory.shared_bytes)
-        launch = kernel_program.arrange(program, site, addresses, lambda values: memory.place_table(values).address)
+        launch = kernel_program.arrange(program, site, addresses, lambda values: memory.store_table(values).address)
         assert launch is not None, case
         launches.append(launch)
     inputs, outputs = {}, {}
@@ -186,5 +186,5 @@ class Imagined:
     def board(self) -> int:
         return self.data(256, 0)
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         return DeviceTable(self.data(values.nbytes, 0))

@@ -68,7 +68,7 @@ class DeviceMemory:
         self._boards.append(words)
         return words.address
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         self._held.append(self._driver.allocate(values.nbytes))
         self._driver.call("cuMemcpyHtoD", self._held[-1], values.ctypes.data, values.nbytes)
         return DeviceTable(self._held[-1])
@@ -139,7 +139,7 @@ class Runner:
             self._launch_apart(setup.launches)
         else:
             joined, table = join(setup.launches, self._folder)
-            address = memory.place_table(table).address
+            address = memory.store_table(table).address
             self.driver.call("cuCtxSynchronize")
             self.start(Launch(joined.kernel, joined.blocks, joined.warps, (address,), joined.constants), len(table))
         self.driver.call("cuCtxSynchronize")

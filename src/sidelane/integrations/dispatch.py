@@ -155,7 +155,7 @@ class GroupDispatcher:
     def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
         """Return the calls of the communicator of such tensors; None if there is none yet."""
         made = self.life.communicators.get(tensors[0].device.type if tensors else "cpu")
-        return None if made is None else made.lane.calls
+        return None if made is None else made.calls
 
     def _captures(self) -> bool:
         """Return True if the current stream is captured into a graph."""
@@ -221,10 +221,10 @@ class GroupDispatcher:
         made = self.life.communicator(call.tensors[0].device)
         if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
             return ""
-        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.lane.arguments, call.tensors):
+        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.arguments, call.tensors):
             return ""
         if text not in self._agreed:
-            made.lane.agree(call.operation.name, text)
+            made.agree(call.operation.name, text)
             self._agreed.add(text)
         return f"ordinary tensors of {format_bytes(STAGED_BYTES)} and more; in a sidelane.pool Sidelane makes it"
 

@@ -207,9 +207,7 @@ class GroupLifetime:
         """Set the time-out of calls, of existing communicators and of those to come."""
         self.timeout = timeout
         for communicator in list(self.communicators.values()):
-            communicator.lane.set_timeout(timeout.total_seconds())
-            if not isinstance(communicator, Communicator):
-                communicator.status.timeout_s = timeout.total_seconds()
+            communicator.set_timeout(timeout.total_seconds())
 
     def communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""
@@ -254,7 +252,7 @@ class GroupLifetime:
             return "", ()
         if not isinstance(communicator, Communicator):
             return communicator.late()
-        control = communicator.lane.control
+        control = communicator.control
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
 
@@ -265,7 +263,7 @@ class GroupLifetime:
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a call that is queued on a stream, which uses these tensors."""
-        backend: Any = self.communicators["cuda"].lane.backend
+        backend: Any = self.communicators["cuda"].backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
 
@@ -273,7 +271,7 @@ class GroupLifetime:
 def _leave(communicator: Communicator | NodesCommunicator, error: PeerError | KeyboardInterrupt) -> None:
     """End a communicator because of this rank, and tell its peers."""
     if isinstance(communicator, Communicator):
-        communicator.lane.calls.fail(error)
+        communicator.calls.fail(error)
     else:
         communicator.leave(error)
 

@@ -62,7 +62,7 @@ class RepeatedCall:
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
-        self.calls = communicator.lane.calls
+        self.calls = communicator.calls
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
 

@@ -29,7 +29,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
-from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
+from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of, fetch_tile
 from sidelane.program.collective import Reduction
 
 LL_OFFSET = tl.constexpr(layout.LL_OFFSET)
@@ -132,7 +132,7 @@ def _block_flags_broadcast(
     signal(addresses_of(peers, N), rank, generation, 0, N)
     wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
     if rank != root:
-        each_tile(_receive, (block_slot(p0, generation, root, N),), call, 0, 1,
+        each_tile(fetch_tile, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     end_generation(p0, generation)
 
@@ -143,15 +143,15 @@ def _send(
     peers, rank, generation, FIRST: tl.constexpr, N: tl.constexpr, DISTINCT: tl.constexpr,
 ):  # fmt: skip
     """Send a tile of each part to peers ``FIRST`` to N - 1; the first is this rank itself, so that all lie together."""
-    input, _, place, stride, _, _, _ = part
+    input, _, sent_offset, stride, _, _, _ = part
     if DISTINCT:
         for turn in tl.static_range(FIRST, N):
             values = get(input + (rank + turn) % N * stride, tile, nbytes, UNIT, TILE, WHOLE)
-            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
     else:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
         for turn in tl.static_range(FIRST, N):
-            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -163,10 +163,10 @@ def _copy(
 
     With a table, whose ends are in registers, units of one or two bytes would take too many of them.
     """
-    _, output, place, _, stride, _, _ = part
+    _, output, sent_offset, _, stride, _, _ = part
     tiles = ()
     for sender in tl.static_range(N):
-        values = get(block_slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE)
+        values = get(block_slot(arena, generation, sender, N) + sent_offset, tile, nbytes, UNIT, TILE, WHOLE)
         if UNIT >= 4 or not TABLE:
             tiles = tiles + (values,)
         else:
@@ -183,23 +183,14 @@ def _reduce(
     FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tile of every slot, in the order of the ranks."""
-    _, output, place, _, _, _, _ = part
+    _, output, sent_offset, _, _, _, _ = part
     lanes = tl.arange(0, TILE // ELEMENT_BYTES)
     mask = None if WHOLE else lanes < count_in(tile, nbytes, UNIT, ELEMENT_BYTES, TILE)
     slots = ()
     for sender in tl.static_range(N):
-        slots = slots + (block_slot(arena, generation, sender, N) + place + tile * TILE,)
+        slots = slots + (block_slot(arena, generation, sender, N) + sent_offset + tile * TILE,)
     result = load_combined(slots, lanes, mask, N, OP, DTYPE, FLOAT, True)
     tl.store(pointer(output + tile * TILE, DTYPE, ALIGNED) + lanes, result, mask=mask)
-
-
-@triton.jit
-def _receive(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, source,
-):  # fmt: skip
-    """Copy a tile of one slot."""
-    _, output, place, _, _, _, _ = part
-    put(output, get(source + place, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 KERNELS = (_block_flags, _block_flags_broadcast)

@@ -48,7 +48,7 @@ from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels import block_flags
 from sidelane.kernels.block_flags import block_slot
-from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, peer_address
+from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, fetch_tile, peer_address
 from sidelane.program.kernel_chunks import MOST_CHUNKS, broadcast_rounds
 
 TILE_BYTES = 16384
@@ -160,7 +160,7 @@ def _broadcast_push(
                     turn = rounds * 0
                     while tile < tiles:
                         if _owner_of(turn, N) != behind:
-                            at_tile(_take_tile, (address_of(targets, behind, N),), call, tile,
+                            at_tile(fetch_tile, (address_of(targets, behind, N),), call, tile,
                                     TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                         turn += 1
                         tile += tl.num_programs(0)
@@ -207,15 +207,6 @@ def _relay_tile(
         put(_target(part, targets, peer, N, STAGED, TABLE), values, tile, nbytes, UNIT, TILE, WHOLE)
     if STAGED:
         put(part[1], values, tile, nbytes, UNIT, TILE, WHOLE)
-
-
-@triton.jit
-def _take_tile(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, staging,
-):  # fmt: skip
-    """Copy a tile of another owner out of the staging."""
-    values = get(staging + part[2], tile, nbytes, UNIT, TILE, WHOLE)
-    put(part[1], values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ block has more tiles; WHOLE if all tiles are full; OP is empty where bytes only 
 from __future__ import annotations
 
 from sidelane.device import layout
-from sidelane.device.flagged import cells_of
+from sidelane.device.flagged import cells_of, late_ranks
 from sidelane.device.flags import (
     POLLS,
     addresses_of,
@@ -279,22 +279,16 @@ def _wait(slot_address, ranks, index, mask, generation, board, spent):
     """
     places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (LL_SLOT_BYTES // 8) + index
     cells = tl.load(places, mask=mask, other=0, volatile=True)
-    late = _late(cells, mask, generation)
+    late = late_ranks(cells, mask, generation)
     polls = 0
     while (tl.max(late) != 0) & (spent == 0):
         cells = tl.load(places, mask=mask, other=0, volatile=True)
-        late = _late(cells, mask, generation)
+        late = late_ranks(cells, mask, generation)
         polls += 1
         if polls % POLLS == 0:
             say_who_is_late(board, tl.reshape(ranks, late.shape), late, generation)
             spent = told_to_give_up(board)  # the warps decide together: they computed late together
     return cells.to(tl.int32), spent
-
-
-@triton.jit
-def _late(cells, mask, generation):
-    """Return 1 for each rank with a missing word, int32[R]."""
-    return tl.max((mask & ((cells >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
 
 
 @triton.jit

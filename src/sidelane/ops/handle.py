@@ -135,7 +135,7 @@ class _Use:
 
 def buffer_lock(comm: Communicator) -> BufferLock:
     """Return the lock of an operator's buffers. On CPU ranks calls end before they return, and share one stream."""
-    backend, device = comm.lane.backend, comm.device
+    backend, device = comm.backend, comm.device
     if device.type == "cpu":
         return BufferLock(backend.caller_stream, backend.capture_of, lambda: None)
     return BufferLock(backend.caller_stream, backend.capture_of, lambda: torch.cuda.current_stream(device))
@@ -205,7 +205,7 @@ def compare_shapes(comm: Communicator, name: str, shape: Hashable) -> None:
         shape: all that must be the same on every rank.
     """
     if comm.kept.get((compare_shapes, name)) != shape and not is_captured(comm):
-        comm.lane.agree(name, f"{name}: {shape}")
+        comm.agree(name, f"{name}: {shape}")
         comm.kept[compare_shapes, name] = shape
 
 

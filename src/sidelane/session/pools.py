@@ -41,7 +41,7 @@ class SymmetricPool:
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
         self.name: str = name
         self.nbytes: int = region.nbytes
-        heap = communicator.lane.session.heap
+        heap = communicator.session.heap
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
@@ -148,11 +148,12 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
 
         give_back_pools()
     region = communicator.empty(rounded(nbytes, SEGMENT_BYTES), dtype=torch.uint8)
-    lane = communicator.lane
-    lane.pools += 1
-    name = f"{POOL}{lane.pools} of {lane.name}"
+    communicator.pools += 1
+    name = f"{POOL}{communicator.pools} of {communicator.name}"
     # The ranks agree: if one of them cannot make the pool, none has it.
-    return lane.path.agree("pool", lambda: (SymmetricPool(communicator, name, region), f"{name}, {nbytes} bytes"))[1]
+    return communicator.path.agree(
+        "pool", lambda: (SymmetricPool(communicator, name, region), f"{name}, {nbytes} bytes")
+    )[1]
 
 
 def _meant(size: object) -> str:

@@ -251,7 +251,8 @@ class _Planned:
                 side = step.input if span.buffer == Buffer.INPUT else step.output
                 if step.kind is Kind.SCATTER and span.rank not in (self.place, step.root):
                     part = step.output.count
-                    side = step.input[span.rank * part : (span.rank + 1) * part]  # where it belongs
+                    begin = step.input.offset + span.rank * part  # where it belongs
+                    side = dataclasses.replace(step.input, offset=begin, count=part)
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
 

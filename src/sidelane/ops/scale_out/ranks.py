@@ -27,7 +27,7 @@ from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
-from sidelane.ops.scale_out.transport import SliceTransport
+from sidelane.ops.scale_out.transport import GroupTransport
 from sidelane.ops.scale_out.words import HandleWords
 from sidelane.session import Communicator
 
@@ -67,7 +67,7 @@ class ScaleOut:
         group: dist.ProcessGroup,
         nodes: Sequence[int],
         *,
-        transport: SliceTransport,
+        transport: GroupTransport,
     ) -> None:
         rank = group.rank()
         self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
@@ -141,7 +141,7 @@ class ScaleOut:
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
     ) -> None:
-        """Exchange parts with all ranks, for operators that are not fused; see ``Communicator.all_to_all``. Collective.
+        """Exchange parts of tensors of one dimension with all ranks, for operators that are not fused. Collective.
 
         The host waits for its end.
 
@@ -217,7 +217,7 @@ class ScaleOut:
         """Return the far context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.BOARD: self.near.lane.backend.board,
+            words.BOARD: self.near.backend.board,
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
@@ -244,7 +244,7 @@ class ScaleOut:
             while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
                 self.proxy.watch()
                 if self.device.type == "cuda":
-                    backend: Any = self.near.lane.backend
+                    backend: Any = self.near.backend
                     if backend.executor.watch.failure is not None:
                         self.near.synchronize()  # which raises it
         self.require_open()
@@ -298,8 +298,7 @@ class ScaleOut:
 
     def _end_near(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
-        lane = self.near.lane
-        lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        self.near.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = lane.backend
+            backend: Any = self.near.backend
             backend.executor.watch.fail(error)

@@ -22,7 +22,7 @@ from sidelane.execute.base import Addresses
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
-from sidelane.session.session import Session
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import poison
 from sidelane_lab.harness.launch import Rank
@@ -51,8 +51,8 @@ class Rig:
     def __init__(self, rank: Rank, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN)
-        self._session = Session(device=rank.device, config=config)
-        self._backend = self._session.lane().backend
+        self._communicator = Communicator(device=rank.device, config=config)
+        self._backend = self._communicator.backend
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
         self._flags = self._backend.memory.allocate(2 * FLAGS * 4)
@@ -98,7 +98,7 @@ class Rig:
 
     def close(self) -> None:
         """Release everything. Not after a failure."""
-        self._session.close()
+        self._communicator.close()
         self._blocks.clear()
 
 
