@@ -17,8 +17,8 @@ from sidelane.errors import UnavailableError
 from sidelane.native import arena, build
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 from sidelane.native.build import find_compiler
-from sidelane.session import pool_cuda
-from sidelane.session.pool_cuda import DevicePlacer, give_back_pools
+from sidelane.session import pools
+from sidelane.session.pools import DevicePlacer, give_back_pools
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C compiler")
 
@@ -176,14 +176,14 @@ class FakeCuda:
             finally:
                 self.active.pop()
 
-        monkeypatch.setattr(pool_cuda, "_allocators", {})
-        monkeypatch.setattr(pool_cuda, "_closed", [])
+        monkeypatch.setattr(pools, "_allocators", {})
+        monkeypatch.setattr(pools, "_closed", [])
         monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
         monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(pool_cuda, "becomes_idle", lambda device: not self.busy)
+        monkeypatch.setattr(pools, "becomes_idle", lambda device: not self.busy)
 
     def allocate(self, nbytes: int) -> int:
         """As an operation does inside ``with``."""
