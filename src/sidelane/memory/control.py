@@ -40,8 +40,8 @@ from sidelane.memory.posts import (
     STEP_TEXT_BYTES,
     TIMED_OUT,
     WAITS,
-    PostBoard,
     PostedCall,
+    PostMemory,
     different,
     fit,
 )
@@ -91,7 +91,7 @@ class ControlBlock:
         shared = SharedBytes(exchange, PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._liveness, self.pid = exchange.liveness, os.getpid()
-        self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # a part has one writer at a time
         self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code

@@ -217,7 +217,7 @@ class ScaleOut:
         """Return the far context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.BOARD: self.near.backend.board,
+            words.STATUS: self.near.backend.status_words,
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
