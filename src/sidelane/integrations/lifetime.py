@@ -70,7 +70,7 @@ class GroupLifetime:
         self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
         self.name = "undefined"
         self.names = {device.type: str(backend.name()).lower() for device, (_, backend) in kinds(other).items()}
-        self.asked: tuple[str, str] | None = None
+        self.requested: tuple[str, str] | None = None
         self.owner = forks.Owner("process group")
         self._ended = ""  # words for its end
         # Only weak references here: connections and threads end with a group, not when garbage is collected.
@@ -97,9 +97,9 @@ class GroupLifetime:
     def check(self) -> None:
         """Raise a PeerError, which the peers receive, if the group has ended and waiting for peers is useless."""
         if self._ended:
-            raise self._told()
+            raise self._ending_error()
 
-    def _told(self) -> PeerError:
+    def _ending_error(self) -> PeerError:
         return PeerError(f"process group {self.name} {self._ended} on rank {self.rank}", (self.rank,))
 
     def require(self) -> None:
@@ -130,13 +130,13 @@ class GroupLifetime:
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
-            self.witness.liveness.leave(str(self._told()))
+            self.witness.liveness.leave(str(self._ending_error()))
         for forget in self.forgets:
             forget()
         communicators, self.communicators = self.communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                _leave(communicator, self._told())
+                _leave(communicator, self._ending_error())
             communicator.close()
 
     def explain(self, error: Exception) -> None:
@@ -146,12 +146,12 @@ class GroupLifetime:
         if self.ranks != tuple(range(len(self.ranks))):
             error.add_note(f"ranks of {self.name} are, in the world: {list(self.ranks)}")
 
-    def what_was_asked(self) -> tuple[str, str]:
-        """Return the devices and backends of the group; see ``asked``."""
-        if self.asked is None:  # torch notes it after it has made the group
+    def requested_backends(self) -> tuple[str, str]:
+        """Return the devices and backends of the group; see ``requested``."""
+        if self.requested is None:  # torch notes it after it has made the group
             group = self.group
-            self.asked = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
-        return self.asked
+            self.requested = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
+        return self.requested
 
     def uses(self, device: str) -> str:
         """Return the reason why Sidelane does not take tensors of such a device; "" if it does."""
@@ -166,8 +166,8 @@ class GroupLifetime:
             return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self.orders:
             return f"Sidelane does not know {device}"
-        asked, config = self.what_was_asked()
-        if asked == SIDELANE:
+        requested, config = self.requested_backends()
+        if requested == SIDELANE:
             is_control = device == "cpu" and "cuda" in self.names
             return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
         names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}

@@ -89,9 +89,9 @@ class SidelaneGroup(dist.ProcessGroup):
         """Return the name of the backend in torch."""
         return SIDELANE
 
-    def take_devices(self, asked: str, config: str | None = None) -> None:
+    def take_devices(self, requested: str, config: str | None = None) -> None:
         """Set the group's devices and backends: the caller's request, short and in full, both as torch writes it."""
-        self._lifetime.asked = asked, config or asked
+        self._lifetime.requested = requested, config or requested
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
         """Return the communicator for a device's tensors (None: the current GPU's, else the CPU's). Collective.
@@ -155,7 +155,7 @@ class SidelaneGroup(dist.ProcessGroup):
             return make_other(*arguments, timeout, name, (), None)
 
         made = SidelaneGroup(*arguments, timeout or self._lifetime.timeout, ranks, other, wider=(wider, chosen))
-        made.take_devices(*self._lifetime.what_was_asked())
+        made.take_devices(*self._lifetime.requested_backends())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made

@@ -271,7 +271,7 @@ class ControlBlock:
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that the host has waited for some ranks."""
-        ranges.tell("waited", [self.world_ranks[rank] for rank in ranks], seconds)
+        ranges.notify("waited", [self.world_ranks[rank] for rank in ranks], seconds)
 
     def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         """Write a line of the log, once for ``call``, if this rank has waited long.

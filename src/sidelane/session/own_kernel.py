@@ -171,7 +171,7 @@ class OwnKernel:
                 return None
         call = calls.number()
         caller = calls.backend.caller_stream()
-        with calls.telling_refusals(call, str(self)):
+        with calls.reporting_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or caller[1]):

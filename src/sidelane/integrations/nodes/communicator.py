@@ -289,7 +289,7 @@ class NodesCommunicator:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
-                self.status.tell(ended.ranks, why)
+                self.status.publish(ended.ranks, why)
             self.own.close()
             first = self.status.end(ended)
             if first is not ended:
