@@ -308,7 +308,7 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     yield Launched(
         lambda: handle.run(grad, indices, offsets, None, "sum", sparse=False),
         handle._kernel,
-        placed(comm, str(Buffer.STAGING), handle._places),
+        placed(comm, str(Buffer.STAGING), handle._arrived),
         [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],
     )
 

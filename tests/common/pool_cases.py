@@ -64,7 +64,7 @@ def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
         assert torch.equal(total, n * (2 * torch.arange(5000.0) + 1) + n * (n - 1))
         said.append(str(comm.reach(total)))
         assert str(comm.reach(torch.zeros(4))).startswith("staged"), "what is made outside lies outside"
-        assert comm.place(output) is not None and len(comm.peers(output)) == n
+        assert comm.location(output) is not None and len(comm.peers(output)) == n
     return said
 
 

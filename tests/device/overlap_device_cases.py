@@ -112,27 +112,26 @@ def partitions(context: Context) -> list[str]:
 
 
 def _partitions(context: Context) -> list[str]:
-    """Partitions of other sizes, two lanes on the units of one, learned sweeps, and gradients of a chain."""
+    """Partitions of other sizes, learned sweeps, and gradients of a chain."""
     device, told = context.device, []
-    with Communicator(device=device, config=Config(timeout_s=30), name="first") as first:
-        second = Communicator(first, name="second")
-        n, rank = first.world_size, first.rank
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
         x, w = torch.randn(300, 200, device=device), torch.randn(200, 200, device=device, requires_grad=True)
         for step in range(40):
             name = overlap_cases.PARTITIONED[step % len(overlap_cases.PARTITIONED)]
             units = (None, 8, 16, 32, 64)[step // 4 % 5]
-            whole, summed = first.empty(n, 5000), torch.full((700,), float(step), device=device)
+            whole, summed = comm.empty(n, 5000), torch.full((700,), float(step), device=device)
 
-            def both(first: Any, second: Any) -> None:
-                first.all_gather(whole, torch.full((5000,), float(step + rank), device=device))  # noqa: B023
-                second.all_reduce(summed)  # noqa: B023
+            def both(comm: Any) -> None:
+                comm.all_gather(whole, torch.full((5000,), float(step + rank), device=device))  # noqa: B023
+                comm.all_reduce(summed)  # noqa: B023
 
             def compute() -> torch.Tensor:
                 h = (x * 2.0) @ w  # a temporary that only backward needs
                 return (h.relu() @ w).sum()
 
             w.grad = None
-            loss, _ = overlap(compute, both, (first, second), strategy=name, units=units)
+            loss, _ = overlap(compute, both, comm, strategy=name, units=units)
             loss.backward()
             torch.full((300, 200), float("nan"), device=device)  # what may take memory that was given away too early
             plain = w.detach().clone().requires_grad_()
@@ -140,14 +139,14 @@ def _partitions(context: Context) -> list[str]:
             torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
             assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
             assert summed.unique().tolist() == [float(n * step)], (name, units)
-        learned = Overlap(first, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
+        learned = Overlap(comm, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
         tensor = torch.ones(1000, device=device)
         for _ in range(2 * 9 + 1):
             learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))
         told.append(str(learned))
         for name, units in (("c3_rp", 12345), ("c3_rp", 1)):
             try:
-                overlap(lambda: None, lambda comm: None, first, strategy=name, units=units)
+                overlap(lambda: None, lambda comm: None, comm, strategy=name, units=units)
             except SidelaneError as error:
                 told.append(str(error))
     return told

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(made: list[str], monkeypatc
 
 
 def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> None:
-    place = kernel_launch._place_of(90, ll._ll, CONSTANTS, 8, None)
+    place = kernel_launch._file_of(90, ll._ll, CONSTANTS, 8, None)
     assert place is not None
     binaries = [KernelBinary(f"kernel {number}", 8, number, bytes([number]) * 100_000) for number in range(8)]
     torn: list[bytes] = []

@@ -339,7 +339,7 @@ def test_rows_without_a_product_compile() -> None:
 
 
 def test_places_of_experts_compile() -> None:
-    count, place, leave = experts.PLACING
+    count, place, leave = experts.ASSIGNING
     for kernel, kinds, constants, warps in (
         (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),

@@ -120,15 +120,15 @@ def test_every_fused_kernel_compiles_as_it_is_launched(launches: list[Launch], g
 @pytest.mark.parametrize(
     ("kernel", "kinds", "constants", "warps"),
     [
-        (experts.PLACING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
+        (experts.ASSIGNING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (
-            experts.PLACING[1],
+            experts.ASSIGNING[1],
             "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
             {"EP": 128, "BLOCK": experts.BLOCK},
             8,
         ),
         (
-            experts.PLACING[2],
+            experts.ASSIGNING[2],
             "*i32 *i32 *i32 i32 i32 i32 i32",
             {"KP": 8, "TOKENS": experts.TOKENS},
             4,

@@ -102,7 +102,7 @@ def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(choose_overlap(comm, beside, moves).reason, str)
     assert_type(overlap(lambda: a @ b, gather, comm, beside=beside, moves=moves), tuple[torch.Tensor, Work | None])
     step = Overlap(comm)
-    assert_type(step([lambda: a @ b], gather), tuple[list[torch.Tensor], Work | None])
+    assert_type(step(lambda: a @ b, gather), tuple[torch.Tensor, Work | None])
     assert_type(step.times_us, dict[str, float])
 
 

@@ -23,7 +23,7 @@ from sidelane.choice import Choice
 from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.plan import Plan
-from sidelane.collectives.pool_places import Outcomes
+from sidelane.collectives.pool_offsets import Outcomes
 from sidelane.execute.base import Addresses, Runnable
 from sidelane.memory.posts import PostedCall
 from sidelane.program.caching import BASE_BYTES, loaded_bytes, program_bytes
@@ -199,7 +199,7 @@ class PlannedCall(NamedTuple):
         agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
         signature: text that the ranks compare.
         exchanged: what else this rank posts in each call: split sizes, as text.
-        compares: see ``PoolPlaces.compares``.
+        compares: see ``PoolOffsets.compares``.
     """
 
     requests: Requests
@@ -215,7 +215,7 @@ class ComparedCall(NamedTuple):
     Attributes:
         posts: posts of all ranks.
         prepared: the call that ran.
-        outcomes: see ``PoolPlaces.note``.
+        outcomes: see ``PoolOffsets.note``.
     """
 
     posts: Sequence[PostedCall]
@@ -247,14 +247,14 @@ class ShapeProgram:
     Attributes:
         plan: the plan of the calls.
         addresses: addresses at which it was loaded first.
-        places: pairs of a buffer in these addresses and the number of the tensor that it is.
+        tensor_indices: pairs of a buffer in these addresses and the number of the tensor that it is.
         agreement: agreement of all ranks.
-        repeated: places with which compiled code was given the shape.
+        repeated: streams with which compiled code was given the shape.
     """
 
     plan: Plan
     addresses: Addresses
-    places: tuple[tuple[tuple[int, str], int], ...]
+    tensor_indices: tuple[tuple[tuple[int, str], int], ...]
     agreement: Agreement
     repeated: set[Hashable] = dataclasses.field(default_factory=set)
 
@@ -265,7 +265,7 @@ class ShapeProgram:
 
     def at(self, addresses: Sequence[int]) -> Addresses:
         """Return the addresses of the program for tensors at other addresses."""
-        moved = {place: addresses[tensor] for place, tensor in self.places}
+        moved = {buffer: addresses[tensor] for buffer, tensor in self.tensor_indices}
         return dataclasses.replace(self.addresses, buffers={**self.addresses.buffers, **moved})
 
 
@@ -324,20 +324,22 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
 
 def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if contiguous tensors with an address are all ordinary memory, in no pool."""
-    if arguments.heap.pools and arguments.places.reasons(tensors) is not None:
+    if arguments.heap.pools and arguments.pool_offsets.reasons(tensors) is not None:
         return False
     anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
     return not any(anchor != 0 for anchor in anchors)
 
 
-def places_of(request: Request, rank: int, addresses: Sequence[int]) -> tuple[tuple[tuple[int, str], int], ...] | None:
+def tensor_indices(
+    request: Request, rank: int, addresses: Sequence[int]
+) -> tuple[tuple[tuple[int, str], int], ...] | None:
     """Return pairs of a program's buffer and the number of the tensor that it is; None if a buffer is no tensor."""
-    places = []
+    found = []
     for buffer in (Buffer.INPUT, Buffer.OUTPUT):
         region = request.region(buffer)
         if not region.nbytes or region.symmetric:
             continue
         if region.address not in addresses:
             return None
-        places.append(((rank, str(buffer)), addresses.index(region.address)))
-    return tuple(places)
+        found.append(((rank, str(buffer)), addresses.index(region.address)))
+    return tuple(found)

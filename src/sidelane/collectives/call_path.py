@@ -18,7 +18,7 @@ from sidelane.collectives.call_cache import (
 )
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.pool_places import PLACES, Outcomes, PostedPlaces
+from sidelane.collectives.pool_offsets import OFFSETS, Outcomes, PostedOffsets
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
@@ -44,7 +44,7 @@ class _Found(NamedTuple):
         is_pooled: a tensor lies in a pool.
         shape: the call without its addresses, if other calls of the shape may run the same program.
         known: the call as it was prepared for the same tensors, the program of its shape, or else its plan.
-        places: places of this rank's tensors in pools, for the ranks to compare.
+        offsets: offsets of this rank's tensors in pools, for the ranks to compare.
     """
 
     caller: CallerStream
@@ -52,7 +52,7 @@ class _Found(NamedTuple):
     is_pooled: bool
     shape: Shape | None
     known: PreparedCall | ShapeProgram | PlannedCall
-    places: PostedPlaces | None = None
+    offsets: PostedOffsets | None = None
 
 
 class CallPath:
@@ -71,7 +71,7 @@ class CallPath:
         # With debug, every call is compared with the peers'.
         gains = calls.config.native and not calls.config.debug
         self._questions = calls.backend.questions() if gains else None
-        self._places = arguments.places
+        self._pool_offsets = arguments.pool_offsets
         self._find_code()
 
     def _find_code(self) -> None:
@@ -118,7 +118,7 @@ class CallPath:
                 calls.refuse(number, asked.name, error)
                 raise
             known, comes_again = found.known, True
-            if isinstance(known, PlannedCall) and (asked.exchanges or found.places is not None):
+            if isinstance(known, PlannedCall) and (asked.exchanges or found.offsets is not None):
                 prepared = self._exchange(number, asked, found, known)
                 comes_again = False
             else:
@@ -145,12 +145,12 @@ class CallPath:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
         caller = self.calls.backend.caller_stream()
         key: Key = (asked.name, variant, beside, asked.details, caller[1], generation(), asked.identities())
-        reasons = self._places.reasons(asked.tensors) if self.arguments.heap.pools else None
+        reasons = self._pool_offsets.reasons(asked.tensors) if self.arguments.heap.pools else None
         if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
             key = (*key, reasons)
         is_pooled, shape = reasons is not None, None
         entry = self._cache.get(key)
-        # A call on tensors in pools runs as it did before if the ranks need not compare their places.
+        # A call on tensors in pools runs as it did before if the ranks need not compare their offsets.
         if (
             entry is not None
             and entry.prepared is not None
@@ -165,12 +165,12 @@ class CallPath:
         entry = self._cache.entry(key)
         if entry.planned is None:
             entry.planned = self._plan(asked, variant, beside, captured=caller[1])
-        planned, places = entry.planned, None
+        planned, offsets = entry.planned, None
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
         if planned.compares and (asked.exchanges or not async_op):
-            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + PLACES)
-            places = self._places.posted(planned.requests, asked.tensors, room)
-        return _Found(caller, key, is_pooled, shape, planned, places)
+            room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + OFFSETS)
+            offsets = self._pool_offsets.posted(planned.requests, asked.tensors, room)
+        return _Found(caller, key, is_pooled, shape, planned, offsets)
 
     def _plan(self, asked: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
         """Check a call that is new. Raises TypeError or ValueError for wrong arguments."""
@@ -179,21 +179,21 @@ class CallPath:
         requests = asked.requests(self.arguments)
         agreement = asked.agreement(requests, variant, captured, hint)
         return PlannedCall(
-            requests, agreement, *asked.posted(agreement), self._places.compares(requests, asked.tensors)
+            requests, agreement, *asked.posted(agreement), self._pool_offsets.compares(requests, asked.tensors)
         )
 
     def _exchange(self, number: int, asked: CallForm, found: _Found, planned: PlannedCall) -> PreparedCall:
-        """Exchange split sizes and places in pools with the peers, and prepare the call that follows from them."""
-        calls, places = self.calls, found.places
-        shown = "" if places is None else PLACES + places.text
+        """Exchange split sizes and offsets in pools with the peers, and prepare the call that follows from them."""
+        calls, offsets = self.calls, found.offsets
+        shown = "" if offsets is None else OFFSETS + offsets.text
         calls.control.post_call(number, planned.signature + SPLITS + planned.exchanged + shown)
         posts = calls.posts(number)
         compared = self._cache.entry(found.key).compared
         if compared is None or compared.posts != posts:
             compared = self._compare(number, asked, found, planned, posts)
             self._cache.entry(found.key).compared = compared
-        if places is not None:
-            self._places.note(places, compared.outcomes)
+        if offsets is not None:
+            self._pool_offsets.note(offsets, compared.outcomes)
         return compared.prepared
 
     def _compare(
@@ -203,11 +203,11 @@ class CallPath:
         exchanged, requests = asked.compared(self.calls.control, number, posts, planned.requests)
         key = found.key if exchanged is None else (*found.key, exchanged)
         outcomes: Outcomes = ()
-        if found.places is not None:
-            texts = [post.differing.partition(PLACES)[2] for post in posts]
-            reached, outcomes = self._places.compare(texts, requests)
+        if found.offsets is not None:
+            texts = [post.differing.partition(OFFSETS)[2] for post in posts]
+            reached, outcomes = self._pool_offsets.compare(texts, requests)
             if reached is not None:
-                key, requests = (*key, tuple(part.places for part in reached)), tuple(reached)
+                key, requests = (*key, tuple(part.locations for part in reached)), tuple(reached)
         prepared = self._cache.prepared(key)
         if prepared is None:
             known = planned.agreement

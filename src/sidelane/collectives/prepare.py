@@ -20,7 +20,7 @@ from sidelane.collectives.call_cache import (
     Requests,
     Shape,
     ShapeProgram,
-    places_of,
+    tensor_indices,
 )
 from sidelane.collectives.plan import CallProgram, Planner, staging_bytes
 from sidelane.device.layout import arena_bytes
@@ -235,9 +235,9 @@ class Preparer:
         if key is not None:
             self.cache.entry(key).prepared = prepared
         if shape is not None and not agreement.is_listed:
-            places = places_of(requests[0], self._rank, shape.addresses)
-            if places is not None:
-                made = ShapeProgram(plan, addresses, places, agreement)
+            indices = tensor_indices(requests[0], self._rank, shape.addresses)
+            if indices is not None:
+                made = ShapeProgram(plan, addresses, indices, agreement)
                 self.cache.entry(shape.key).shape = made
         return prepared
 
@@ -364,6 +364,6 @@ def _in_rows(
         if nbytes:
             yield start, nbytes, address, (nbytes, nbytes)
         return
-    for part in resharding.places(rank, buffer):
+    for part in resharding.parts_at(rank, buffer):
         rows = (part.nbytes, part.nbytes) if part.width in (part.pitch, part.nbytes) else (part.width, part.pitch)
         yield start + part.start, part.nbytes, address + part.origin, rows

@@ -130,7 +130,7 @@ class Repeats:
         if shape is not None and program is not None:
             if not self._is_new(shape, program, prepared, caller):
                 return
-            tensor_of = dict(program.places)
+            tensor_of = dict(program.tensor_indices)
             repetition = prepared.loaded.repetition(caller, [*tensor_of])
             rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
             admits = functools.partial(all_ordinary, self._arguments)

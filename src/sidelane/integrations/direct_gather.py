@@ -151,14 +151,14 @@ class DirectGather:
 
     def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[RingPart]:
         """Return a buffer cut into storages of so many bytes, which give it back together."""
-        places, end = [], 0
+        offsets, end = [], 0
         for nbytes in sizes:
-            places.append(end)
+            offsets.append(end)
             end += rounded(nbytes, ALIGNMENT)
         if not end:
             return [RingPart.empty(self._params.device) for _ in sizes]
         whole, free = self._ring.take(end, stream, at_once=at_once)
-        return cut(whole, places, sizes, free)
+        return cut(whole, offsets, sizes, free)
 
     def take_over(self) -> None:
         """Replace torch's freeing of the parameters, so that it returns ring memory."""

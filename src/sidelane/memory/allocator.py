@@ -110,7 +110,7 @@ class BlockAllocator:
 
     def _add_hole(self, new: Range) -> None:
         holes: list[Range] = []
-        for hole in sorted([*self._holes, new], key=_place):
+        for hole in sorted([*self._holes, new], key=_start):
             if holes and (hole.segment, hole.offset) == (holes[-1].segment, holes[-1].offset + holes[-1].nbytes):
                 hole = Range(hole.segment, holes[-1].offset, holes.pop().nbytes + hole.nbytes)
             holes.append(hole)
@@ -159,5 +159,5 @@ def from_text(text: str) -> list[int]:
     return found
 
 
-def _place(found: Range) -> tuple[int, int]:
+def _start(found: Range) -> tuple[int, int]:
     return found.segment, found.offset

@@ -1,4 +1,4 @@
-"""Symmetric memory: blocks that all ranks of a group allocate together, and the places of tensors in them."""
+"""Symmetric memory: blocks that all ranks of a group allocate together, and the offsets of tensors in them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Region:
         return self.block is not None
 
     @property
-    def place(self) -> Location:
+    def location(self) -> Location:
         """Block and offset, which must be equal on all ranks for a program to reach the peers' bytes."""
         return None if self.block is None else (self.block, self.offset)
 
@@ -113,7 +113,7 @@ class SymmetricHeap:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self._blocks: dict[int, SymmetricBlock] = {}
-        self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
+        self._starts: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
@@ -126,7 +126,7 @@ class SymmetricHeap:
         """Add a block that all ranks have allocated."""
         with self._lock:
             self._blocks[number] = block
-            self._places = sorted([*self._places, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
+            self._starts = sorted([*self._starts, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
         with _heaps_lock:
             generation_cell[0] += 1
 
@@ -134,7 +134,7 @@ class SymmetricHeap:
         """Forget a block that all ranks have given up: tensors in it are ordinary memory from now on."""
         with self._lock:
             self._blocks.pop(number, None)
-            self._places = [place for place in self._places if place[1] != number]
+            self._starts = [start for start in self._starts if start[1] != number]
         with _heaps_lock:
             generation_cell[0] += 1
 
@@ -165,7 +165,7 @@ class SymmetricHeap:
                     f"use this communicator's empty() ({self.owner}), or ordinary memory"
                 )
             return Region(address, nbytes)
-        return self.place(Region(address, nbytes))
+        return self.region_at(Region(address, nbytes))
 
     def anchor(self, address: int, nbytes: int) -> int | None:
         """Return the address of symmetric memory, 0 for ordinary memory; None if :meth:`locate` may refuse it."""
@@ -175,7 +175,7 @@ class SymmetricHeap:
         block = self._blocks[number].tensor
         return address if address + nbytes <= block.data_ptr() + block.nbytes else None
 
-    def place(self, region: Region) -> Region:
+    def region_at(self, region: Region) -> Region:
         """Find the block and offset of a region, which must begin in a symmetric block.
 
         Raises:
@@ -235,7 +235,7 @@ class SymmetricHeap:
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still hold remain valid as ordinary memory."""
         with self._lock:
-            self._blocks, self._places, self._pools = {}, [], {}
+            self._blocks, self._starts, self._pools = {}, [], {}
             self._kept.clear()
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
@@ -247,11 +247,11 @@ class SymmetricHeap:
         return None
 
     def _find(self, address: int) -> int | None:
-        places = self._places
-        position = bisect.bisect(places, address, key=operator.itemgetter(0)) - 1
+        starts = self._starts
+        position = bisect.bisect(starts, address, key=operator.itemgetter(0)) - 1
         if position < 0:
             return None
-        start, number, nbytes = places[position]
+        start, number, nbytes = starts[position]
         return number if address < start + nbytes else None
 
 
@@ -308,9 +308,9 @@ class LaneMemory:
             self._grow(rounded(nbytes, SEGMENT_BYTES))
             taken = self._pool.take(nbytes)
             assert taken is not None
-        number, place = taken
-        segment = self._segments[place.segment].tensor
-        return storage_of(segment, place.offset, nbytes, lambda: self._dropped.append(number)), not grows
+        number, found = taken
+        segment = self._segments[found.segment].tensor
+        return storage_of(segment, found.offset, nbytes, lambda: self._dropped.append(number)), not grows
 
     def adopt(self, block: SymmetricBlock) -> int:
         """Add a block of all ranks that others have allocated; return its number, for ``SymmetricHeap.remove``."""

@@ -54,9 +54,9 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.storage import lasting
-from sidelane.ops.gemm import METHODS, PLACES, TileSizes, one_by_one, rows_sender, tile_at, tile_product
+from sidelane.ops.gemm import ARGUMENT_INDICES, METHODS, TileSizes, one_by_one, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import KernelHandle, buffer_lock, check_tiles, kept, power_of_two, programs_of, refusing_tiles
-from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product
+from sidelane.ops.operands import RowCounts, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.timeline import stamps_of
@@ -67,8 +67,8 @@ from sidelane.session.own_kernel import RepeatedLaunch
 NAME = "all_to_all_gemm"
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_PLACES = 3, 4, 5, 6
-"""Places of x, weight, counts and output among the kernel's arguments after the context."""
+_ARGUMENT_INDICES = 3, 4, 5, 6
+"""Positions of x, weight, counts and output among the kernel's arguments after the context."""
 
 
 class AllToAllGemm(KernelHandle):
@@ -193,7 +193,6 @@ def all_to_all_gemm(
 
     def check() -> OperatorCall:
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, method)
-        check_most_rows(NAME, most_rows, x.shape[1])
         check_tiles(NAME, "tiles", tiles, TileSizes)
         columns, depth = weight.shape[-2:]
         dtype = weight.dtype
@@ -201,12 +200,12 @@ def all_to_all_gemm(
 
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
-            again = routed.again(_PLACES)
+            again = routed.again(_ARGUMENT_INDICES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again)
 
         def unfused(pieces: int) -> CachedLaunch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
-            exchange = functools.partial(sender, again=routed.again(PLACES))
+            exchange = functools.partial(sender, again=routed.again(ARGUMENT_INDICES))
             lock = kept(comm, (NAME, buffer_lock, most_rows, depth, dtype), lambda: buffer_lock(comm))
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:

@@ -110,8 +110,8 @@ _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}
 """Codes of the orders. They are an argument, so that one binary serves both: two binaries differed by 8% on one rank,
 where both orders are the same. The codes are not 0 and 1, because Triton makes constants of a 1."""
 
-_PLACES = 3, 4, 5
-"""Places of indices, offsets and weights among the kernel's arguments behind the context."""
+_ARGUMENT_INDICES = 3, 4, 5
+"""Positions of indices, offsets and weights among the kernel's arguments behind the context."""
 
 
 class EmbeddingAllToAll(KernelHandle):
@@ -136,7 +136,7 @@ class EmbeddingAllToAll(KernelHandle):
         self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
-        self._place = self.place_of(self._output)
+        self._location = self.location_of(self._output)
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
 
@@ -158,10 +158,10 @@ class EmbeddingAllToAll(KernelHandle):
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
         if self._repeats(again, tensors):
             return self._output
-        output, place = self._output, self._place
+        output, location = self._output, self._location
         if out is not None:
             with telling_refusals(comm, NAME):
-                output, place = out, self.place_of(out)
+                output, location = out, self.location_of(out)
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
             self._order = choose_order(comm.world_size, sizes).candidate
@@ -179,12 +179,12 @@ class EmbeddingAllToAll(KernelHandle):
             _ORDERS[self._order if order == AUTO else order],
             stamps,
             again=None if again is None or stamps is not None else (again, tensors),
-            alike=f"batch {tables.batch}, output at {place}{stamped}",
+            alike=f"batch {tables.batch}, output at {location}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
             DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
-            ALIGNED=tables.are_aligned and place[1] % 16 == 0,
+            ALIGNED=tables.are_aligned and location[1] % 16 == 0,
             MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,
             num_warps=self._warps,
@@ -202,22 +202,22 @@ class EmbeddingAllToAll(KernelHandle):
         """Run the unfused equivalent. Only the symmetric offset of ``out`` is still unchecked."""
         if out is not None:
             with telling_refusals(self.comm, NAME):
-                self.place_of(out)
+                self.location_of(out)
         with torch.no_grad():  # as the kernel
             bags = indices, offsets, self.tables.counts
             result = unfused_bags(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
             return result if out is None else out.copy_(result)
 
-    def place_of(self, output: torch.Tensor) -> tuple[int, int]:
-        """Return the place of a result that peers write. Raises ValueError and TypeError for invalid ones."""
+    def location_of(self, output: torch.Tensor) -> tuple[int, int]:
+        """Return the location of a result that peers write. Raises ValueError and TypeError for invalid ones."""
         shape = self.tables.output_shape
         check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
         if output.shape != shape or not output.is_contiguous():
             raise ValueError(f"{NAME}: shape of out (value={tuple(output.shape)}, allowed={shape}, contiguous)")
-        place = self.comm.place(output)
-        if place is None:
+        location = self.comm.location(output)
+        if location is None:
             raise ValueError(f"{NAME}: peers write out (value=ordinary memory, allowed=tensors of Communicator.empty)")
-        return place
+        return location
 
 
 def embedding_all_to_all(
@@ -272,7 +272,7 @@ def embedding_all_to_all(
 
         # The handle has what the unfused method needs, too.
         make: dict[str, Callable[[int], CachedLaunch]] = {
-            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
+            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_ARGUMENT_INDICES)),
             UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
         }
         return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)

@@ -14,7 +14,7 @@ Block b of two ranks; it scatters the gradients of all blocks b, its own rank's 
 ``ready``: the workspace of this block is free, since the launch before has ended. A block waits only for blocks with
 its own number; a grid has no more of them than fit on the GPU.
 
-Legend: as in ``embedding``. ``grads`` [b, A * D] of this rank's samples; ``places`` [T, B, D], workspace into which
+Legend: as in ``embedding``. ``grads`` [b, A * D] of this rank's samples; ``arrived`` [T, B, D], workspace into which
 peers store; ``table_grads`` float32 [rows of all local tables, D], or with SPARSE [all indices, D] of the dtype of
 tables.
 """
@@ -79,8 +79,8 @@ class EmbeddingBackward(KernelHandle):
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         per_unit = max(1, UNIT_WARPS // self._warps)
         self._programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
-        self._places = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
-        self._addresses = comm.peers(self._places)  # now, as the first launch may be captured
+        self._arrived = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
+        self._addresses = comm.peers(self._arrived)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
 
     def run(
@@ -103,7 +103,7 @@ class EmbeddingBackward(KernelHandle):
         self._kernel.launch(
             (self._programs,),
             self._addresses,
-            self._places,
+            self._arrived,
             grad.contiguous(),
             indices,
             offsets,
@@ -227,15 +227,15 @@ def _scatter(
         if SPARSE:
             tl.store(table_grads + (at + line)[:, None] * D + lane[None, :], parts.to(DTYPE), mask=mask)
         else:
-            places = table_grads + (first_row + index)[:, None] * D + lane[None, :]
-            tl.atomic_add(places, parts, mask=mask, sem="relaxed", scope="gpu")
+            pointers = table_grads + (first_row + index)[:, None] * D + lane[None, :]
+            tl.atomic_add(pointers, parts, mask=mask, sem="relaxed", scope="gpu")
         at += L
 
 
 @triton.jit
 def _embedding_backward(
-    context, places_of, places, grads, indices, offsets, weights, tables, starts, first_rows, table_grads, weight_grads,
-    batch, table_count, width, stamps,
+    context, arrived_of, arrived, grads, indices, offsets, weights, tables, starts, first_rows, table_grads,
+    weight_grads, batch, table_count, width, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +259,7 @@ def _embedding_backward(
             column = (first_table + table) * D
             values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask)
             to = (table.to(tl.int64) * batch + own_first + sample) * D
-            put_weak(places_of, peer, to + lane, values, mask, ALIGNED)
+            put_weak(arrived_of, peer, to + lane, values, mask, ALIGNED)
         signal_release(context, peer, programs + program, generation)  # sent
     for turn in range(ranks):
         sender = (rank + turn) % ranks
@@ -276,7 +276,7 @@ def _embedding_backward(
                 column = (tl.load(starts + rank) + table) * D
                 values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask, other=0)
             else:
-                values = tl.load(places + bag * D + lane, mask=mask, other=0)
+                values = tl.load(arrived + bag * D + lane, mask=mask, other=0)
             _scatter(values.to(tl.float32), bag, tl.load(first_rows + table), tables, table, indices, offsets, weights,
                      table_grads, weight_grads, D, DP, L, DTYPE, MEAN, WEIGHTED, SPARSE)  # fmt: skip
     stamp(stamps, END)

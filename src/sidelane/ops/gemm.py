@@ -72,8 +72,8 @@ NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-PLACES = range(2, 7)
-"""Places of x, weight, counts, terms and factors among the kernel's arguments after the context."""
+ARGUMENT_INDICES = range(2, 7)
+"""Positions of x, weight, counts, terms and factors among the kernel's arguments after the context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -275,11 +275,13 @@ def gemm_all_to_all(
 
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            again = routed.again(PLACES)
+            again = routed.again(ARGUMENT_INDICES)
             return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again=again)
 
         def unfused(pieces: int) -> CachedLaunch:
-            send = functools.partial(rows_sender(comm, NAME, most_rows, columns, dtype), again=routed.again(PLACES))
+            send = functools.partial(
+                rows_sender(comm, NAME, most_rows, columns, dtype), again=routed.again(ARGUMENT_INDICES)
+            )
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 with torch.no_grad():  # as the other methods

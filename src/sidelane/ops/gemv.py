@@ -61,8 +61,8 @@ from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "gemv_all_reduce"
 MOST_ROWS = 1 << 20
-_PLACES = 2, 3, 4, 5
-"""Places of output, weight, x and scale among the kernel's arguments behind the context."""
+_ARGUMENT_INDICES = 2, 3, 4, 5
+"""Positions of output, weight, x and scale among the kernel's arguments behind the context."""
 
 LANES = 256
 """Cells of each rank that a program waits for at a time."""
@@ -334,7 +334,7 @@ def gemv_all_reduce(
 
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
-            return functools.partial(handle.run, RepeatedLaunch(_PLACES))
+            return functools.partial(handle.run, RepeatedLaunch(_ARGUMENT_INDICES))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,

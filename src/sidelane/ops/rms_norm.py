@@ -47,8 +47,8 @@ MOST_ROW_BYTES = 32 << 10
 PROGRAMS_A_UNIT = 16
 """Programs of one warp on a compute unit, in cells: all of a grid are there at once, since they wait for each other."""
 
-_PLACES = 4, 5, 6, 7, 8, 14, 15, 16
-"""Places of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
+_ARGUMENT_INDICES = 4, 5, 6, 7, 8, 14, 15, 16
+"""Positions of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
 arguments behind the context."""
 
 CELLS_BYTES = 1 << 20
@@ -233,7 +233,7 @@ def all_reduce_rms_norm(
 
         def fused(pieces: int) -> CachedLaunch:
             handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-            return functools.partial(handle.run, RepeatedLaunch(_PLACES))
+            return functools.partial(handle.run, RepeatedLaunch(_ARGUMENT_INDICES))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,

@@ -33,7 +33,7 @@ from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, ow
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, compare
 from sidelane.collectives.plan import AUTO, Planner
-from sidelane.collectives.pool_places import Reached
+from sidelane.collectives.pool_offsets import Reached
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
@@ -210,7 +210,6 @@ class Communicator:
         self.abilities: Abilities = backend.abilities
         planner = Planner(
             backend.executor.capabilities,
-            verify_programs=config.verify,
             profile=self.profile.profile,
             abilities=backend.abilities,
             chosen_by=self.profile.where,
@@ -600,21 +599,21 @@ class Communicator:
             UnavailableError: a graph is being captured, and the tensor is new.
         """
         (region,) = self.arguments.regions("peers", tensor)
-        if region.place is None:
+        if region.location is None:
             raise ValueError(
                 "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
                 "allowed=tensors of Communicator.empty)"
             )
-        found = self._peers.get(region.place)
+        found = self._peers.get(region.location)
         if found is None:
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
             addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
-            found = self._peers[region.place] = lasting(self.device, lambda: addresses.to(self.device))
+            found = self._peers[region.location] = lasting(self.device, lambda: addresses.to(self.device))
         return found
 
     @leaving_modes
-    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def location(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the block number and offset in bytes of a symmetric tensor; None for ordinary memory. Not collective.
 
         :meth:`peers` returns the addresses of the tensors at the same place on all ranks.
@@ -622,7 +621,7 @@ class Communicator:
         Raises:
             ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
         """
-        return self.arguments.regions("place", tensor)[0].place
+        return self.arguments.regions("location", tensor)[0].location
 
     @entry
     def refuse(self, name: str, error: Exception) -> None:
@@ -644,7 +643,7 @@ class Communicator:
         (region,) = self.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        return Reached("staged", self.arguments.places.why_staged(tensor))
+        return Reached("staged", self.arguments.pool_offsets.why_staged(tensor))
 
     @entry
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:

@@ -16,7 +16,6 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
-    BOARD,
     CONTEXT_WORDS,
     FLAG_COUNT,
     GENERATION,
@@ -24,6 +23,7 @@ from sidelane.device.layout import (
     RANK,
     REGION_FLAGS_OFFSET,
     REGIONS,
+    STATUS,
     WORLD_SIZE,
     region_bytes,
 )
@@ -53,16 +53,16 @@ class RepeatedLaunch:
     """A launch that may be repeated on other tensors of the same layouts.
 
     Attributes:
-        places: positions of these tensors among the kernel's arguments after the context.
+        indices: positions of these tensors among the kernel's arguments after the context.
         runs: functions that repeat it on tensors, for a stream and alignments each (``Repeats.launch``). The last
             one that was needed comes first.
         is_known: the last call is cached, but could not be repeated then (in a capture, behind another stream's work).
     """
 
-    __slots__ = ("_left", "is_known", "places", "runs")
+    __slots__ = ("_left", "indices", "is_known", "runs")
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = places
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
         self.runs: tuple[Callable[..., bool | None], ...] = ()
         self.is_known = False
         self._left = MOST_REMEMBERED + 1
@@ -92,7 +92,7 @@ class RepeatedLaunch:
 
 
 Again = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
-"""A launch that may be repeated, and the tensors of a call of it, in the order of its places; None where a tensor is
+"""A launch that may be repeated, and the tensors of a call of it, in the order of its indices; None where a tensor is
 missing in each of its calls."""
 
 
@@ -118,7 +118,7 @@ class OwnKernel:
         self._block: SymmetricBlock | None = block
         words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
-        words[BOARD], words[FLAG_COUNT] = backend.board, flags
+        words[STATUS], words[FLAG_COUNT] = backend.status_words, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self._launches: dict[Hashable, RepeatedLaunch] = {}
         self.context: torch.Tensor = lasting(device, lambda: words.to(device))
@@ -164,9 +164,9 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        layout, places, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
+        layout, indices, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
         if again is None and not async_op and is_here:
-            again = self._found(tuple(layout), places, arguments)
+            again = self._found(tuple(layout), indices, arguments)
             if again is not None and again[0].run(calls, again[1]):
                 return None
         call = calls.number()
@@ -176,7 +176,7 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or caller[1]):
                 self._see_that_it_ends()
-            key: Key = (self, caller[1], *layout, *(arguments[at].data_ptr() for at in places))
+            key: Key = (self, caller[1], *layout, *(arguments[at].data_ptr() for at in indices))
             try:
                 prepared, is_cachable = self._preparer.cache.prepared(key), True
             except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
@@ -212,7 +212,7 @@ class OwnKernel:
         """
         return again.run(self._calls, tensors)
 
-    def _found(self, layout: Key, places: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
+    def _found(self, layout: Key, indices: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
         """Return the launch that differs only in tensor addresses, with the tensors; None if it cannot be cached."""
         if self._path.code() is None:
             return None
@@ -223,16 +223,16 @@ class OwnKernel:
         if again is None:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
-            again = self._launches[layout] = RepeatedLaunch(places)
-        return again, [arguments[at] for at in places]
+            again = self._launches[layout] = RepeatedLaunch(indices)
+        return again, [arguments[at] for at in indices]
 
     def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, caller: CallerStream) -> None:
         """Give a launch to compiled code, which repeats it."""
         launch, tensors = again
         repeats = self._path.code()
-        pairs = zip(tensors, launch.places, strict=True)
+        pairs = zip(tensors, launch.indices, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
-            numbers = [1 + at for at in launch.places]  # behind the context
+            numbers = [1 + at for at in launch.indices]  # behind the context
             run = repeats.launch(prepared, caller, tensors, numbers, ((self, "_is_closed", False),))
             if run is not None:
                 launch.add(run)
@@ -243,7 +243,9 @@ class OwnKernel:
         """Bind the kernel to arguments, and compile it if it is new."""
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
-        call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
+        call = KernelCall(
+            self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.status_words
+        )
         is_new = signature not in self._compiled
         runnable = self._calls.backend.bind_kernel_call(call, compiles=is_new)
         if is_new:
@@ -306,7 +308,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
     Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
-    constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
+    constant of the compiled kernel (``device/context``). Flags, context and status have as many words each.
     The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """
     arguments = path.arguments
@@ -342,17 +344,17 @@ def _layout_of(
 ) -> tuple[list[Any], list[int], bool]:
     """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
     layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
-    places: list[int] = []
+    indices: list[int] = []
     is_here = True
     for at, part in enumerate(arguments):
         if isinstance(part, torch.Tensor):
             if part.device != device:  # Triton's launcher looks at each of them
                 is_here = False
             layout.append(part.dtype)
-            places.append(at)
+            indices.append(at)
         else:
             layout.append(_number_of(part))
-    return layout, places, is_here
+    return layout, indices, is_here
 
 
 def _number_of(part: object) -> Any:

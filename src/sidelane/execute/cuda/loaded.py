@@ -16,7 +16,7 @@ from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program
 
-_MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
+_MOST_CALLERS = 64  # of callers that are remembered; torch hands out 32 streams of each priority
 
 
 class SubmittedCalls(NamedTuple):
@@ -216,7 +216,7 @@ class CudaProgram:
             set_epoch = self._arm_and_start
         else:
             set_epoch, words = bound.set_epoch, bound.words
-        if len(self._ways) >= _MOST_PLACES:
+        if len(self._ways) >= _MOST_CALLERS:
             self._ways.clear()
         way = self._ways[caller] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
         return way

@@ -200,7 +200,7 @@ class NodesPiece:
     Attributes:
         steps: calls of the rank.
         nodes: nodes of the group, all of one size.
-        node, place: node of the rank, and its number there.
+        node, local_rank: node of the rank, and its number there.
         cuts: elements of each tensor.
         number: number of the piece. Two are under way at once, so scratch is used again by the one after the next.
         size: number of elements of one part.
@@ -211,7 +211,7 @@ class NodesPiece:
     steps: TensorSteps
     nodes: Nodes
     node: int
-    place: int
+    local_rank: int
     cuts: tuple[Cut, ...]
     number: int
     size: int
@@ -247,15 +247,15 @@ class NodesPiece:
         return self.steps.scratch(f"{name}{self.number % 2}", parts * most, is_sent=is_sent)[: parts * each]
 
     def pack(self) -> torch.Tensor:
-        """Copy the inputs' parts for ranks ``[place][node]`` next to each other into scratch; return it."""
+        """Copy the inputs' parts for ranks ``[local_rank][node]`` next to each other into scratch; return it."""
         many, ranks, inputs = len(self.nodes.members), len(self.nodes.of), self.inputs(len(self.nodes.of))
         whole = self.scratch("packed", ranks, is_sent=True)
         rows = self.packed(whole, ranks)
         self.steps.copy(
             pair
             for node, members in enumerate(self.nodes.members)
-            for place, rank in enumerate(members)
-            for pair in zip(rows[place * many + node], inputs[rank], strict=True)
+            for local_rank, rank in enumerate(members)
+            for pair in zip(rows[local_rank * many + node], inputs[rank], strict=True)
         )
         return whole
 
@@ -263,21 +263,24 @@ class NodesPiece:
 def all_gather(piece: NodesPiece) -> Iterator[None]:
     """Gather own parts along the rail, while ranks of a node exchange theirs; then hand on within it what has come."""
     steps, members, outputs = piece.steps, piece.nodes.members, piece.outputs(len(piece.nodes.of))
-    arrived, own = piece.scratch("arrived", len(members)), outputs[piece.own[piece.place]]
+    arrived, own = piece.scratch("arrived", len(members)), outputs[piece.own[piece.local_rank]]
     given = own[0]
     if len(own) > 1:
         given = piece.scratch("middle", 1)
         steps.copy(zip(*piece.packed(given, 1), own, strict=True))
     gathering = steps.along(Kind.ALL_GATHER, arrived, given)
-    steps.broadcast((place, row) for place, rank in enumerate(piece.own) for row in outputs[rank])
+    steps.broadcast((local_rank, row) for local_rank, rank in enumerate(piece.own) for row in outputs[rank])
     yield
     gathering.wait()
     rows = piece.packed(arrived, len(members))
     steps.copy(
-        pair for node in piece.others for pair in zip(outputs[members[node][piece.place]], rows[node], strict=True)
+        pair for node in piece.others for pair in zip(outputs[members[node][piece.local_rank]], rows[node], strict=True)
     )
     steps.broadcast(
-        (place, row) for node in piece.others for place, rank in enumerate(members[node]) for row in outputs[rank]
+        (local_rank, row)
+        for node in piece.others
+        for local_rank, rank in enumerate(members[node])
+        for row in outputs[rank]
     )
 
 
@@ -293,8 +296,8 @@ def all_reduce(piece: NodesPiece) -> Iterator[None]:
     reducing.wait()
     (outputs,), each = piece.outputs(1), len(middle)
     slices = [list(_between(outputs, at * each, (at + 1) * each)) for at in range(many)]
-    steps.copy((row, middle[at : at + len(row)]) for at, row in slices[piece.place])
-    steps.broadcast((place, row) for place, rows in enumerate(slices) for _, row in rows)
+    steps.copy((row, middle[at : at + len(row)]) for at, row in slices[piece.local_rank])
+    steps.broadcast((local_rank, row) for local_rank, rows in enumerate(slices) for _, row in rows)
 
 
 def reduce_scatter(piece: NodesPiece) -> Iterator[None]:
@@ -317,8 +320,8 @@ def all_to_all(piece: NodesPiece) -> Iterator[None]:
     steps.within(Kind.ALL_TO_ALL, collected, packed)
     to, given = (whole.view(ranks, -1).unbind() for whole in (middle, collected))
     steps.copy(  # [from][to node] becomes [to node][from]
-        (to[node * near + place], given[place * far + node])
-        for place in (*range(piece.place, near), *range(piece.place))
+        (to[node * near + local_rank], given[local_rank * far + node])
+        for local_rank in (*range(piece.local_rank, near), *range(piece.local_rank))
         for node in (piece.node, *piece.others)
     )
     exchanging = steps.along(Kind.ALL_TO_ALL, arrived, middle)
@@ -328,8 +331,8 @@ def all_to_all(piece: NodesPiece) -> Iterator[None]:
     steps.copy(
         pair
         for node, members in enumerate(piece.nodes.members)
-        for place, rank in enumerate(members)
-        for pair in zip(outputs[rank], rows[node * near + place], strict=True)
+        for local_rank, rank in enumerate(members)
+        for pair in zip(outputs[rank], rows[node * near + local_rank], strict=True)
     )
 
 
@@ -340,18 +343,22 @@ def broadcast(piece: NodesPiece) -> Iterator[None]:
     leave over; it goes with the last slice.
     """
     steps, many = piece.steps, len(piece.own)
-    node, place = piece.nodes.coordinates(piece.root)
+    node, local_rank = piece.nodes.coordinates(piece.root)
     ((whole,),) = piece.outputs(1)
     each = len(whole) // many
     slices = [whole[at * each : (at + 1) * each if at < many - 1 else len(whole)] for at in range(many)]
     if piece.node == node and many > 1:
         if each:
             # The root's own slice lies where it belongs, and a copy of it in scratch that nobody reads.
-            own = slices[piece.place][:each] if piece.place != place else piece.scratch("middle", 1, slices=many)
-            steps.within(Kind.SCATTER, own[:each], whole[: each * many], place)
+            own = (
+                slices[piece.local_rank][:each]
+                if piece.local_rank != local_rank
+                else piece.scratch("middle", 1, slices=many)
+            )
+            steps.within(Kind.SCATTER, own[:each], whole[: each * many], local_rank)
         if each * many < len(whole):
-            steps.broadcast([(place, whole[each * many :])])
-    own = slices[piece.place]
+            steps.broadcast([(local_rank, whole[each * many :])])
+    own = slices[piece.local_rank]
     telling = steps.along(Kind.BROADCAST, own, own, node) if len(own) else None
     yield
     if telling is not None:
@@ -391,7 +398,7 @@ def run_recipe(
         pieces: largest number of pieces into which they are cut together.
         root: root of a broadcast.
     """
-    node, place = nodes.coordinates(rank)
+    node, local_rank = nodes.coordinates(rank)
     if kind is Kind.ALL_GATHER:
         each = [(pair, count) for pair, count in zip(pairs, counts, strict=True) if count]
         steps.copy((output[rank * n : (rank + 1) * n], input) for (output, input), n in each)
@@ -399,7 +406,7 @@ def run_recipe(
     sizes = [sum(cut.end - cut.begin for cut in some) for some in cuts]
     before: Iterator[None] = iter(())
     for number, (some, size) in enumerate(zip(cuts, sizes, strict=True)):
-        piece = RECIPES[kind](NodesPiece(steps, nodes, node, place, some, number, size, max(sizes), root))
+        piece = RECIPES[kind](NodesPiece(steps, nodes, node, local_rank, some, number, size, max(sizes), root))
         next(piece)
         next(before, None)
         before = piece

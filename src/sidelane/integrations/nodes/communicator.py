@@ -158,7 +158,7 @@ class NodesCommunicator:
 
     def __init__(self, ranks: NodeRanks, device: torch.device) -> None:
         self.rank, self.nodes, self.world_size = ranks.rank, ranks.nodes, len(ranks.nodes.of)
-        node, place = ranks.nodes.coordinates(ranks.rank)
+        node, local_rank = ranks.nodes.coordinates(ranks.rank)
         self.on_streams, config = device.type in ON_STREAMS, ranks.config
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", ranks.store)
         ranks = dataclasses.replace(ranks, store=store, name=f"{ranks.name}/{device.type}")
@@ -168,7 +168,7 @@ class NodesCommunicator:
             near = functools.partial(Communicator, self._group, device=device, config=config)
             made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
             ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
-            rails = ranks.within(f"rail{place}")
+            rails = ranks.within(f"rail{local_rank}")
 
             def make_rail() -> dist.ProcessGroup:
                 later = timedelta(seconds=config.timeout_s + SLACK_S * self.on_streams)

@@ -127,10 +127,10 @@ class NodeRanks:
 
     def own_node(self) -> NodeGroup:
         """Return the ranks of this rank's node as a group."""
-        node, place = self.nodes.coordinates(self.rank)
+        node, local_rank = self.nodes.coordinates(self.rank)
         members, here = self.nodes.members[node], self.within(f"node{node}")
         own = [self.liveness.ranks[other] for other in members]
-        return NodeGroup(here.store, place, own, here.name, (self.liveness, members))
+        return NodeGroup(here.store, local_rank, own, here.name, (self.liveness, members))
 
     def made_by_all(self, make: Callable[[], T]) -> tuple[T, str]:
         """Make a part of a communicator on all ranks, or on none: some may lack what others have. Collective.

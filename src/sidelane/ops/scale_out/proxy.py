@@ -34,7 +34,7 @@ from sidelane import forks
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.memory import ending
 from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone
-from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, Transfer
+from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, Transfer
 from sidelane.ops.scale_out.words import HandleWords, host_words
 
 _LOOK_S = {"cuda": 20e-6, "cpu": 500e-6}
@@ -141,7 +141,7 @@ class Proxy:
         rank: int,
         fars: Sequence[int],
         links: FarConnections,
-        transport: SliceTransport,
+        transport: GroupTransport,
         device: torch.device,
         timeout_s: float,
         failed: Callable[[PeerError], None],
@@ -160,10 +160,8 @@ class Proxy:
         self._leaving: collections.deque[Transfer] = collections.deque()
         # Notes of slices that leave: number of the call, and of the slice among those from the rank to this one.
         self._told: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
-        self._arriving: dict[int, collections.deque[tuple[FarCall, Transfer]]] = {
-            far: collections.deque() for far in fars
-        }
-        self._broken: list[collections.deque[tuple[FarCall, Transfer]]] = []  # what arrived from ranks that are gone
+        self._arriving: dict[int, _Arrivals] = {far: collections.deque() for far in fars}
+        self._broken: list[_Arrivals] = []  # what arrived from ranks that are gone
         self._closed: set[int] = set()  # ranks that have said so
         self._lost: set[int] = set()  # ranks whose notes have ended
         self._watched = 0.0

@@ -27,7 +27,7 @@ from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
-from sidelane.ops.scale_out.transport import SliceTransport
+from sidelane.ops.scale_out.transport import GroupTransport
 from sidelane.ops.scale_out.words import HandleWords
 from sidelane.session import Communicator
 
@@ -67,7 +67,7 @@ class ScaleOut:
         group: dist.ProcessGroup,
         nodes: Sequence[int],
         *,
-        transport: SliceTransport,
+        transport: GroupTransport,
     ) -> None:
         rank = group.rank()
         self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
@@ -141,7 +141,7 @@ class ScaleOut:
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
     ) -> None:
-        """Exchange parts with all ranks, for operators that are not fused; see ``Communicator.all_to_all``. Collective.
+        """Exchange parts of tensors of one dimension with all ranks, for operators that are not fused. Collective.
 
         The host waits for its end.
 
@@ -217,7 +217,7 @@ class ScaleOut:
         """Return the far context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.BOARD: self.near.backend.board,
+            words.STATUS: self.near.backend.status_words,
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
