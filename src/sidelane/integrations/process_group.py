@@ -65,15 +65,15 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
         self._store, self.world_ranks = store, tuple(ranks)
-        nodes, liveness, limit = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
-        keep(self, liveness)
-        witness = Witness(liveness)
+        here = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
+        keep(self, here.liveness)
+        witness = Witness(here.liveness)
         try:
-            self._other, self._owned = other(limit), owned
+            self._other, self._owned = other(timedelta(seconds=here.config.timeout_s)), owned
         except RuntimeError as error:  # a rank that has met the others may end while they connect
             witness.explain(error, range(size))
             raise
-        self._lifetime, self._description = GroupLifetime(self, self._other, witness, ranks, nodes, limit), "undefined"
+        self._lifetime, self._description = GroupLifetime(self, self._other, witness, here), "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
