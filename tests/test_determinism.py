@@ -111,8 +111,6 @@ def test_other_orders_are_refused(four: Crew) -> None:
 
 def test_the_setting() -> None:
     assert from_environment({"SIDELANE_DETERMINISTIC": "1"}).deterministic
-    with pytest.raises(ValueError, match="deterministic needs verify"):
-        Config(deterministic=True, verify=False)
 
 
 def test_atomic_additions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_every_setting_is_described_where_its_errors_send_readers() -> None:
         {"SIDELANE_TIMEOUT_S": "soon"},
         {"SIDELANE_TIMEOUT_S": "-1"},
         {"SIDELANE_DEBUG": "yes"},
-        {"SIDELANE_VERIFY": "2"},
+        {"SIDELANE_DETERMINISTIC": "2"},
         {"SIDELANE_NATIVE": ""},
         {"SIDELANE_BESIDE": "all"},
         {"SIDELANE_MEMORY_BYTES": "1.2Q"},

@@ -22,6 +22,7 @@ from sidelane.choice.selection import Selection
 from sidelane.errors import UnavailableError
 from sidelane.ops import dispatch_gemm, gemm, operands, operator, pipelined_gemm
 from sidelane.ops.gemm import TileSizes
+from sidelane.ops.handle import kept
 from sidelane.ops.pipelined_gemm import RoutedParts
 from sidelane.program.pieces import SPLIT_GEMM
 
@@ -402,7 +403,8 @@ def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, b
         n, x, weight = comm.world_size, torch.ones(40, 8, device=comm.device), torch.eye(8, device=comm.device)
         tables = [tuple((rows,) * n for _ in range(n)) for rows in range(1, 14)]
         first, most = tables[0], 16 * n
-        parts, known = RoutedParts.kept(comm, SPLIT_GEMM, most, 8, x.dtype), []
+        sizes, known = (most, 8, x.dtype), []
+        parts = kept(comm, (SPLIT_GEMM, *sizes), lambda: RoutedParts(comm, SPLIT_GEMM, *sizes))
 
         def call(table: Any) -> torch.Tensor:
             came = ops.gemm_all_to_all(comm, x, weight, table, most_rows=most, method="split", pieces=4)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 from sidelane.ops.scale_out.proxy import FarCall, Proxy
-from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, SliceTransport
+from sidelane.ops.scale_out.transport import WINDOW, GroupTransport
 from sidelane.ops.scale_out.words import OPENED, OVER, READY, Arriving, HandleWords, Outgoing, Slices
 from sidelane.program.wraparound import as_int32
 
@@ -111,7 +111,7 @@ class Rank:
         self.rank, self.fars, self.slices = rank, [far for far in range(size) if far != rank], slices
         self.links = FarConnections(rank, self.fars, meeting(store, rank, size), timeout_s)
         self.errors: list[PeerError] = []
-        transport: SliceTransport = LateTransport(rank, late)
+        transport: Any = LateTransport(rank, late)
         self.proxy = Proxy(
             *(rank, self.fars, self.links, transport, CPU), timeout_s=timeout_s, failed=self.errors.append
         )

@@ -111,7 +111,6 @@ class Actor:
         config = Config(
             timeout_s=episode.timeout_s,
             debug=episode.debug,
-            verify=episode.verify,
             profile="builtin",
         )
         if is_lane:

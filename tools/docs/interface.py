@@ -175,7 +175,7 @@ TASKS = {
                     "embedding_all_to_all_backward",
                 ),
             ),
-            Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport")),
+            Section("sidelane.ops.scale_out", "Transport", ("GroupTransport",)),
         ),
     ),
     "kernels": TaskPage(

@@ -58,7 +58,6 @@ class Planner:
 
     Args:
         capabilities: commands that the executor supports.
-        verify_programs: prove each program before its first run.
         profile: measured times by which ``auto`` chooses, the same on all ranks; None: choose by a heuristic.
         abilities: implementations that the machine supports, the same on all ranks.
         chosen_by: source of the profile, in words, for those who read a choice.
@@ -68,13 +67,11 @@ class Planner:
         self,
         capabilities: Capabilities,
         *,
-        verify_programs: bool,
         profile: Profile | None = None,
         abilities: Abilities = EVERYTHING,
         chosen_by: str = "",
     ) -> None:
         self._capabilities = capabilities
-        self._verify = verify_programs
         self._profile = profile
         self._abilities = abilities
         self._chosen_by = chosen_by
@@ -153,7 +150,7 @@ class Planner:
         return make_program(agreement, candidate, self._capabilities.moves)
 
     def _proved(self, program: P) -> P:
-        if self._verify and isinstance(program, Program):
+        if isinstance(program, Program):
             verify(program)
         return program
 

@@ -40,8 +40,8 @@ from sidelane.memory.posts import (
     STEP_TEXT_BYTES,
     TIMED_OUT,
     WAITS,
-    PostBoard,
     PostedCall,
+    PostMemory,
     different,
     fit,
 )
@@ -91,7 +91,7 @@ class ControlBlock:
         shared = SharedBytes(exchange, PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._liveness, self.pid = exchange.liveness, os.getpid()
-        self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # a part has one writer at a time
         self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code
@@ -267,25 +267,11 @@ class ControlBlock:
             missing = [rank for rank in range(self.world_size) if rank not in found]
             mine = found[self.rank].shown if self.rank in found else "not posted here"
             self._check_gone(call, missing, is_post_enough=True)
-            self.wait_on(call, mine, missing, began, timeout_s)
+            self._wait_on(call, mine, missing, began, timeout_s)
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that the host has waited for some ranks."""
-        ranges.tell("waited", [self.world_ranks[rank] for rank in ranks], seconds)
-
-    def behind(self, call: int) -> tuple[int, ...]:
-        """Return the ranks that have neither begun nor refused ``call`` or a later one."""
-        return tuple(
-            rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call and part.words[AGREED] < call
-        )
-
-    def wait_for(self, call: int, timeout_s: float) -> None:
-        """Wait until every rank has begun or refused ``call``. Raises as :meth:`calls_of_all`."""
-        began = time.monotonic()
-        while missing := self.behind(call):
-            self._check_aborts()
-            self._check_gone(call, missing)
-            self.wait_on(call, "long ago here", missing, began, timeout_s)
+        ranges.notify("waited", [self.world_ranks[rank] for rank in ranks], seconds)
 
     def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         """Write a line of the log, once for ``call``, if this rank has waited long.
@@ -303,7 +289,7 @@ class ControlBlock:
 
         self._long_waits.look(call, waited_s, timeout_s, describe)
 
-    def wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
+    def _wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
         """Sleep shortly for ranks that have not posted ``call``; raise if they are too late.
 
         Args:

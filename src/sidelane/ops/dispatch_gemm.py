@@ -56,7 +56,7 @@ from sidelane.device.triton_language import tl, triton
 from sidelane.memory.storage import lasting
 from sidelane.ops.gemm import ARGUMENT_INDICES, METHODS, TileSizes, one_by_one, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import KernelHandle, buffer_lock, check_tiles, kept, power_of_two, programs_of, refusing_tiles
-from sidelane.ops.operands import RowCounts, check_most_rows, check_routed, counts_in_words, experts_of, product
+from sidelane.ops.operands import RowCounts, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
 from sidelane.ops.timeline import stamps_of
@@ -193,7 +193,6 @@ def all_to_all_gemm(
 
     def check() -> OperatorCall:
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, method)
-        check_most_rows(NAME, most_rows, x.shape[1])
         check_tiles(NAME, "tiles", tiles, TileSizes)
         columns, depth = weight.shape[-2:]
         dtype = weight.dtype

@@ -135,12 +135,14 @@ def check_routed(
     if experts is not None and method == SPLIT:
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
-    assert isinstance(x, torch.Tensor)
+    x, weight = check_product(name, comm, x, weight, (2, 3))
     if host is not None and host.sent[comm.rank] > x.shape[0]:
         leaving, allowed = host.sent[comm.rank], f"up to {x.shape[0]}, those of x"
         raise ValueError(f"{name}: counts (value={leaving} rows sent, allowed={allowed})")
-    check_weight(name, comm, x, weight, most_rows)
-    assert isinstance(weight, torch.Tensor)
+    if experts is not None and not 1 <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{name}: experts of a rank (value={experts}, allowed=1..{MOST_EXPERTS})")
+    check_most_rows(name, most_rows, weight.shape[-2])
+    check_neighbours(name, weight=weight)
     without: tuple[str, ...] = (SPLIT,) if host is None or experts is not None else ()
     if experts is not None:
         waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
@@ -225,10 +227,10 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
 
 
 def check_most_rows(name: str, most_rows: int, columns: int) -> None:
-    """Refuse a result of an invalid size. Raises ValueError."""
+    """Refuse rows, or a result, of an invalid size. Raises ValueError."""
     if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
         allowed = f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{name}: most_rows, columns of the result (value={most_rows}, {columns}, allowed={allowed})")
+        raise ValueError(f"{name}: most_rows, columns of a row (value={most_rows}, {columns}, allowed={allowed})")
 
 
 def check_rows(
@@ -250,7 +252,7 @@ def check_rows(
     x = check_tensor(name, "x", x, comm.device, FLOATS, (2,))
     whole = torch.int32, torch.int64
     counts = check_tensor(name, "counts", counts, comm.device, whole, (2 if experts is None else 3,))
-    check_most_rows(name, most_rows, max(1, x.shape[1]))
+    check_most_rows(name, most_rows, x.shape[1])
     n = comm.world_size
     allowed = (n, n) if experts is None else (n, n, experts)
     if counts.shape != allowed or not counts.is_contiguous():
@@ -263,15 +265,6 @@ def check_rows(
         if int(counts.min()) < 0 or sent > rows or got > most_rows:
             given, room = f"{sent} sent, {got} to one rank", f"up to {rows}, up to {most_rows}"
             raise ValueError(f"{name}: counts (value={given}, allowed={room}, none negative)")
-
-
-def check_weight(name: str, comm: Communicator, x: torch.Tensor, weight: object, most_rows: int) -> None:
-    """Refuse a weight that rows cannot be multiplied by. Raises ValueError or TypeError."""
-    _, weight = check_product(name, comm, x, weight, (2, 3))
-    if weight.dim() == 3 and not 1 <= weight.shape[0] <= MOST_EXPERTS:
-        raise ValueError(f"{name}: experts of a rank (value={weight.shape[0]}, allowed=1..{MOST_EXPERTS})")
-    check_most_rows(name, most_rows, weight.shape[-2])
-    check_neighbours(name, weight=weight)
 
 
 def check_neighbours(name: str, **tensors: torch.Tensor) -> None:

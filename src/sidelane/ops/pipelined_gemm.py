@@ -161,11 +161,6 @@ class RoutedParts:
         self.known: dict[tuple[CountTable, int], MovedParts] = {}
         self._loaded: set[Hashable] = set()
 
-    @classmethod
-    def kept(cls, comm: Communicator, name: str, most_rows: int, width: int, dtype: torch.dtype) -> RoutedParts:
-        """Return the buffers of some sizes; all ranks make them together if they are new."""
-        return kept(comm, (name, most_rows, width, dtype), lambda: cls(comm, name, most_rows, width, dtype))
-
     def parts(self, table: CountTable, pieces: int) -> MovedParts:
         """Return the parts of such counts; all ranks make their program together if they are new."""
         key = table, pieces
@@ -266,7 +261,7 @@ def routed_methods(
             there: RoutedParts | None = comm.kept.get((name, *sizes))
             if is_captured(comm) and (there is None or (table, pieces) not in there.known):
                 return other
-        moved = RoutedParts.kept(comm, name, *sizes)
+        moved = kept(comm, (name, *sizes), lambda: RoutedParts(comm, name, *sizes))
         moved.parts(table, pieces)
 
         def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from sidelane.ops.gemm import ARGUMENT_INDICES, rows_sender
-from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
-from sidelane.ops.operands import check_most_rows, check_rows
+from sidelane.ops.handle import check_tensor, is_captured, reporting_refusals
+from sidelane.ops.operands import check_rows
 from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -92,10 +92,9 @@ def send_rows(
     """
 
     def make() -> CachedLaunch:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
             check_rows(NAME, comm, x, counts, most_rows, sent=sent)
-            check_most_rows(NAME, most_rows, x.shape[1])
         return functools.partial(sender(), again=RepeatedLaunch(ARGUMENT_INDICES))
 
     launch = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)

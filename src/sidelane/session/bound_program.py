@@ -28,7 +28,7 @@ from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
 from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, lower, triggers_of, without_callers
-from sidelane.program.verify import check_structure, verify
+from sidelane.program.verify import verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
 
@@ -194,7 +194,7 @@ class BoundProgram:
         call = calls.number()
         caller = calls.backend.caller_stream()
         region = _CAPTURED if caller[1] else _EAGER
-        with calls.telling_refusals(call, self._name):
+        with calls.reporting_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, caller) if self._has_callers else 0
@@ -368,7 +368,6 @@ class Forms:
 
     Attributes:
         program: program in moves that the engines support.
-        proves: prove the programs; else only their structure is checked.
         captures: the device has graphs.
         eager: program outside of captures, without the commands of callers.
         triggers: signals of each trigger of this rank.
@@ -376,21 +375,19 @@ class Forms:
     """
 
     program: Program
-    proves: bool
     captures: bool
     eager: Program
     triggers: tuple[tuple[Signal, ...], ...] = ()
     arrivals: tuple[tuple[Wait, ...], ...] = ()
 
     @staticmethod
-    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
+    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, captures: bool) -> Forms:
         """Make the forms of a program, and prove them.
 
         Args:
             program: the caller's program.
             rank: rank whose triggers and arrivals are returned.
             capabilities: moves that the engines support; others are lowered to these.
-            proves: see the attribute.
             captures: see the attribute.
 
         Raises:
@@ -398,20 +395,17 @@ class Forms:
             ValueError: a command of a caller is neither a trigger nor an arrival.
             UnavailableError: no executor runs one of its commands.
         """
-        if proves:
-            verify(program)
-        elif malformed := check_structure(program):  # such as a span outside of its buffer
-            raise ProgramError(f"load: refused {program.collective} {program.variant}", malformed)
+        verify(program)
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
         lowered = lower(program, capabilities)
-        if proves and lowered is not program:
+        if lowered is not program:
             verify(lowered)
         if program.prelaunched:
-            return Forms(lowered, proves, captures, lowered)
+            return Forms(lowered, captures, lowered)
         triggers, arrivals = triggers_of(program, rank), arrivals_of(program, rank)
-        return Forms(lowered, proves, captures, without_callers(lowered), triggers, arrivals)
+        return Forms(lowered, captures, without_callers(lowered), triggers, arrivals)
 
     def for_a_graph(self) -> Program:
         """Make the program to capture; few programs are captured. Raises UnavailableError if it cannot be captured."""
@@ -421,8 +415,7 @@ class Forms:
                 if self.eager is self.program and not has_epochs(self.program):
                     return self.program
                 frozen = freeze(self.program)
-                if self.proves:
-                    verify(frozen)
+                verify(frozen)
                 return frozen if frozen.prelaunched else flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
                 problem = error
@@ -436,12 +429,12 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
     def check() -> tuple[tuple[NamedBuffers, Forms], str]:
         found = NamedBuffers.check(program, buffers, arguments)
         moves, captures = backend.executor.capabilities.moves, backend.abilities.captures
-        forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
+        forms = Forms.of(program, arguments.rank, moves, captures=captures)
         return (found, forms), f"load {found.signature}"
 
     call, (found, forms) = path.agree("load", check)
     ready = calls.number()
-    with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
+    with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
         bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         backend.wait_for_stores()

@@ -210,7 +210,6 @@ class Communicator:
         self.abilities: Abilities = backend.abilities
         planner = Planner(
             backend.executor.capabilities,
-            verify_programs=config.verify,
             profile=self.profile.profile,
             abilities=backend.abilities,
             chosen_by=self.profile.where,
@@ -263,7 +262,7 @@ class Communicator:
 
     def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         call = self.calls.number()
-        with self.calls.telling_refusals(call, "empty"):
+        with self.calls.reporting_refusals(call, "empty"):
             shape = _shape(size)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")

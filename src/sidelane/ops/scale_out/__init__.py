@@ -2,12 +2,11 @@
 
 from sidelane.ops.scale_out.embedding import embedding_all_to_all, embedding_all_to_all_backward
 from sidelane.ops.scale_out.ranks import ScaleOut
-from sidelane.ops.scale_out.transport import GroupTransport, SliceTransport
+from sidelane.ops.scale_out.transport import GroupTransport
 
 __all__ = [
     "GroupTransport",
     "ScaleOut",
-    "SliceTransport",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
 ]
