@@ -152,12 +152,12 @@ class Allocating:
         return found
 
 
-def ask_groups_of(kind: type[Any]) -> None:
+def use_group_memory_of(kind: type[Any]) -> None:
     """Let FSDP2 ask groups of a kind for memory: at once if FSDP2 is imported, else when it is."""
-    after_import(PARAM_GROUP, lambda module: _ask_groups(module, kind))
+    after_import(PARAM_GROUP, lambda module: _use_group_memory(module, kind))
 
 
-def _ask_groups(module: Any, kind: type[Any]) -> None:
+def _use_group_memory(module: Any, kind: type[Any]) -> None:
     """Give parameter groups of ``module`` torch's collectives that ask groups for memory, if these are of a kind."""
     names = (
         *("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter"),

@@ -40,8 +40,8 @@ from sidelane.memory.posts import (
     STEP_TEXT_BYTES,
     TIMED_OUT,
     WAITS,
-    PostBoard,
     PostedCall,
+    PostMemory,
     different,
     fit,
 )
@@ -91,7 +91,7 @@ class ControlBlock:
         shared = SharedBytes(exchange, PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._liveness, self.pid = exchange.liveness, os.getpid()
-        self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # a part has one writer at a time
         self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code
@@ -271,7 +271,7 @@ class ControlBlock:
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that the host has waited for some ranks."""
-        ranges.tell("waited", [self.world_ranks[rank] for rank in ranks], seconds)
+        ranges.notify("waited", [self.world_ranks[rank] for rank in ranks], seconds)
 
     def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         """Write a line of the log, once for ``call``, if this rank has waited long.

@@ -68,7 +68,7 @@ def different(one: PostedCall, other: PostedCall) -> str:
     return "; ".join(f"rank {post.rank}: {post.common if same else post.shown}" for post in (one, other))
 
 
-class PostBoard:
+class PostMemory:
     """The memory of one rank, as words and records."""
 
     def __init__(self, view: memoryview) -> None:

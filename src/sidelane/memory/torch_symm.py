@@ -193,7 +193,7 @@ class TorchSymmetricMemory:
         symmetric_memory = _symmetric_memory()
         self._store.begin_round()
         try:
-            with _told_in_the_environment():
+            with _set_in_environment():
                 try:
                     return symmetric_memory.rendezvous(tensor, self._name)
                 except RuntimeError as error:
@@ -275,7 +275,7 @@ class RenumberingStore(dist.Store):
 
 
 @contextlib.contextmanager
-def _told_in_the_environment() -> Iterator[None]:
+def _set_in_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _FOR_TORCH}
     os.environ.update(_FOR_TORCH)
     try:

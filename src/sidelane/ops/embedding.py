@@ -75,7 +75,7 @@ from sidelane.ops.handle import (
     kept,
     power_of_two,
     programs_of,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
@@ -160,7 +160,7 @@ class EmbeddingAllToAll(KernelHandle):
             return self._output
         output, location = self._output, self._location
         if out is not None:
-            with telling_refusals(comm, NAME):
+            with reporting_refusals(comm, NAME):
                 output, location = out, self.location_of(out)
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
@@ -201,7 +201,7 @@ class EmbeddingAllToAll(KernelHandle):
     ) -> torch.Tensor:
         """Run the unfused equivalent. Only the symmetric offset of ``out`` is still unchecked."""
         if out is not None:
-            with telling_refusals(self.comm, NAME):
+            with reporting_refusals(self.comm, NAME):
                 self.location_of(out)
         with torch.no_grad():  # as the kernel
             bags = indices, offsets, self.tables.counts

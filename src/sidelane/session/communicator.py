@@ -262,7 +262,7 @@ class Communicator:
 
     def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         call = self.calls.number()
-        with self.calls.telling_refusals(call, "empty"):
+        with self.calls.reporting_refusals(call, "empty"):
             shape = _shape(size)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeRanks, find_nodes
+from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.session import Communicator
@@ -47,8 +47,8 @@ def scale_out(
     rank, ranks = group.rank(), ranks_of(group)
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
-    nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
-    here = NodeRanks(store, rank, nodes, liveness, config, f"{group.group_name}/scale-out/{number}")
+    here = find_nodes(store, rank, ranks, None, config, name=f"{group.group_name}/scale-out/{number}")
+    of = here.nodes.of
     with contextlib.ExitStack() as stack:
         own = here.own_node()
         stack.callback(own.close)
@@ -68,7 +68,7 @@ def scale_out(
             return made
 
         carrier, _ = here.within("carrier").made_by_all(make_carrier)
-        carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != nodes.of[rank]], config.timeout_s)
+        carrier.warm_up([far for far in range(len(ranks)) if of[far] != of[rank]], config.timeout_s)
         everyone = here.everyone()
         stack.callback(everyone.close)
-        yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier))
+        yield stack.enter_context(ScaleOut(near, everyone, of, transport=carrier))

@@ -107,19 +107,21 @@ class FarConnections:
                 time.sleep(STEP_S / 10)
                 continue
             callers.acquire()
-            threading.Thread(target=self._hear, args=(made, token, fars, callers), daemon=True).start()
+            threading.Thread(target=self._receive_hello, args=(made, token, fars, callers), daemon=True).start()
 
-    def _hear(self, made: socket.socket, token: str, fars: Sequence[int], callers: threading.Semaphore) -> None:
+    def _receive_hello(
+        self, made: socket.socket, token: str, fars: Sequence[int], callers: threading.Semaphore
+    ) -> None:
         """Keep the connection of a caller that says in time who it is, and knows the token; close another one's."""
-        said, until = b"", time.monotonic() + _HELLO_S
+        received, until = b"", time.monotonic() + _HELLO_S
         with contextlib.suppress(OSError):
-            while len(said) < _HELLO.size:
+            while len(received) < _HELLO.size:
                 made.settimeout(max(1e-3, until - time.monotonic()))
-                said += (more := made.recv(_HELLO.size - len(said)))
+                received += (more := made.recv(_HELLO.size - len(received)))
                 if not more:
                     break
         callers.release()
-        found, far = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
+        found, far = _HELLO.unpack(received) if len(received) == _HELLO.size else (b"", -1)
         if secrets.compare_digest(found, token.encode("ascii")) and far in fars:
             self.sockets[far] = _prepared(made)
         else:

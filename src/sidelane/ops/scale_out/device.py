@@ -24,7 +24,7 @@ OPENED = tl.constexpr(words.OPENED)
 READY = tl.constexpr(words.READY)
 OVER = tl.constexpr(words.OVER)
 STOP = tl.constexpr(words.STOP)
-BOARD = tl.constexpr(words.BOARD)
+STATUS = tl.constexpr(words.STATUS)
 NEARS = tl.constexpr(words.NEARS)
 ACQUIRED = tl.constexpr(words.ACQUIRED)
 
@@ -93,7 +93,7 @@ def _is_late(word, generation):
 
 @triton.jit
 def _goes_on(far):
-    """Return False once the host has told this rank's kernels to give up, by the board or by the proxy."""
-    board = tl.load(far + BOARD).to(tl.pointer_type(tl.int32))
+    """Return False once the host has told this rank's kernels to give up, by a status word or by the proxy."""
+    status = tl.load(far + STATUS).to(tl.pointer_type(tl.int32))
     stop = tl.load(far + STOP).to(tl.pointer_type(tl.int32))
-    return (tl.load(stop, volatile=True) == 0) & (tl.load(board + ABORT, volatile=True) == 0)
+    return (tl.load(stop, volatile=True) == 0) & (tl.load(status + ABORT, volatile=True) == 0)

@@ -58,7 +58,7 @@ from sidelane.ops.embedding_tables import (
     refuse_atomics,
     threads_of,
 )
-from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, reporting_refusals
 from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
 from sidelane.ops.scale_out.proxy import FarCall
 from sidelane.ops.scale_out.ranks import ScaleOut
@@ -94,7 +94,7 @@ class EmbeddingAcrossNodes:
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
         slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
-        with telling_refusals(comm, NAME):  # there may be no memory
+        with reporting_refusals(comm, NAME):  # there may be no memory
             self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
             self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
@@ -103,7 +103,7 @@ class EmbeddingAcrossNodes:
             self._kernel = ranks.near.load_kernel(_embedding_all_to_all, flags=2)
         self._epoch, self._words = 0, HandleWords(slices, device)
         self._far = ranks.far_context(self._words)
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self._cut[0], : self._cut[1] * dim])
         ranks.agree(NAME, (mode, *self._cut, batch, dim, str(dtype)))
 
@@ -180,7 +180,7 @@ def embedding_all_to_all(
     """
     comm: Any = ranks
     ranks.require_open()
-    with telling_refusals(comm, NAME):
+    with reporting_refusals(comm, NAME):
         batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
         if slice_bags is not None and slice_bags < 1:
             raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
@@ -224,12 +224,12 @@ def embedding_all_to_all_backward(
     """
     comm: Any = ranks
     ranks.require_open()
-    with telling_refusals(comm, NAME):
+    with reporting_refusals(comm, NAME):
         if not sparse:
             refuse_atomics(comm, f"{NAME} backward")
         batch, _ = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
     known = EmbeddingTables.kept(comm, tables, batch)
-    with telling_refusals(comm, NAME):
+    with reporting_refusals(comm, NAME):
         check_tensor(NAME, "grad", grad, ranks.device, (known.dtype,), (2,))
         if grad.shape != known.output_shape:
             raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={known.output_shape})")

@@ -159,7 +159,7 @@ class Proxy:
         self._begun_by, self._over_by = dict.fromkeys(fars, 0), dict.fromkeys(fars, 0)
         self._leaving: collections.deque[Transfer] = collections.deque()
         # Notes of slices that leave: number of the call, and of the slice among those from the rank to this one.
-        self._told: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
+        self._reported: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
         self._arriving: dict[int, _Arrivals] = {far: collections.deque() for far in fars}
         self._broken: list[_Arrivals] = []  # what arrived from ranks that are gone
         self._closed: set[int] = set()  # ranks that have said so
@@ -326,7 +326,7 @@ class Proxy:
             for far in self._fars:
                 selector.register(self._links.sockets[far], selectors.EVENT_READ, far)
             while not self._gives_up():
-                looks = any(self._told.values()) or any(self._arriving.values())
+                looks = any(self._reported.values()) or any(self._arriving.values())
                 found = selector.select(0 if looks else STEP_S)
                 for key, _ in found:
                     try:
@@ -344,7 +344,7 @@ class Proxy:
         for note in self._links.notes(far):
             match note:
                 case {"slice": [int(call), int(number)]}:
-                    self._told[far].append((call, number))
+                    self._reported[far].append((call, number))
                 case {"begun": int(number)}:
                     self._begun_by[far] = number
                 case {"over": int(number)}:
@@ -356,12 +356,12 @@ class Proxy:
                     self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
 
     def _begin_arrivals(self, source: int) -> bool:
-        """Begin to receive the slices of which a rank has told; return False if there is none, its call is not open
+        """Begin to receive the slices that a rank has reported; return False if there is none, its call is not open
         yet, or there is no room in the window.
         """
-        told, began = self._told[source], False
-        while told:
-            call, (wanted, number) = self._call, told[0]
+        reported, began = self._reported[source], False
+        while reported:
+            call, (wanted, number) = self._call, reported[0]
             if call is None or wanted != call.number or not call.is_open:
                 break
             if sum(map(len, self._arriving.values())) >= WINDOW:
@@ -373,7 +373,7 @@ class Proxy:
                 self._lose_arrivals(gone.rank)
                 break
             self._arriving[source].append((call, transfer))
-            told.popleft()
+            reported.popleft()
             began = True
         return began
 
@@ -397,11 +397,11 @@ class Proxy:
         """Learn that a transfer has failed: nothing arrives behind it."""
         self._broken.append(self._arriving[source])  # whose memory the transport may still use
         self._arriving[source] = collections.deque()
-        self._told[source].clear()
+        self._reported[source].clear()
         self._lose(source)
 
     def _lose(self, far: int) -> None:
-        """Learn that a connection, or a transfer, has ended: its rank has told why, or has died."""
+        """Learn that a connection, or a transfer, has ended: its rank has reported why, or has died."""
         until = time.monotonic() + _LAST_WORDS_S
         while far not in self._closed and self.failure is None and time.monotonic() < until:
             try:
@@ -422,7 +422,7 @@ class Proxy:
             return
         call.since = now if call.since is None else call.since
         gone = [far for far in sorted(call.missing) if far in self._lost]
-        gone = [far for far in gone if not self._arriving[far] and not self._told[far]]
+        gone = [far for far in gone if not self._arriving[far] and not self._reported[far]]
         if gone:
             self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
         elif now - call.since > self._timeout_s:

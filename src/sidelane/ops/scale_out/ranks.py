@@ -149,10 +149,10 @@ class ScaleOut:
             MismatchError: ranks are in different calls, or differ in their sizes.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        said = self.exchange("all-to-all among nodes", tuple(input_split_sizes))
-        unlike = [other for other, sizes in enumerate(said) if sizes[self.rank] != output_split_sizes[other]]
+        posted = self.exchange("all-to-all among nodes", tuple(input_split_sizes))
+        unlike = [other for other, sizes in enumerate(posted) if sizes[self.rank] != output_split_sizes[other]]
         if unlike:
-            shown = f"value={said[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
+            shown = f"value={posted[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
             what = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank}"
             raise self._differ(f"{what} ({shown})", unlike)
         with self.naming(), contextlib.suppress(Gone):
@@ -181,10 +181,10 @@ class ScaleOut:
             MismatchError: another rank says something else; there are no more calls.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        said = self.exchange(what, word)
-        unlike = [other for other, each in enumerate(said) if each != said[self.rank]]
+        posted = self.exchange(what, word)
+        unlike = [other for other, each in enumerate(posted) if each != posted[self.rank]]
         if unlike:
-            shown = f"value={said[unlike[0]]!r}, allowed=as {said[self.rank]!r} on rank {self.rank}"
+            shown = f"value={posted[unlike[0]]!r}, allowed=as {posted[self.rank]!r} on rank {self.rank}"
             raise self._differ(f"{what}: rank {unlike[0]} has other arguments ({shown})", unlike)
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -217,7 +217,7 @@ class ScaleOut:
         """Return the far context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.BOARD: self.near.backend.board,
+            words.STATUS: self.near.backend.status_words,
             words.NEARS: self._nears.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]

@@ -25,9 +25,9 @@ from sidelane.memory.release import keep_bytes
 from sidelane.memory.storage import lasting
 from sidelane.program.wraparound import as_int32
 
-OPENED, READY, OVER, STOP, BOARD, NEARS, ACQUIRED = range(7)
+OPENED, READY, OVER, STOP, STATUS, NEARS, ACQUIRED = range(7)
 """Indices of the 64-bit words of a kernel's far context: addresses of a handle's words, OVER 0 if all ranks are on this
-node; of the word that is not 0 once all waits end; of the board; of each rank's number on this node (-1: elsewhere);
+node; of the word that is not 0 once all waits end; of the status; of each rank's number on this node (-1: elsewhere);
 and a word on which programs acquire."""
 
 CONTEXT_WORDS = 7
