@@ -78,7 +78,9 @@ class Case:
         assert work is not None
         self.work = work
         self.stays = frozenset(byte for span in self._staying() for byte in bytes_of(span))
-        self.places = Places(world.arenas, world.board, buffers, (int(self._table.ctypes.data), self._table.nbytes))
+        self.places = Places(
+            world.arenas, world.status_words, buffers, (int(self._table.ctypes.data), self._table.nbytes)
+        )
 
     def fill(self) -> None:
         """Poison everything, then write the inputs, which may lie in outputs."""

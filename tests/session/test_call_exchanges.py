@@ -90,7 +90,7 @@ def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
         found.append(str(caught.value))
     with communicator(group) as comm:
         calls = comm.calls
-        refusing = calls.telling_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
+        refusing = calls.reporting_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
         with pytest.raises((PeerError, ValueError)) as caught, refusing:
             if comm.rank:
                 raise ValueError(RAW)

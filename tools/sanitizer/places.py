@@ -34,8 +34,8 @@ class Memory(Protocol):
     def arena(self, world_size: int) -> int:
         """Address of an arena (``device/layout.py``) before its first call."""
 
-    def board(self) -> int:
-        """Address of a board."""
+    def status_words(self) -> int:
+        """Address of status words."""
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         """A table on the device."""
@@ -96,7 +96,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     addresses = Addresses(buffers, (), tuple(memory.arena(n) for _ in range(n)), pieces)
     launches: list[Launch] = []
     for rank in range(n):
-        site = LaunchSite(rank, addresses.arenas, memory.board(), program.blocks, memory.shared_bytes)
+        site = LaunchSite(rank, addresses.arenas, memory.status_words(), program.blocks, memory.shared_bytes)
         launch = kernel_program.arrange(program, site, addresses, lambda values: memory.store_table(values).address)
         assert launch is not None, case
         launches.append(launch)
@@ -183,7 +183,7 @@ class Imagined:
     def arena(self, world_size: int) -> int:
         return self.data(1 << 26, 0)
 
-    def board(self) -> int:
+    def status_words(self) -> int:
         return self.data(256, 0)
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:

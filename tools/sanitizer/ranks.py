@@ -49,7 +49,7 @@ class DeviceMemory:
     def __init__(self, driver: Driver, missing: int = 0) -> None:
         self._driver, self._missing = driver, missing
         self._held: list[int] = []
-        self._boards: list[object] = []
+        self._status_words: list[object] = []
         self.shared_bytes = driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
     def data(self, nbytes: int, misalignment: int) -> int:
@@ -63,9 +63,9 @@ class DeviceMemory:
         self._driver.call("cuMemsetD8", self._held[-1], 0, zeroed)
         return self._held[-1]
 
-    def board(self) -> int:
-        words = self._driver.host_words(layout.BOARD_WORDS)
-        self._boards.append(words)
+    def status_words(self) -> int:
+        words = self._driver.host_words(layout.STATUS_WORDS)
+        self._status_words.append(words)
         return words.address
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
@@ -77,7 +77,7 @@ class DeviceMemory:
         for address in self._held:
             self._driver.free(address)
         self._held.clear()
-        self._boards.clear()
+        self._status_words.clear()
 
 
 class Runner:

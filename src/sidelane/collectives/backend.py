@@ -122,8 +122,8 @@ class Backend(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def board(self) -> int:
-        """Address of the board, the words that kernels and the host exchange (``device/layout.py``)."""
+    def status_words(self) -> int:
+        """Address of the status words, which kernels and the host exchange (``device/layout.py``)."""
 
     @abc.abstractmethod
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:

@@ -18,7 +18,7 @@ from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread, Future
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, CallerStream, Runnable
 from sidelane.execute.cpu import CpuExecutor
-from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
+from sidelane.execute.cpu.kernel_call import CpuKernelCall, StatusWords
 from sidelane.memory import ending
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -49,15 +49,15 @@ class CpuBackend(Backend):
         ending.at_exit(self)
 
     @functools.cached_property
-    def _board(self) -> Board:
-        return Board()
+    def _status_words(self) -> StatusWords:
+        return StatusWords()
 
     @property
-    def board(self) -> int:
-        return self._board.address
+    def status_words(self) -> int:
+        return self._status_words.address
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CpuKernelCall:
-        return CpuKernelCall(self.executor, self._board, call)
+        return CpuKernelCall(self.executor, self._status_words, call)
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
         return CpuTrigger(words)

@@ -91,8 +91,8 @@ class CudaBackend(Backend):
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property
-    def board(self) -> int:
-        return self.executor.board
+    def status_words(self) -> int:
+        return self.executor.status_words
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CudaKernelCall:
         from sidelane.execute.cuda.kernel_call import CudaKernelCall

@@ -242,7 +242,7 @@ class Calls:
         """
         compare(self.control, call, self.posts(call))  # all ranks raise an error here alike
 
-    def telling_refusals(self, call: int, name: str) -> _OnError:
+    def reporting_refusals(self, call: int, name: str) -> _OnError:
         """Tell the peers about any error that keeps this rank from making the call."""
         return _OnError(Exception, functools.partial(self.refuse, call, name))
 
@@ -306,7 +306,7 @@ class Calls:
         if self.closed:
             self.failure = None
         if ranges.observers:
-            ranges.tell("failed", error)
+            ranges.notify("failed", error)
 
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, and tell the peers that this rank makes no more calls."""

@@ -53,7 +53,7 @@ def arrange(site: LaunchSite, tiles: Tiles, reduction: Reduction | None, *, dist
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **tiles.constants, **reduction_constants(reduction)}
-    arguments = (*tiles.arguments, site.rank, site.board, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, site.status, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -69,7 +69,7 @@ def arrange_broadcast(site: LaunchSite, tiles: Tiles, root: int) -> Launch:
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, **tiles.constants}
-    arguments = (*tiles.arguments, site.rank, root, site.board, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, root, site.status, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags_broadcast, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -93,7 +93,7 @@ def block_slot(arena, generation, sender, N: tl.constexpr):
 
 @triton.jit
 def _block_flags(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, DISTINCT: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
@@ -106,7 +106,7 @@ def _block_flags(
     each_tile(_send, (peers, rank, generation, 0, N, DISTINCT), call, 0, 1,
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(addresses_of(peers, N), rank, generation, 0, N)
-    wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
+    wait(p0, generation, status, tl.full((), 0, tl.int32), 0, N)
     if OP == "":
         each_tile(_copy, (p0, generation, N, TABLE), call, 0, 1, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)
     else:
@@ -117,7 +117,7 @@ def _block_flags(
 
 @triton.jit
 def _block_flags_broadcast(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr,
@@ -130,7 +130,7 @@ def _block_flags_broadcast(
         each_tile(_send, (peers, rank, generation, 1, N, False), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(addresses_of(peers, N), rank, generation, 0, N)
-    wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
+    wait(p0, generation, status, tl.full((), 0, tl.int32), 0, N)
     if rank != root:
         each_tile(fetch_tile, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip

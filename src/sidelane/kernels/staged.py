@@ -71,7 +71,7 @@ def arrange(
         **tiles.constants,
         **reduction_constants(reduction),
     }
-    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.board)
+    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.status)
     addresses = padded(site.rotated(site.arenas)) + padded(site.rotated(stagings) if reduction is None else stagings)
     owned = -(-tiles.count // n) if gather and constants["TABLE"] else tiles.count
     return Launch(_staged, site.blocks(owned), WARPS, arguments + addresses, constants)
@@ -79,7 +79,7 @@ def arrange(
 
 @triton.jit
 def _staged(
-    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
     N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr,
@@ -100,7 +100,7 @@ def _staged(
     each_tile(_stage, (own, staged, rank, total, SHARDS, RAGGED, OP == ""), call, 0, 1,
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
     signal(arenas, rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    spent = wait(p0, generation, status, spent, 0, N)
 
     shard = rank * staged if SHARDS > 1 else rank * 0
     if OP == "":
@@ -116,7 +116,7 @@ def _staged(
         each_tile(_reduce, (own, stagings, shard, N, GATHER, OP, DTYPE, ELEMENT_BYTES, FLOAT), reduced, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(arenas, rank, generation, 1, N)
-    spent = wait(p0, generation, board, spent, 1, N)
+    spent = wait(p0, generation, status, spent, 1, N)
 
     if GATHER:
         if TABLE:
@@ -132,7 +132,7 @@ def _staged(
             each_tile(_fetch_shards, (results, total, rank, N), call, 0, 1,
                       TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
         signal(arenas, rank, generation, 2, N)
-        spent = wait(p0, generation, board, spent, 2, N)
+        spent = wait(p0, generation, status, spent, 2, N)
     end_generation(p0, generation)
 
 

@@ -95,8 +95,8 @@ class Exchange:
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = dist.HashStore() if self.world_size == 1 else store_of(group)
         self._store: dist.Store | None = None
-        said = dist.PrefixStore(f"sidelane/{self._group}", self.store)
-        self.liveness: Liveness = liveness_of(group, said, self.rank, self.ranks)
+        shared = dist.PrefixStore(f"sidelane/{self._group}", self.store)
+        self.liveness: Liveness = liveness_of(group, shared, self.rank, self.ranks)
         with _counting:
             self._slots = _slots.setdefault(group, itertools.count(1))
         self._go_on()

@@ -53,7 +53,7 @@ from sidelane.ops.embedding_tables import (
     threads_of,
     words_of_tables,
 )
-from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, reporting_refusals
 from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -182,12 +182,12 @@ def embedding_all_to_all_backward(
     """
 
     def make() -> CachedLaunch:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
             if not sparse:
                 refuse_atomics(comm, f"{NAME} backward")
         handle = kept(comm, ("backward", *kind), lambda: EmbeddingBackward(comm, tables, batch))
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             dtype, shape = handle.tables.dtype, handle.tables.output_shape
             check_tensor(NAME, "grad", grad, comm.device, (dtype,), (2,))
             if grad.shape != shape:

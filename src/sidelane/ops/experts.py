@@ -47,7 +47,7 @@ from sidelane.ops.handle import (
     compare_shapes,
     kept,
     power_of_two,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
@@ -107,7 +107,7 @@ def route_experts(
         ValueError, TypeError: an argument is wrong.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, ROUTE):
+    with reporting_refusals(comm, ROUTE):
         chosen = check_tensor(ROUTE, "chosen", chosen, comm.device, (torch.int32, torch.int64), (2,))
         gates = check_tensor(ROUTE, "gates", gates, comm.device, FLOATS, (2,))
         tokens, k = chosen.shape
@@ -149,7 +149,7 @@ def dispatch_tokens(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, DISPATCH):
+    with reporting_refusals(comm, DISPATCH):
         tokens = check_tensor(DISPATCH, "tokens", tokens, comm.device, FLOATS, (2,))
         if len(tokens) != len(routes.returned):
             raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
@@ -176,7 +176,7 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
 
     Raises the same errors as :func:`dispatch_tokens`.
     """
-    with telling_refusals(comm, COMBINE):
+    with reporting_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
         if len(rows) != len(routes.rows):
             raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")

@@ -20,7 +20,7 @@ from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 H = TypeVar("H")
 
 
-class TellsRefusals(Protocol):
+class RefusingRanks(Protocol):
     """A communicator, or the ranks of several nodes."""
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -142,7 +142,7 @@ def buffer_lock(comm: Communicator) -> BufferLock:
 
 
 @contextlib.contextmanager
-def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
+def reporting_refusals(comm: RefusingRanks, name: str) -> Iterator[None]:
     """Tell the peers about an exception inside: it keeps this rank from its next call."""
     try:
         yield

@@ -26,7 +26,7 @@ from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
 from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
-from sidelane.ops.handle import check_choice, is_captured, telling_refusals
+from sidelane.ops.handle import check_choice, is_captured, reporting_refusals
 from sidelane.session import Communicator
 from sidelane.session.answers import recall, remember
 
@@ -154,7 +154,7 @@ class FusedOperator:
         known, key = find_launch(comm, asked, tensors)
         if known is not None:
             return known
-        with telling_refusals(comm, self.name):
+        with reporting_refusals(comm, self.name):
             self.check_method(comm, method, pieces)
             call = check()
         chosen = self.choose(comm, method, pieces, call)
@@ -203,7 +203,7 @@ class FusedOperator:
         """Refuse a call that only a kernel can run, which ``auto`` does not take without a measurement here."""
         legal = self._legal(call, captured=captured)
         if chosen.name not in legal:
-            with telling_refusals(comm, self.name):
+            with reporting_refusals(comm, self.name):
                 where = "inside of a capture" if captured else "of a call with such arguments"
                 text = f"{where}, on GPUs that have never run its kernel (value={AUTO}, allowed={', '.join(legal)})"
                 raise UnavailableError(f"{self.name}: method {text}")
@@ -269,7 +269,7 @@ def explain(
         dtype: dtype of the weight, tables or rows; None for any that was measured.
         without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
     """
-    with telling_refusals(comm, "explain"):
+    with reporting_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPERATORS))
         wanted = len(OPERATORS[op].sizes)
         if len(sizes) != wanted or min(sizes) < 1:

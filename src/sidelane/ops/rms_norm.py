@@ -29,7 +29,7 @@ from sidelane.ops.handle import (
     power_of_two,
     programs_of,
     register_limit,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.timeline import stamps_of
@@ -242,7 +242,7 @@ def all_reduce_rms_norm(
         return OperatorCall(key, (tokens, hidden), x.element_size(), make)
 
     if type(eps) is not float:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             eps = _number(eps)
     words: tuple[object, ...] | None = schedule, eps
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sidelane.ops.gemm import ARGUMENT_INDICES, rows_sender
-from sidelane.ops.handle import check_tensor, is_captured, telling_refusals
+from sidelane.ops.handle import check_tensor, is_captured, reporting_refusals
 from sidelane.ops.operands import check_rows
 from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.session import Communicator
@@ -92,7 +92,7 @@ def send_rows(
     """
 
     def make() -> CachedLaunch:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
             check_rows(NAME, comm, x, counts, most_rows, sent=sent)
         return functools.partial(sender(), again=RepeatedLaunch(ARGUMENT_INDICES))

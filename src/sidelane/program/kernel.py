@@ -206,7 +206,7 @@ class KernelCall:
         grid: number of programs, in one to three dimensions.
         arguments: tensors and numbers, in the order of the source.
         options: constants, and options of Triton's launcher (``num_warps``, ...).
-        board: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
+        status_words: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
     """
 
     kernel: Any
@@ -214,7 +214,7 @@ class KernelCall:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    board: int
+    status_words: int
 
     @property
     def collective(self) -> str:

@@ -194,7 +194,7 @@ class BoundProgram:
         call = calls.number()
         caller = calls.backend.caller_stream()
         region = _CAPTURED if caller[1] else _EAGER
-        with calls.telling_refusals(call, self._name):
+        with calls.reporting_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, caller) if self._has_callers else 0
@@ -434,7 +434,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
     call, (found, forms) = path.agree("load", check)
     ready = calls.number()
-    with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
+    with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
         bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         backend.wait_for_stores()

@@ -16,7 +16,6 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
-    BOARD,
     CONTEXT_WORDS,
     FLAG_COUNT,
     GENERATION,
@@ -24,6 +23,7 @@ from sidelane.device.layout import (
     RANK,
     REGION_FLAGS_OFFSET,
     REGIONS,
+    STATUS,
     WORLD_SIZE,
     region_bytes,
 )
@@ -118,7 +118,7 @@ class OwnKernel:
         self._block: SymmetricBlock | None = block
         words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
-        words[BOARD], words[FLAG_COUNT] = backend.board, flags
+        words[STATUS], words[FLAG_COUNT] = backend.status_words, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self._launches: dict[Hashable, RepeatedLaunch] = {}
         self.context: torch.Tensor = lasting(device, lambda: words.to(device))
@@ -171,7 +171,7 @@ class OwnKernel:
                 return None
         call = calls.number()
         caller = calls.backend.caller_stream()
-        with calls.telling_refusals(call, str(self)):
+        with calls.reporting_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or caller[1]):
@@ -243,7 +243,9 @@ class OwnKernel:
         """Bind the kernel to arguments, and compile it if it is new."""
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
-        call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
+        call = KernelCall(
+            self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.status_words
+        )
         is_new = signature not in self._compiled
         runnable = self._calls.backend.bind_kernel_call(call, compiles=is_new)
         if is_new:
@@ -306,7 +308,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
     Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
-    constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
+    constant of the compiled kernel (``device/context``). Flags, context and status have as many words each.
     The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """
     arguments = path.arguments

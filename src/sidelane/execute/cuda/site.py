@@ -23,7 +23,7 @@ from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
-from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
+from sidelane.execute.cuda.watch import BUSY, FINISHED, HOST_WORDS, STARTED, STATUS, DeviceWatch
 from sidelane.execute.submitted import Counts, Entry, SubmissionLedger
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
@@ -170,7 +170,7 @@ class CudaSite:
             self.trigger_word, self._device_words = self.driver.device_words(2)
             self.words[DeviceWord.DONE] = self.trigger_word + WORD_BYTES
             self.host_trigger = self.driver.host_words(1)
-            self.board = words.address + WORD_BYTES * BOARD
+            self.status_words = words.address + WORD_BYTES * STATUS
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.cells, self._cells_owner = self.driver.device_words(CELLS)
             self.internal = self.create_stream()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.arguments import op_name
-from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import PeerError, UnavailableError, anew, in_no_order
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
@@ -24,6 +23,7 @@ from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
+from sidelane.integrations.works import late_ranks
 from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
@@ -165,8 +165,8 @@ class NodesCommunicator:
         self._group = ranks.own_node()
         with contextlib.ExitStack() as stack:
             stack.callback(self._group.close)
-            near = functools.partial(Communicator, self._group, device=device, config=config)
-            made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
+            make = functools.partial(Communicator, self._group, device=device, config=config)
+            made, attempt = ranks.made_by_all(lambda: stack.enter_context(make()))
             ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
             rails = ranks.within(f"rail{local_rank}")
 
@@ -182,8 +182,8 @@ class NodesCommunicator:
         self.status = NodesStatus(ranks, made.close)
         self.steps = TensorSteps(made, rail, self.status, self.nodes, self.rank, self.on_streams)
         self._watchdog = NodesWatchdog(self.status, self._attach, self._let_go)
-        guard = weakref.proxy(self)  # connections and threads end with this object, not when garbage is collected
-        self._order = StreamOrder(guard) if device.type == "cuda" else HostOrder(guard)
+        # Connections and threads end with this object, not when garbage is collected.
+        self._order = StreamOrder(lambda: made) if device.type == "cuda" else HostOrder(weakref.proxy(self))
         self.owner = forks.Owner("communicator of several nodes")
 
     def all_gather(
@@ -243,9 +243,7 @@ class NodesCommunicator:
     def late(self) -> tuple[str, Sequence[int]]:
         """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         node = self.nodes.of[self.rank]
-        control, own = self.own.control, self.nodes.members[node]
-        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
-        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        own, (text, ranks) = self.nodes.members[node], late_ranks(self.own.control)
         if not ranks:
             return f"; all ranks of node {node} have come, and wait for those of other nodes", ()
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
@@ -268,12 +266,6 @@ class NodesCommunicator:
         self.steps.close()
         self._order.close()
 
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """See ``works.WaitGuard``."""
-        backend: Any = self.backend
-        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
-        return work
-
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """End everything if a call fails, here and on the other ranks."""
@@ -289,7 +281,7 @@ class NodesCommunicator:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
-                self.status.tell(ended.ranks, why)
+                self.status.publish(ended.ranks, why)
             self.own.close()
             first = self.status.end(ended)
             if first is not ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -23,20 +23,6 @@ _NOWHERE, _MADE = "nowhere", "made"
 _HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
 
 
-class Meeting(NamedTuple):
-    """Result of the first meeting of a group's ranks.
-
-    Attributes:
-        nodes: nodes of the ranks.
-        liveness: liveness of the ranks.
-        timeout: time-out of their calls.
-    """
-
-    nodes: Nodes
-    liveness: Liveness
-    timeout: timedelta
-
-
 def find_nodes(
     store: dist.Store,
     rank: int,
@@ -44,8 +30,9 @@ def find_nodes(
     timeout: timedelta | None,
     config: Config | None = None,
     *,
+    name: str = "",
     wider: Wider | None = None,
-) -> Meeting:
+) -> NodeRanks:
     """Let the ranks of a group meet: they exchange their machines, and watch each other from now on. Collective.
 
     Args:
@@ -54,7 +41,11 @@ def find_nodes(
         ranks: ranks of the group, in the world.
         timeout: time-out for the last of them; None for that of the settings.
         config: settings, which may name virtual nodes in place of the machines; None for those in force.
+        name: name of the group, the same on all ranks.
         wider: see :class:`sidelane.memory.liveness.Liveness`.
+
+    Returns:
+        The ranks, with the settings and the time-out.
 
     Raises:
         ValueError: the settings name none for a rank of the group, on all ranks; or a setting is not allowed, and then
@@ -70,9 +61,11 @@ def find_nodes(
         except Exception as error:
             Exchange(everyone, DEFAULT_TIMEOUT_S, again=True).refuse(error, grace_s=_HEARD_S)
             raise
-        timeout = timedelta(seconds=config.timeout_s) if timeout is None else timeout
-        exchange = Exchange(everyone, timeout.total_seconds(), warn_s=config.warn_s, again=True)
-        return Meeting(exchanged_nodes(exchange, "process group", config), exchange.liveness, timeout)
+        if timeout is not None:
+            config = dataclasses.replace(config, timeout_s=timeout.total_seconds())
+        exchange = Exchange(everyone, config.timeout_s, warn_s=config.warn_s, again=True)
+        nodes = exchanged_nodes(exchange, "process group", config)
+        return NodeRanks(store, rank, nodes, exchange.liveness, config, name)
     finally:
         everyone.close()
 

@@ -204,8 +204,8 @@ class _Handshake:
         if not self._first:
             return dma, []
         entries = [flags.signal_entry(partner=rank, mover=peer) for peer in movers]
-        told: tuple[Command, ...] = (*self._first[rank], *entries, *(Signal(flag, EPOCH) for flag in held))
-        return dma, [Queue(rank, Engine(EngineKind.LOCAL), told)] if told else []
+        signals: tuple[Command, ...] = (*self._first[rank], *entries, *(Signal(flag, EPOCH) for flag in held))
+        return dma, [Queue(rank, Engine(EngineKind.LOCAL), signals)] if signals else []
 
     def _moved(self, rank: int, group: Sequence[int]) -> list[Command]:
         moves: list[Command] = [self._moves[rank, peer] for peer in group]
