@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from sidelane import fsdp as fsdp
     from sidelane import ops as ops
     from sidelane.c3.nano_batches import begin_collective, nano_batches
-    from sidelane.c3.overlap import Overlap, choose_overlap, overlap
+    from sidelane.c3.overlap import choose_overlap, overlap
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register, wrap
-    from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
+    from sidelane.session import Batched, BoundProgram, Communicator, Prelaunched, Work
     from sidelane.session.pools import SymmetricPool, pool
     from sidelane.session.tracing import trace
 
@@ -34,15 +34,12 @@ __all__ = [
     "Communicator",
     "CommunicatorClosedError",
     "Config",
-    "Lane",
     "MismatchError",
-    "Overlap",
     "PeerError",
     "PeerTimeoutError",
     "Prelaunched",
     "ProgramError",
     "Report",
-    "Session",
     "SidelaneError",
     "SidelaneGroup",
     "SymmetricPool",
@@ -61,7 +58,6 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.session.pools",
@@ -82,7 +78,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
 
     def __getattr__(name: str) -> Any:
         # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-        if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
+        if name in ("Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"):
             return getattr(import_module("sidelane.session"), name)
         if name in ("flight_recorder", "fsdp", "metrics", "ops"):
             return import_module(f"sidelane.{name}")

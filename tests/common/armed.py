@@ -11,9 +11,7 @@ from cuda_world import World
 from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaTrigger
 from sidelane.program.ir import EPOCH, Program
-from sidelane.program.transform import hold
-from sidelane.program.transform.prelaunch import held_by
-from sidelane.program.transform.triggers import without_callers
+from sidelane.program.transform import held_by, hold, without_callers
 
 
 class Armed:

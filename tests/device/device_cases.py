@@ -28,16 +28,15 @@ from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.trigger import CudaTrigger
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
 from sidelane.execute.vendor import make_driver
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import EPOCH, Copy, Program
-from sidelane.program.transform import freeze, hold, lower
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import freeze, held_by, hold, lower
 from sidelane_lab.sim.prelaunch import prelaunch
 
 FLAGS = 1024  # in each of the two regions

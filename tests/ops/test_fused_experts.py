@@ -65,11 +65,6 @@ def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
         assert all("several experts (value=counts on the device" in line for line in told) and len(told) == 2
 
 
-@pytest.mark.long
-def test_layers_of_experts_by_products_of_each(four: Crew) -> None:
-    assert all(four.run(fused_experts.layers, 2, "aot_eager", timeout_s=110))
-
-
 def test_counts_of_the_host_in_captures(four: Crew) -> None:
     for ways in four.run(fused_gemms.counts_in_captures, 2, timeout_s=110):
         combine, dispatch = " ".join(ways).split(" | ")

@@ -30,7 +30,7 @@ from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.store_values import Post, value_of
-from sidelane.session import session as profiles
+from sidelane.session import making as profiles
 
 
 def told(group: dist.ProcessGroup) -> list[list[object]]:
@@ -89,8 +89,8 @@ def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
             step()
         found.append(str(caught.value))
     with communicator(group) as comm:
-        calls = comm.lane.calls
-        refusing = calls.telling_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
+        calls = comm.calls
+        refusing = calls.reporting_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
         with pytest.raises((PeerError, ValueError)) as caught, refusing:
             if comm.rank:
                 raise ValueError(RAW)
@@ -423,7 +423,7 @@ def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[st
         if where == "staging" and wrong:
             patch.setattr(host_shared, "_reserve", fail)
         if where == "offer" and wrong:
-            patch.setattr(host_shared.ProcessIdentity, "own", fail)
+            patch.setattr(host_shared, "_offer", fail)
         if where == "plan" and wrong:
             patch.setattr("sidelane.collectives.plan.make_program", fail)
         found = outcome(comm.all_reduce, torch.ones(numel))
@@ -452,7 +452,7 @@ def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple
                 def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
                     raise error
 
-                patch.setattr("sidelane.session.session.make_backend", fail)
+                patch.setattr("sidelane.session.communicator.make_backend", fail)
             found.append(outcome(communicator, group))
         with communicator(group) as comm:
             comm.barrier()

@@ -11,8 +11,8 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.execute.base import Addresses, CallerStream, Executor, Questions, Repetition, Runnable
+from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import KernelCall, KernelProgram
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Trigger(Protocol):
     """Flags of this rank that its caller signals while a program is under way."""
 
-    def fire(self, epoch: int, place: Place) -> None:
+    def fire(self, epoch: int, caller: CallerStream) -> None:
         """Signal behind the caller's work so far."""
         ...
 
@@ -31,7 +31,7 @@ class Trigger(Protocol):
         """Signal at once."""
         ...
 
-    def expect(self, epoch: int, place: Place) -> None:
+    def expect(self, epoch: int, caller: CallerStream) -> None:
         """Let time-outs count from the caller's work so far, by which a kernel has signalled, or will.
 
         Raises:
@@ -43,7 +43,7 @@ class Trigger(Protocol):
 class Arrival(Protocol):
     """Flags of this rank that are signalled while a program is under way, as soon as its caller may read."""
 
-    def follow(self, epoch: int, place: Place, work: Work | None) -> None:
+    def follow(self, epoch: int, caller: CallerStream, work: Work | None) -> None:
         """Let the caller's next work follow the arrival, or the end of ``work``, the whole program."""
         ...
 
@@ -56,11 +56,11 @@ class KernelRunnable(Runnable, Protocol):
         """True if the launch can be repeated with the same arguments, without keeping them alive."""
         ...
 
-    def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
-        """Return the acts of the last :meth:`run` from ``place``, and the words in them that hold arguments' addresses.
+    def following(self, caller: CallerStream, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
+        """Return the acts of the last :meth:`run` from ``caller``, and those words that hold arguments' addresses.
 
         Args:
-            place: where it ran.
+            caller: where it ran.
             arguments: numbers of the arguments, which are tensors or None.
 
         Returns:
@@ -97,8 +97,8 @@ class Backend(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def board(self) -> int:
-        """Address of the board, the words that kernels and the host exchange (``device/layout.py``)."""
+    def status_words(self) -> int:
+        """Address of the status words, which kernels and the host exchange (``device/layout.py``)."""
 
     @abc.abstractmethod
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:
@@ -122,29 +122,29 @@ class Backend(abc.ABC):
         """Prepare waits for this rank's flags, (address, value) each, which ``loaded`` signals on its way."""
 
     @abc.abstractmethod
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         """Return the caller's current stream, and whether it is captured. Called once per call, since it takes time."""
 
     @property
-    def ahead(self) -> Place | None:
+    def ahead(self) -> CallerStream | None:
         """The stream of prelaunched calls, which wait for their trigger there; None if there are no streams."""
         return None
 
-    def follow_ahead(self, place: Place) -> None:
+    def follow_ahead(self, caller: CallerStream) -> None:
         """Order the caller's next work behind the last prelaunched call."""
         return
 
-    def capture_of(self, place: Place) -> int:
-        """Return the number of the capture that ``place`` is in, which is never used twice; 0 outside of captures."""
+    def capture_of(self, caller: CallerStream) -> int:
+        """Return the number of the capture that ``caller`` is in, which is never used twice; 0 outside of captures."""
         return 0
 
     @abc.abstractmethod
     def run(
-        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> Work | None:
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
-        ``place``: the caller's stream. If it is being captured, the program was made for a capture.
+        ``caller``: the caller's stream. If it is being captured, the program was made for a capture.
         """
 
     def questions(self) -> Questions | None:

@@ -57,7 +57,6 @@ class Planner:
 
     Args:
         capabilities: commands that the executor supports.
-        verify_programs: prove each program before its first run.
         profile: measured times by which ``auto`` chooses, the same on all ranks; None: choose by a heuristic.
         abilities: implementations that the machine supports, the same on all ranks.
         chosen_by: source of the profile, in words, for those who read a choice.
@@ -67,13 +66,11 @@ class Planner:
         self,
         capabilities: Capabilities,
         *,
-        verify_programs: bool,
         profile: Profile | None = None,
         abilities: Abilities = EVERYTHING,
         chosen_by: str = "",
     ) -> None:
         self._capabilities = capabilities
-        self._verify = verify_programs
         self._profile = profile
         self._abilities = abilities
         self._chosen_by = chosen_by
@@ -152,7 +149,7 @@ class Planner:
         return make_program(agreement, candidate, self._capabilities.moves)
 
     def _proved(self, program: P) -> P:
-        if self._verify and isinstance(program, Program):
+        if isinstance(program, Program):
             verify(program)
         return program
 
@@ -197,14 +194,14 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     if candidate.implementation == SM:
         # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
         there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
-        inputs = [part.input_place for part in there]
+        inputs = [part.input_location for part in there]
         return kernel_program(
             agreement.collective,
             candidate.variant,
             symmetric_input=all(
-                place is not None and (agreement.is_listed or place[1] % ALIGNMENT == 0) for place in inputs
+                location is not None and (agreement.is_listed or location[1] % ALIGNMENT == 0) for location in inputs
             ),
-            symmetric_output=all(part.output_place is not None for part in there),
+            symmetric_output=all(part.output_location is not None for part in there),
         )
     program = lower(_build(agreement, candidate.variant), moves)
     # Copies of rows are not split into every other row.
@@ -249,9 +246,9 @@ def choose_transport(part: CallPart, variant: str) -> Transport:
     if not part.has_bytes or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
     if collective.kind is Kind.ALL_REDUCE:
-        return Transport.PUSH if part.output_place is not None else Transport.STAGED
+        return Transport.PUSH if part.output_location is not None else Transport.STAGED
     if writes_into_outputs(variant):
-        if part.output_place is None and collective.world_size > 1:
+        if part.output_location is None and collective.world_size > 1:
             raise ValueError(
                 f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "
                 "symmetric memory (value=ordinary memory, allowed=a tensor from Communicator.empty)"
@@ -259,8 +256,8 @@ def choose_transport(part: CallPart, variant: str) -> Transport:
         return Transport.PUSH
     if collective.in_place and collective.kind is Kind.ALL_TO_ALL:
         return Transport.STAGED
-    if part.output_place is not None:
+    if part.output_location is not None:
         return Transport.PUSH
-    if part.input_place is not None:
+    if part.input_location is not None:
         return Transport.PULL
     return Transport.STAGED

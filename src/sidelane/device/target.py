@@ -22,7 +22,7 @@ def compiling_for(backend: str) -> Iterator[None]:
         _backend.reset(token)
 
 
-def _backend_asked() -> str:
+def _target_backend() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
     from triton.language.target_info import current_target
@@ -30,7 +30,7 @@ def _backend_asked() -> str:
     return _backend.get() or str(getattr(current_target(), "backend", ""))
 
 
-_backend_asked.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton does not read its body
+_target_backend.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton does not read its body
 
 
 @triton.constexpr_function
@@ -39,4 +39,4 @@ def is_nvidia():  # type: ignore[no-untyped-def]  # Triton reads it
 
     Outside of :func:`compiling_for`, kernels are compiled for the GPUs of this machine. False in Triton's interpreter.
     """
-    return _backend_asked() == "cuda"
+    return _target_backend() == "cuda"

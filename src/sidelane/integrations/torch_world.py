@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from sidelane.integrations.buffers import ask_groups_of
+from sidelane.integrations.buffers import use_group_memory_of
 from sidelane.integrations.fallback import make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.process_group import SidelaneGroup
@@ -175,4 +175,4 @@ for _ours in (split_group, batch_isend_irecv, _set_pg_timeout):
     if hasattr(dist, _name):
         setattr(dist, _name, _ours)
 trace_as_groups(SidelaneGroup)
-ask_groups_of(SidelaneGroup)
+use_group_memory_of(SidelaneGroup)

@@ -88,12 +88,12 @@ def _gpu(index: int, nvml: Any, notes: list[str]) -> InstalledGpu:
     power_cap_w: float | None = None
     if nvml:
         handle = _handle(nvml, index)
-        states = [_ask(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        states = [_query(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
         active = [link for link, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]
         links = len(active)
-        ends = [_ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) for link in active]
+        ends = [_query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) for link in active]
         through_switch = nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH in ends if links else None
-        cap_mw = _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        cap_mw = _query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         power_cap_w = cap_mw / 1000 if cap_mw is not None else None
     return InstalledGpu(
         index=index,
@@ -131,9 +131,9 @@ def _pair_links(count: int, nvml: Any) -> tuple[tuple[int, ...], ...] | None:
     for index in range(count):
         handle = _handle(nvml, index)
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if _ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
+            if _query(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
                 continue
-            end = _ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+            end = _query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
             peer = by_bus.get(end.busId) if end is not None else None
             if peer is not None:
                 links[index][peer] += 1
@@ -145,7 +145,7 @@ def _handle(nvml: Any, index: int) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
-def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call NVML; return None if the device does not support the query (every NVML error is a plain Exception)."""
     try:
         return function(*arguments)
@@ -154,7 +154,7 @@ def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _driver_version(nvml: Any) -> str:
-    version = _ask(nvml.nvmlSystemGetDriverVersion) if nvml else None
+    version = _query(nvml.nvmlSystemGetDriverVersion) if nvml else None
     return version.decode() if isinstance(version, bytes) else version or "unknown"
 
 

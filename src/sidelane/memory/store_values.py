@@ -58,10 +58,10 @@ def alike(own: Any, other: Any) -> bool:
     return not isinstance(own, tuple) or (len(own) == len(other) and all(map(alike, own, other)))
 
 
-def not_understood(what: str, rank: int, said: bytes) -> PeerError:
+def not_understood(what: str, rank: int, received: bytes) -> PeerError:
     """Return the error for a value that this version of Sidelane cannot read."""
     return PeerError(
-        f"{what}: rank {rank} said {said[:SHOWN]!r} (allowed=what Sidelane {version.VERSION} says there)", (rank,)
+        f"{what}: rank {rank} said {received[:SHOWN]!r} (allowed=what Sidelane {version.VERSION} says there)", (rank,)
     )
 
 

@@ -18,7 +18,7 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.shape import Beside
@@ -47,6 +47,7 @@ class Prelaunched(PlacedProgram):
         super().__init__(calls, preparer, forms, buffers, choice)
         self._name = f"prelaunched {self._name}"
         self.host_trigger = False
+        self._before = 0  # number of the last call but one
 
     @property
     def armed(self) -> bool:
@@ -89,11 +90,11 @@ class Prelaunched(PlacedProgram):
         if self._unfired:
             raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
         call = calls.number()
-        with calls.telling_refusals(call, self._signature):
-            if calls.backend.place()[1]:
+        with calls.reporting_refusals(call, self._signature):
+            if calls.backend.caller_stream()[1]:
                 raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
-        self._epoch, self._works[EAGER] = call, None
+        self._before, self._epoch, self._works[EAGER] = self._epoch, call, None
         if (ahead := calls.backend.ahead) is not None:
             self._run(ahead)
         calls.armed, self._unfired = self, {0}
@@ -107,10 +108,10 @@ class Prelaunched(PlacedProgram):
             PeerError, PeerTimeoutError: as other calls.
         """
         self._require_armed("trigger")
-        place = self._place_of_call("trigger")
+        caller = self._caller_stream("trigger")
         with self._calls.failing_for_good():
-            self._triggers[0].fire(self._epoch, place)
-        self._end_behind(place)
+            self._triggers[0].fire(self._epoch, caller)
+        self._end_behind(caller)
 
     def trigger_from_host(self) -> None:
         """Fire the call at once. The caller's work that computes its input must have ended.
@@ -124,10 +125,11 @@ class Prelaunched(PlacedProgram):
         if not self.host_trigger:
             raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
         with self._calls.failing_for_good():
+            self._settle()
             self._triggers[0].fire_from_host(self._epoch)
         self._note_fired()
         if self._calls.backend.ahead is None:
-            self._run(self._calls.backend.place(), async_op=True)
+            self._run(self._calls.backend.caller_stream(), async_op=True)
 
     def wait(self) -> None:
         """Order the caller's next work behind the end of the call. CPU ranks block.
@@ -145,16 +147,16 @@ class Prelaunched(PlacedProgram):
             calls.require_open()
         if not self._epoch or self._block is None:
             raise RuntimeError(f"wait: there is nothing to wait for (value={self}, allowed=after arm)")
-        place = self._place_of_call("wait")
+        caller = self._caller_stream("wait")
         if self._unfired:
             with calls.failing_for_good():
-                self._triggers[0].expect(self._epoch, place)
-            self._end_behind(place)
+                self._triggers[0].expect(self._epoch, caller)
+            self._end_behind(caller)
             return
         with calls.failing_for_good():
             if (work := self._works[EAGER]) is not None:
                 work.wait()
-            calls.backend.follow_ahead(place)
+            calls.backend.follow_ahead(caller)
 
     def close(self) -> None:
         """Release all resources. Idempotent.
@@ -166,37 +168,49 @@ class Prelaunched(PlacedProgram):
         """
         calls = self._calls
         try:
-            if self._unfired and calls.backend.ahead is None and not (calls.forked or calls.failure):
-                place = calls.backend.place()
-                try:
-                    self._triggers[0].expect(self._epoch, place)
-                except RuntimeError:  # no kernel has fired it
-                    self._unfired.clear()
-                else:
-                    self._end_behind(place)
+            if self._unfired and not (calls.forked or calls.failure):
+                with calls.failing_for_good():
+                    self._settle()
+                if calls.backend.ahead is None:
+                    self._end_if_fired()
             super().close()
         finally:
             if calls.armed is self:
                 calls.armed = None
 
+    def _settle(self) -> None:
+        """Wait for the call before: a stream that has yet to write its trigger would undo what the host writes."""
+        if self._before:
+            self._calls.backend.synchronize(self._before)
+
+    def _end_if_fired(self) -> None:
+        """Make the call of a CPU rank if a kernel has fired it, since the peers may have its bytes; else cancel it."""
+        caller = self._calls.backend.caller_stream()
+        try:
+            self._triggers[0].expect(self._epoch, caller)
+        except RuntimeError:
+            self._unfired.clear()
+        else:
+            self._end_behind(caller)
+
     def _synchronize(self) -> None:
         if self._epoch:
             self._calls.backend.synchronize(self._epoch)  # another handle may be armed
 
-    def _run(self, place: Place, *, async_op: bool = False) -> None:
+    def _run(self, caller: CallerStream, *, async_op: bool = False) -> None:
         prepared = self._prepared[EAGER]
         assert prepared is not None
-        self._works[EAGER] = self._calls.run(prepared, self._epoch, async_op, self._tensors, self._written, place)
+        self._works[EAGER] = self._calls.run(prepared, self._epoch, async_op, self._tensors, self._written, caller)
 
-    def _end_behind(self, place: Place) -> None:
+    def _end_behind(self, caller: CallerStream) -> None:
         """Let the caller's next work follow the end of the call, which has been fired."""
         self._note_fired()
         backend = self._calls.backend
         if backend.ahead is None:
-            self._run(place)
+            self._run(caller)
             return
         with self._calls.failing_for_good():
-            backend.follow_ahead(place)
+            backend.follow_ahead(caller)
 
     def _note_fired(self) -> None:
         self._unfired.clear()
@@ -212,13 +226,13 @@ class Prelaunched(PlacedProgram):
 
 
 def prepare_prelaunched(
-    path: CallPath, asked: SingleCall, variant: str, host_trigger: bool, beside: Beside | None
+    path: CallPath, single: SingleCall, variant: str, host_trigger: bool, beside: Beside | None
 ) -> Prelaunched:
     """Plan, verify and load a prelaunched call, which does not reduce. Collective.
 
     Args:
         path: call path of the lane.
-        asked: kind and arguments of the call.
+        single: kind and arguments of the call.
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: see ``Communicator.prepare_all_gather``.
         beside: see ``Communicator.prepare_all_gather``.
@@ -226,24 +240,24 @@ def prepare_prelaunched(
     Raises:
         Exception: as ``Communicator.prepare_all_gather`` does.
     """
-    calls, name = path.calls, f"prepare_{asked.name}"
+    calls, name = path.calls, f"prepare_{single.name}"
 
     def check() -> tuple[tuple[Request, Agreement], str]:
-        check_tensors(name, *asked.tensors)
-        allowed = prelaunchable(everything(asked.name, calls.backend.abilities))
+        check_tensors(name, *single.tensors)
+        allowed = prelaunchable(everything(single.name, calls.backend.abilities))
         if variant not in allowed:
             raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
-        (request,) = asked.requests(path.arguments)
-        agreement = asked.agreement((request,), variant, False, path.hint(name, beside))
+        (request,) = single.requests(path.arguments)
+        agreement = single.agreement((request,), variant, False, path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text}"
 
     call, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
         program, choice = path.preparer.planner.held(agreement)
-        tensors = dict(zip((Buffer.OUTPUT, Buffer.INPUT), asked.tensors, strict=True))
+        tensors = dict(zip((Buffer.OUTPUT, Buffer.INPUT), single.tensors, strict=True))
         regions = {buffer: request.region(buffer) for buffer in tensors}
         buffers = NamedBuffers(program, tensors, regions, program.remote_buffers() & set(regions))
-        forms = Forms.proved(program, path.arguments.rank, proves=calls.config.verify, captures=False)
+        forms = Forms.proved(program, path.arguments.rank, captures=False)
         handle = place_program(Prelaunched, path, call, forms, buffers, choice)
     handle.host_trigger = host_trigger
     return handle

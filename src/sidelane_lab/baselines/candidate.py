@@ -26,9 +26,6 @@ from sidelane_lab.harness.study import SEPARATE
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-CTAS = "ctas"
-"""A variant of the library's kernels that are held to a number of workgroups: ``ctas8``."""
-
 CALLS_AHEAD = 2
 """Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
 
@@ -220,11 +217,6 @@ class ReadyCall:
     @property
     def label(self) -> str:
         return str(self.candidate)
-
-    @property
-    def workgroups(self) -> int:
-        """The workgroups that the library is held to, as its variant says; 0: it has as many as it likes."""
-        return int(self.variant.removeprefix(CTAS)) if self.variant.startswith(CTAS) else 0
 
     @property
     def repeatable(self) -> bool:

@@ -44,9 +44,6 @@ ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 """Names of implementations, in the order of a study."""
 
-BESIDE = ("nccl_ctas",)
-"""Implementations that run next to a computation only, behind the others."""
-
 OTHER_CALLS = ("dma_left",)
 """Implementations that make another call next to a computation: all-to-alls without a copy inside a GPU."""
 
@@ -67,8 +64,7 @@ def implementations(device_type: str, *, with_auto: bool = False, with_others: b
     >>> implementations("cpu")
     ('gloo', 'dma', 'auto')
     """
-    names = ON_CPUS if device_type == CPU else ON_GPUS + (BESIDE if with_auto else ())
-    names += OTHER_CALLS if with_others else ()
+    names = (ON_CPUS if device_type == CPU else ON_GPUS) + (OTHER_CALLS if with_others else ())
     return tuple(name for name in names if not (with_auto and name == "auto"))
 
 
@@ -389,7 +385,6 @@ def make_roster(
         from sidelane_lab.baselines.baselines_cuda import (
             Nccl,
             NcclCopyEngines,
-            NcclCtas,
             kernels_of,
         )
         from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
@@ -397,7 +392,6 @@ def make_roster(
         find_kernels = kernels_of
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
-            "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
             "symm_mem": lambda: SymmetricMemoryOperators(rank.device, meter),
         }

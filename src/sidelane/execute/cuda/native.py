@@ -249,8 +249,8 @@ class MemoryOps:
         array = self._sealed()
         return [array[run.start : run.stop, _VALUE].fill for run in _runs(sorted(indices))]
 
-    def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the places of operations' values: (first address, distance in bytes, number), joined if adjacent."""
+    def strided_words(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return the words of operations' values: (first address, distance in bytes, number), joined if adjacent."""
         array = self._sealed()
         first = array.ctypes.data + array.itemsize * _VALUE
         distance = array.itemsize * _OP_WORDS

@@ -26,8 +26,7 @@ from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, 
 from sidelane.execute.cuda.streams import Placed, RankStreams
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Copy, Flag, Program, Reduce, Signal, SignalOp, Stamp, Value, Wait, describe
-from sidelane.program.transform.prelaunch import held_by, release
-from sidelane.program.transform.triggers import flags_by_callers, waits_for
+from sidelane.program.transform import flags_by_callers, held_by, release, waits_for
 
 
 def plan_calls(

@@ -10,8 +10,8 @@ import torch
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
 
 _WORD_BYTES = 4
 _PATIENCE_S = 5.0

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cuda.calls import HostWord
 from sidelane.execute.cuda.native import Bound, MemoryOps
 from sidelane.execute.cuda.site import CudaSite
@@ -122,13 +122,13 @@ class CudaArrival(_FlagCalls):
         self._all = slice(0, len(words))
         super().__init__(executor, ops, [value for _, value in words], title)
 
-    def follow(self, epoch: int, place: Place, work: object = None) -> None:
+    def follow(self, epoch: int, caller: CallerStream, work: object = None) -> None:
         """Let the next work of a stream follow the arrival.
 
         Raises:
             Exception: as :meth:`CudaTrigger.fire`.
         """
-        self._submit("wait_for_arrival", epoch, place[0], self._all)
+        self._submit("wait_for_arrival", epoch, caller[0], self._all)
 
 
 class CudaTrigger(_FlagCalls):
@@ -148,23 +148,23 @@ class CudaTrigger(_FlagCalls):
         self._flags, self._begin = slice(0, len(words)), slice(len(words), len(words) + 1)
         super().__init__(executor, ops, [*(value for _, value in words), EPOCH], title)
 
-    def fire(self, epoch: int, place: Place) -> None:
+    def fire(self, epoch: int, caller: CallerStream) -> None:
         """Signal behind the work of a stream.
 
         Raises:
             PeerError, PeerTimeoutError: an invocation failed.
             DriverError: the driver refused it. The executor is of no use any more.
         """
-        self._submit("trigger", epoch, place[0], self._flags)
+        self._submit("trigger", epoch, caller[0], self._flags)
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once, without order behind a stream. Raises as :meth:`fire`."""
         self._submit("trigger_from_host", epoch, self._executor.internal, self._flags)
 
-    def expect(self, epoch: int, place: Place) -> None:
+    def expect(self, epoch: int, caller: CallerStream) -> None:
         """Let the time of the invocation count from here on, where a kernel of the stream has fired it or will.
 
         Raises:
             Exception: as :meth:`fire`.
         """
-        self._submit("wait", epoch, place[0], self._begin)
+        self._submit("wait", epoch, caller[0], self._begin)
