@@ -74,14 +74,14 @@ def observe(observer: Observer) -> None:
     """Tell an observer of all calls from now on."""
     global observers
     observers = (*observers, observer)
-    _settle()
+    _set_active()
 
 
 def leave(observer: Observer) -> None:
     """Tell an observer of no more calls."""
     global observers
     observers = tuple(one for one in observers if one is not observer)
-    _settle()
+    _set_active()
 
 
 def mark_by_nvtx() -> None:
@@ -92,7 +92,7 @@ def mark_by_nvtx() -> None:
     """
     global _domain
     _domain = importlib.import_module("nvtx").get_domain(DOMAIN)
-    _settle()
+    _set_active()
 
 
 def notify(event: str, *arguments: object) -> None:
@@ -292,7 +292,7 @@ def world_rank() -> int:
     return int(os.environ.get("RANK", "0")) if _world_rank is None else _world_rank
 
 
-def _settle() -> None:
+def _set_active() -> None:
     """Set :data:`is_active`: while only torch's profiler may observe, it is torch's own function."""
     global is_active
     is_active = (lambda: True) if observers or _domain is not None else torch.autograd._profiler_enabled

@@ -18,7 +18,7 @@ from sidelane.native import arena, build
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 from sidelane.native.build import find_compiler
 from sidelane.session import pools
-from sidelane.session.pools import DevicePlacer, give_back_pools
+from sidelane.session.pools import DevicePlacer, release_pools
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C compiler")
 
@@ -225,22 +225,22 @@ def test_a_pool_places_what_is_allocated_inside(cuda: FakeCuda) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"^of another device$"), placer.active():
         raise torch.OutOfMemoryError("of another device")
     placer.close()
-    give_back_pools()
+    release_pools()
     assert not gone, "tensors live"
     cuda.free(pool, first), cuda.free(pool, second)
     cuda.capturing = True
-    give_back_pools()
+    release_pools()
     assert not gone, "not in the middle of a capture"
     cuda.capturing, cuda.graphs = False, 1
-    give_back_pools()
+    release_pools()
     assert not gone, "a graph has it"
     cuda.graphs, cuda.busy = 0, True
-    give_back_pools()
+    release_pools()
     assert not gone, "what is queued may use it"
     cuda.busy = False
-    give_back_pools()
+    release_pools()
     assert gone == ["gone"]
-    give_back_pools()
+    release_pools()
     assert gone == ["gone"]
 
 
@@ -250,10 +250,10 @@ def test_too_many_pools(cuda: FakeCuda) -> None:
         DevicePlacer("one more", region(), int, 1.0)
     for placer in placers:
         placer.close()
-    give_back_pools()
+    release_pools()
     again = DevicePlacer("again", region(), int, 1.0)
     again.close()
-    give_back_pools()
+    release_pools()
 
 
 def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:

@@ -67,7 +67,7 @@ class Repeats:
     ) -> None:
         self.backend = backend
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
-        control, posts, lock = calls.control, calls.control.own_posts(), backend.executor.lock
+        control, own, lock = calls.control, calls.control.own, backend.executor.lock
         guards = (
             (calls, "closed", False),
             (calls, "failure", None),
@@ -78,8 +78,8 @@ class Repeats:
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
-            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
-            *(control, control.post_call, posts.lock, lock.acquire, lock.release),
+            *(tuple(own.slots), tuple(record.address for record in own.slots), own.begun_address),
+            *(control, control.post_call, control.lock, lock.acquire, lock.release),
             *(count_writes, torch.Tensor),
         )
         self.run = self._replay.run

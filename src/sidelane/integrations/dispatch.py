@@ -301,11 +301,11 @@ class GroupDispatcher:
                 args, copies = calls.contiguous_arguments(call)
             work = getattr(self.life.other, call.operation.method)(*args)
         except RuntimeError as error:
-            self.life.witness.explain(error, needed)
+            self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""

@@ -17,7 +17,7 @@ from sidelane import config as settings
 from sidelane import forks
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.integrations.fallback import Witness, kinds
+from sidelane.integrations.fallback import FailedPeers, kinds
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.order import HostOrder, StreamOrder
@@ -38,11 +38,11 @@ class GroupLifetime:
     Args:
         group: group that torch knows; this object does not keep it alive.
         other: group behind it.
-        witness: knows the processes that have died.
+        failed_peers: knows the processes that have died.
         here: ranks of the group; their settings have the time-out of Sidelane's calls.
 
     Attributes:
-        other, witness: see above.
+        other, failed_peers: see above.
         ranks: ranks of the group, in the world.
         rank: number of this rank in the group.
         nodes: nodes of the ranks.
@@ -58,8 +58,10 @@ class GroupLifetime:
         forgets: functions that drop the works, decisions and memory of calls, before the communicators are closed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup, witness: Witness, here: NodeRanks) -> None:
-        self._whose, self.other, self.witness, self._here = weakref.ref(group), other, witness, here
+    def __init__(
+        self, group: dist.ProcessGroup, other: dist.ProcessGroup, failed_peers: FailedPeers, here: NodeRanks
+    ) -> None:
+        self._whose, self.other, self.failed_peers, self._here = weakref.ref(group), other, failed_peers, here
         self.ranks, self.rank, self.nodes = here.liveness.ranks, here.rank, here.nodes
         self.timeout = timedelta(seconds=here.config.timeout_s)
         self.name = "undefined"
@@ -127,7 +129,7 @@ class GroupLifetime:
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
-            self.witness.liveness.leave(str(self._ending_error()))
+            self.failed_peers.liveness.leave(str(self._ending_error()))
         for forget in self.forgets:
             forget()
         communicators, self.communicators = self.communicators, {}

@@ -22,7 +22,7 @@ from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
-from sidelane.integrations.fallback import Witness, kinds, make_other
+from sidelane.integrations.fallback import FailedPeers, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
@@ -67,13 +67,13 @@ class SidelaneGroup(dist.ProcessGroup):
         self._store, self.world_ranks = store, tuple(ranks)
         here = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
         keep(self, here.liveness)
-        witness = Witness(here.liveness)
+        failed_peers = FailedPeers(here.liveness)
         try:
             self._other, self._owned = other(timedelta(seconds=here.config.timeout_s)), owned
         except RuntimeError as error:  # a rank that has met the others may end while they connect
-            witness.explain(error, range(size))
+            failed_peers.explain(error, range(size))
             raise
-        self._lifetime, self._description = GroupLifetime(self, self._other, witness, here), "undefined"
+        self._lifetime, self._description = GroupLifetime(self, self._other, failed_peers, here), "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)

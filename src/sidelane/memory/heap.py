@@ -16,7 +16,7 @@ import torch
 from sidelane import forks
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
-from sidelane.memory.release import give_back
+from sidelane.memory.release import release_dropped
 from sidelane.memory.storage import storage_of
 
 Location = tuple[int, int] | None
@@ -298,7 +298,7 @@ class LaneMemory:
         Raises:
             UnavailableError: the device has no more memory, or the limit is reached; on every rank alike.
         """
-        give_back()
+        release_dropped()
         self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
         for text in dropped:
             self._pool.drop(from_text(text))

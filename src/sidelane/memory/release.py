@@ -50,7 +50,7 @@ class Kept:
             return
         _dropped.append(kept)
         if not lanes:
-            give_back()
+            release_dropped()
 
 
 class KeptBytes(Kept, MemoryBytes):
@@ -73,7 +73,7 @@ def keep_bytes(tensor: torch.Tensor, device: torch.device | None = None) -> torc
     return tensor_of(KeptBytes(tensor, device or tensor.device), tensor.data_ptr(), tensor.device)
 
 
-def give_back() -> bool:
+def release_dropped() -> bool:
     """Release dropped memory, if this moment is safe. Return True if none is left."""
     if not _dropped:
         return True

@@ -42,7 +42,7 @@ from sidelane.errors import (
 )
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
-from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
+from sidelane.memory.release import Kept, keep_bytes, lanes, release_dropped
 from sidelane.memory.storage import lasting
 
 _POLL_S = 500e-6
@@ -131,7 +131,7 @@ class TorchSymmetricMemory:
             raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
         if nbytes <= 0:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
-        give_back()
+        release_dropped()
         tensor: torch.Tensor | None = None
 
         def take() -> tuple[int, str, int]:
@@ -162,7 +162,7 @@ class TorchSymmetricMemory:
             _c10d()._unregister_process_group(self._name)
         self._exchange = None
         lanes.discard(self)
-        give_back()
+        release_dropped()
 
     def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
         """Map the memory of all ranks while none of their processes makes another rendezvous; return torch's handle."""

@@ -74,7 +74,7 @@ def communicator_of(number: int) -> Communicator | ScaleOut:
 
 def result_lock(ranks: Communicator | ScaleOut) -> BufferLock:
     """Return the lock of operators that copy a result from where the next call, of another stream, puts its own."""
-    comm = ranks if isinstance(ranks, Communicator) else ranks.near
+    comm = ranks if isinstance(ranks, Communicator) else ranks.intra_node
     return kept(comm, result_lock, lambda: buffer_lock(comm))
 
 

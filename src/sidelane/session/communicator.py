@@ -53,7 +53,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
-from sidelane.memory.release import give_back
+from sidelane.memory.release import release_dropped
 from sidelane.memory.storage import lasting
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
@@ -740,7 +740,7 @@ class Communicator:
         if self._is_first:
             session.members.clear()
             session.heap.close()
-            give_back()
+            release_dropped()
 
     def _release(self) -> None:
         calls = self.calls

@@ -151,7 +151,7 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
         communicator.refuse("pool", error)
         raise see(error, Page.ERRORS)
     if communicator.device.type == "cuda":
-        give_back_pools()
+        release_pools()
     region = communicator.empty(rounded(nbytes, SEGMENT_BYTES), dtype=torch.uint8)
     communicator.pools += 1
     name = f"{POOL}{communicator.pools} of {communicator.name}"
@@ -243,7 +243,7 @@ class DevicePlacer:
         return True
 
 
-def give_back_pools() -> None:
+def release_pools() -> None:
     """Return the memory of deleted pools whose tensors are all deleted, too. Does nothing while a graph is captured."""
     if torch.cuda.is_current_stream_capturing():
         return

@@ -271,7 +271,7 @@ def _close(memory: VirtualMemory, start: int, sizes: Sequence[int], mapped: int)
         places = itertools.accumulate(sizes, initial=start)
         for place, nbytes in itertools.islice(zip(places, sizes, strict=False), mapped):
             memory.unmap(place, nbytes)
-        memory.give_back(start, sum(sizes))
+        memory.free_range(start, sum(sizes))
 
 
 _numbers = itertools.count(1)

@@ -314,14 +314,14 @@ def reduce_scatter(piece: NodesPiece) -> Iterator[None]:
 def all_to_all(piece: NodesPiece) -> Iterator[None]:
     """Collect within the node the parts for all ranks of a rail; then exchange them along the rail."""
     steps, packed = piece.steps, piece.pack()
-    near, far, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
+    per_node, node_count, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
     collected, middle = piece.scratch("collected", ranks, is_sent=True), piece.scratch("middle", ranks)
     arrived = piece.scratch("arrived", ranks)
     steps.within(Kind.ALL_TO_ALL, collected, packed)
     to, given = (whole.view(ranks, -1).unbind() for whole in (middle, collected))
     steps.copy(  # [from][to node] becomes [to node][from]
-        (to[node * near + local_rank], given[local_rank * far + node])
-        for local_rank in (*range(piece.local_rank, near), *range(piece.local_rank))
+        (to[node * per_node + local_rank], given[local_rank * node_count + node])
+        for local_rank in (*range(piece.local_rank, per_node), *range(piece.local_rank))
         for node in (piece.node, *piece.others)
     )
     exchanging = steps.along(Kind.ALL_TO_ALL, arrived, middle)
@@ -332,7 +332,7 @@ def all_to_all(piece: NodesPiece) -> Iterator[None]:
         pair
         for node, members in enumerate(piece.nodes.members)
         for local_rank, rank in enumerate(members)
-        for pair in zip(outputs[rank], rows[node * near + local_rank], strict=True)
+        for pair in zip(outputs[rank], rows[node * per_node + local_rank], strict=True)
     )
 
 

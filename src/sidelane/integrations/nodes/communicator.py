@@ -165,8 +165,8 @@ class NodesCommunicator:
         self._group = ranks.own_node()
         with contextlib.ExitStack() as stack:
             stack.callback(self._group.close)
-            near = functools.partial(Communicator, self._group, device=device, config=config)
-            made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
+            make = functools.partial(Communicator, self._group, device=device, config=config)
+            made, attempt = ranks.made_by_all(lambda: stack.enter_context(make()))
             ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
             rails = ranks.within(f"rail{local_rank}")
 

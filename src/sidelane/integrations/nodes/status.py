@@ -114,7 +114,7 @@ class NodesStatus:
         with contextlib.suppress(RuntimeError):  # the store may have vanished with the rank that died
             self._report_presence()
             if self.calls:
-                self._store.compare_set("roll", "", str(self.calls))
+                self._store.compare_set("agreement", "", str(self.calls))
         until = time.monotonic() + self._grace_s
         while (published := self._published()) is None and time.monotonic() < until:
             dead = self._liveness.dead(self._neighbours)
@@ -136,7 +136,11 @@ class NodesStatus:
     def answer(self) -> None:
         """Answer that this rank is present, if a rank asks in a call that has begun here, too."""
         with contextlib.suppress(RuntimeError, ValueError):
-            if not self._has_answered and self._store.check(["roll"]) and int(self._store.get("roll")) <= self.calls:
+            if (
+                not self._has_answered
+                and self._store.check(["agreement"])
+                and int(self._store.get("agreement")) <= self.calls
+            ):
                 self._report_presence()
 
     def publish(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:

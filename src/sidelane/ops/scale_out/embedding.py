@@ -59,8 +59,8 @@ from sidelane.ops.embedding_tables import (
     threads_of,
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, reporting_refusals
-from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
-from sidelane.ops.scale_out.proxy import FarCall
+from sidelane.ops.scale_out.device import finish_acquire, local_rank_of, open_release, send_release
+from sidelane.ops.scale_out.proxy import InterNodeCall
 from sidelane.ops.scale_out.ranks import ScaleOut
 from sidelane.ops.scale_out.words import HandleWords, slice_of, slices_between
 from sidelane.program.wraparound import WORD_MASK
@@ -92,17 +92,17 @@ class EmbeddingAcrossNodes:
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
-        slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, self._cut)
+        slices = slices_between(ranks.rank, ranks.remote_ranks, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
         with reporting_refusals(comm, NAME):  # there may be no memory
             self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
             self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
-            self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
-            self._kernel = ranks.near.load_kernel(_embedding_all_to_all, flags=2)
+            self._whole = ranks.intra_node.empty(samples[0], self.tables.width, dtype=dtype)
+            self._kernel = ranks.intra_node.load_kernel(_embedding_all_to_all, flags=2)
         self._epoch, self._words = 0, HandleWords(slices, device)
-        self._far = ranks.far_context(self._words)
+        self._inter_node = ranks.inter_node_context(self._words)
         with reporting_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self._cut[0], : self._cut[1] * dim])
         ranks.agree(NAME, (mode, *self._cut, batch, dim, str(dtype)))
@@ -112,11 +112,11 @@ class EmbeddingAcrossNodes:
         ranks, tables = self.ranks, self.tables
         output = self._whole[: tables.samples[ranks.rank]]
         self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        with ranks.calling(FarCall(self._epoch, self._words, self._sends, output.view(-1))):
+        with ranks.calling(InterNodeCall(self._epoch, self._words, self._sends, output.view(-1))):
             self._kernel.launch(
                 (self._programs,),
-                self._far,
-                ranks.near.peers(self._whole),
+                self._inter_node,
+                ranks.intra_node.peers(self._whole),
                 self._sends,
                 self._counters,
                 tables.addresses,
@@ -271,7 +271,7 @@ def _of_bags(tables: EmbeddingTables, grad: torch.Tensor, ranks: ScaleOut) -> to
 
 @triton.jit
 def _embedding_all_to_all(
-    context, far, outputs, sends, counters, tables, indices, offsets, weights, order,
+    context, inter_node, outputs, sends, counters, tables, indices, offsets, weights, order,
     ranks, batch, table_count, first_table, width, slices,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr, TABLES: tl.constexpr,
@@ -280,25 +280,25 @@ def _embedding_all_to_all(
     program, programs = tl.program_id(0), tl.num_programs(0)
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
-        open_release(far, generation)
+        open_release(inter_node, generation)
     lane = tl.arange(0, DP)
     number = program  # number of a bag, among those for one rank
     for turn in range(ranks):
         peer = tl.load(order + turn)
-        near = near_of(far, peer)
+        local_rank = local_rank_of(inter_node, peer)
         samples = batch // ranks + (peer < batch % ranks).to(tl.int32)
         first_sample = peer * (batch // ranks) + tl.minimum(peer, batch % ranks)
         bags = samples * table_count
-        if (number < bags) & (near >= 0):
-            wait_acquire(context, near, 0, generation)
+        if (number < bags) & (local_rank >= 0):
+            wait_acquire(context, local_rank, 0, generation)
         while number < bags:
             table, sample = number // samples, number % samples
             bag = table.to(tl.int64) * batch + first_sample + sample
             values = _pooled(tables, indices, offsets, weights, table, bag,
                              D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
-            if near >= 0:
+            if local_rank >= 0:
                 place = sample.to(tl.int64) * width + (first_table + table) * D
-                put_weak(outputs, near, place + lane, values.to(DTYPE), lane < D, ALIGNED)
+                put_weak(outputs, local_rank, place + lane, values.to(DTYPE), lane < D, ALIGNED)
             else:
                 first = table // TABLES * TABLES  # of the slice
                 count = tl.minimum(TABLES, table_count - first)
@@ -308,14 +308,14 @@ def _embedding_all_to_all(
                 parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
                 slice = (turn * tl.cdiv(table_count, TABLES) + table // TABLES) * slices + sample // SLICE
                 if arrive_acq_rel(counters + 2 + slice, parts * count):
-                    send_release(far, generation, slice)
+                    send_release(inter_node, generation, slice)
             number += programs
         number -= bags
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
         signal_all_release(context, 1, generation)  # done
         wait_all_acquire(context, 1, generation)
-        finish_acquire(far, generation)
+        finish_acquire(inter_node, generation)
     end(context, generation)
 
 

@@ -25,8 +25,8 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.storage import lasting
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
-from sidelane.ops.scale_out.connections import FarConnections, Gone
-from sidelane.ops.scale_out.proxy import FarCall, Proxy
+from sidelane.ops.scale_out.connections import Gone, InterNodeConnections
+from sidelane.ops.scale_out.proxy import InterNodeCall, Proxy
 from sidelane.ops.scale_out.transport import GroupTransport
 from sidelane.ops.scale_out.words import HandleWords
 from sidelane.session import Communicator
@@ -43,15 +43,15 @@ class ScaleOut:
     Every rank makes the same calls in the same order. A call that fails, or that one rank refuses, ends it for all.
 
     Args:
-        near: communicator of the ranks of this node, in the order of their numbers in the group.
+        intra_node: communicator of the ranks of this node, in the order of their numbers in the group.
         group: all ranks; it needs a store only.
         nodes: number of the node of each rank.
         transport: moves slices between nodes.
 
     Attributes:
-        device, config: those of ``near``.
-        fars: ranks on other nodes, those behind this one first.
-        nears: number of each rank on this node; -1 for ranks on other ones.
+        device, config: those of ``intra_node``.
+        remote_ranks: ranks on other nodes, those behind this one first.
+        local_ranks: number of each rank on this node; -1 for ranks on other ones.
         order: ranks in the order in which a kernel sends: other nodes first, this rank last.
         transport, proxy: what moves the slices.
         kept: operators' objects, by their own keys, until :meth:`close`.
@@ -63,37 +63,37 @@ class ScaleOut:
 
     def __init__(
         self,
-        near: Communicator,
+        intra_node: Communicator,
         group: dist.ProcessGroup,
         nodes: Sequence[int],
         *,
         transport: GroupTransport,
     ) -> None:
         rank = group.rank()
-        self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
-        self.device, self.config = near.device, near.config
+        self.intra_node, self.rank, self.world_size, self.nodes = intra_node, rank, len(nodes), tuple(nodes)
+        self.device, self.config = intra_node.device, intra_node.config
         own = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         behind = [(rank + turn) % len(nodes) for turn in range(1, len(nodes) + 1)]
-        self.fars = tuple(other for other in behind if other not in own)
-        self.nears = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
-        self.order = (*self.fars, *(other for other in behind if other in own))
-        nears, device = self.nears, self.device
-        self._nears = lasting(device, lambda: torch.tensor(nears, dtype=torch.int32, device=device))
+        self.remote_ranks = tuple(other for other in behind if other not in own)
+        self.local_ranks = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
+        self.order = (*self.remote_ranks, *(other for other in behind if other in own))
+        local_ranks, device = self.local_ranks, self.device
+        self._local_ranks = lasting(device, lambda: torch.tensor(local_ranks, dtype=torch.int32, device=device))
         self.kept: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._is_closed = tuple(own), False
         self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
-        self._links = FarConnections(
-            *(rank, self.fars, lambda own: self._exchange("connections of several nodes", lambda: own)),
+        self._links = InterNodeConnections(
+            *(rank, self.remote_ranks, lambda own: self._exchange("connections of several nodes", lambda: own)),
             timeout_s=self.config.timeout_s,
         )
         self.transport = transport
         try:
             self.proxy = Proxy(
-                *(rank, self.fars, self._links, self.transport, self.device),
+                *(rank, self.remote_ranks, self._links, self.transport, self.device),
                 timeout_s=self.config.timeout_s,
-                failed=self._end_near,
+                failed=self._end_intra_node,
             )
             self.proxy.start()
         except BaseException:
@@ -213,18 +213,18 @@ class ScaleOut:
         found = self.exchange(f"all_gather of {input.numel()} numbers", input.reshape(-1).tolist())
         output.copy_(torch.tensor(found, dtype=output.dtype, device=output.device).view(output.shape))
 
-    def far_context(self, handle: HandleWords) -> torch.Tensor:
-        """Return the far context of a handle's kernel (``words``), int64 on the device."""
+    def inter_node_context(self, handle: HandleWords) -> torch.Tensor:
+        """Return the inter-node context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.STATUS: self.near.backend.status_words,
-            words.NEARS: self._nears.data_ptr(),
+            words.STATUS: self.intra_node.backend.status_words,
+            words.LOCAL_RANKS: self._local_ranks.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
         return lasting(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
 
     @contextlib.contextmanager
-    def calling(self, call: FarCall) -> Iterator[None]:
+    def calling(self, call: InterNodeCall) -> Iterator[None]:
         """Begin a call, whose kernel is launched inside, and block the host until all slices have left and arrived; the
         kernel then ends by itself.
 
@@ -236,7 +236,7 @@ class ScaleOut:
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
         self.require_open()
-        if is_captured(self.near):
+        if is_captured(self.intra_node):
             raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
         self.proxy.begin(call)
         with self.naming():
@@ -244,9 +244,9 @@ class ScaleOut:
             while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
                 self.proxy.watch()
                 if self.device.type == "cuda":
-                    backend: Any = self.near.backend
+                    backend: Any = self.intra_node.backend
                     if backend.executor.watch.failure is not None:
-                        self.near.synchronize()  # which raises it
+                        self.intra_node.synchronize()  # which raises it
         self.require_open()
 
     def synchronize(self) -> None:
@@ -256,11 +256,11 @@ class ScaleOut:
             PeerError, PeerTimeoutError: a rank failed.
         """
         with self.naming():
-            self.near.synchronize()
+            self.intra_node.synchronize()
         self.require_open()
 
     def close(self) -> None:
-        """End the proxy and its connections; ``near`` stays open. Idempotent. Not a collective."""
+        """End the proxy and its connections; ``intra_node`` stays open. Idempotent. Not a collective."""
         if self._is_closed or self.owner.is_copied:
             return
         self._is_closed = True
@@ -282,7 +282,7 @@ class ScaleOut:
         """Return the error that all ranks raise for one of the node's communicator."""
         kind, until = type(error) if isinstance(error, PeerTimeoutError) else PeerError, time.monotonic() + _GRACE_S
         if type(error) is PeerError:
-            while self.fars and self.proxy.failure is None and time.monotonic() < until:
+            while self.remote_ranks and self.proxy.failure is None and time.monotonic() < until:
                 time.sleep(0.01)  # another node may know the rank at fault
         return self.proxy.fail(kind(str(error), [self._own[other] for other in getattr(error, "ranks", ())]))
 
@@ -296,9 +296,9 @@ class ScaleOut:
         text = f"{what}: {type(error).__name__}: {error}"
         self._exchange.refuse(self.proxy.fail(PeerError(text, (self.rank,))))
 
-    def _end_near(self, error: PeerError) -> None:
+    def _end_intra_node(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
-        self.near.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        self.intra_node.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = self.near.backend
+            backend: Any = self.intra_node.backend
             backend.executor.watch.fail(error)

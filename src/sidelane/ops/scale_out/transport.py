@@ -61,7 +61,7 @@ class GroupTransport:
         self._groups, self._rank, self._device = (up, down), rank, device
         self._slots: dict[torch.dtype, list[_Slot]] = {}
 
-    def warm_up(self, fars: Sequence[int], timeout_s: float) -> None:
+    def warm_up(self, remote_ranks: Sequence[int], timeout_s: float) -> None:
         """Connect every pair in both directions. Collective: memory is allocated, and kernels are loaded, which may not
         wait for an operator that waits for them.
 
@@ -72,10 +72,10 @@ class GroupTransport:
         try:
             for group, is_up in zip(self._groups, (True, False), strict=True):
                 works = []
-                for far in sorted(fars):
-                    sends = (far > self._rank) == is_up
-                    work = group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0)
-                    works.append(Transfer(work, far, self._can_be_polled))
+                for remote in sorted(remote_ranks):
+                    sends = (remote > self._rank) == is_up
+                    work = group.send([word], remote, 0) if sends else group.recv([word.clone()], remote, 0)
+                    works.append(Transfer(work, remote, self._can_be_polled))
                 for transfer in works:
                     while not transfer.is_done():  # the wait of a stream could not be given up
                         if time.monotonic() > until:
