@@ -24,7 +24,7 @@ from sidelane.modes import keep_compilers_out
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
-from sidelane.session.answers import recall, remember
+from sidelane.session.answers import lookup, remember
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -139,7 +139,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
     """
     pairs = _checked(beside, moves)
     capturing, question = _is_capturing(comm.device), (beside, pairs)
-    found: Selection[LaunchMode] | None = None if capturing else recall(comm, question)
+    found: Selection[LaunchMode] | None = None if capturing else lookup(comm, question)
     if found is None:
         found = choose_strategy(
             beside.us,

@@ -43,9 +43,9 @@ from sidelane.ops.handle import (
     FLOATS,
     BufferLock,
     buffer_lock,
+    cached_object,
     check_tensor,
     compare_shapes,
-    kept,
     power_of_two,
     reporting_refusals,
 )
@@ -227,7 +227,7 @@ def _exchanged(
     def make() -> tuple[GemmAllToAll, BufferLock]:
         return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), buffer_lock(comm)
 
-    handle, turn = kept(comm, (_exchanged, *shape), make)
+    handle, turn = cached_object(comm, (_exchanged, *shape), make)
 
     def sender() -> CachedLaunch:
         alike = f", {experts} experts of a rank, {k} of a token"

@@ -95,7 +95,7 @@ def send_rows(
         with reporting_refusals(comm, NAME):
             sent = check_terms(comm, x, terms, factors)
             check_rows(NAME, comm, x, counts, most_rows, sent=sent)
-        return functools.partial(sender(), again=RepeatedLaunch(ARGUMENT_INDICES))
+        return functools.partial(sender(), repeated=RepeatedLaunch(ARGUMENT_INDICES))
 
     launch = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)
     came: torch.Tensor = launch(x, None, counts, terms=terms, factors=factors)

@@ -260,7 +260,7 @@ class NodesCommunicator:
             return
         self.status.end(PeerError("the communicator was closed"))
         self._watchdog.close()
-        self.steps.kept.clear()
+        self.steps.cached.clear()
         self.own.close()
         self._group.close()
         self.steps.close()

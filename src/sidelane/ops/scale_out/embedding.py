@@ -46,7 +46,7 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
@@ -58,7 +58,7 @@ from sidelane.ops.embedding_tables import (
     refuse_atomics,
     threads_of,
 )
-from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, reporting_refusals
+from sidelane.ops.handle import cached_object, check_tensor, power_of_two, programs_of, reporting_refusals
 from sidelane.ops.scale_out.device import finish_acquire, local_rank_of, open_release, send_release
 from sidelane.ops.scale_out.proxy import InterNodeCall
 from sidelane.ops.scale_out.ranks import ScaleOut
@@ -85,7 +85,7 @@ class EmbeddingAcrossNodes:
     ) -> None:
         comm: Any = ranks  # has what these functions take of a communicator
         self.ranks, self.mode = ranks, mode
-        self.tables = EmbeddingTables.kept(comm, tables, batch)
+        self.tables = EmbeddingTables.cached(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
         self._cut = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self._cut[0])  # of a table, for one rank
@@ -95,9 +95,9 @@ class EmbeddingAcrossNodes:
         slices = slices_between(ranks.rank, ranks.remote_ranks, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
         with reporting_refusals(comm, NAME):  # there may be no memory
-            self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
-            self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
-            self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+            self._counters = persistent(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
+            self._sends = persistent(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
+            self._order = persistent(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.intra_node.empty(samples[0], self.tables.width, dtype=dtype)
             self._kernel = ranks.intra_node.load_kernel(_embedding_all_to_all, flags=2)
@@ -185,7 +185,7 @@ def embedding_all_to_all(
         if slice_bags is not None and slice_bags < 1:
             raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
     key = (NAME, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
+    handle = cached_object(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
     return handle.run(indices, offsets, per_sample_weights)
 
 
@@ -228,7 +228,7 @@ def embedding_all_to_all_backward(
         if not sparse:
             refuse_atomics(comm, f"{NAME} backward")
         batch, _ = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
-    known = EmbeddingTables.kept(comm, tables, batch)
+    known = EmbeddingTables.cached(comm, tables, batch)
     with reporting_refusals(comm, NAME):
         check_tensor(NAME, "grad", grad, ranks.device, (known.dtype,), (2,))
         if grad.shape != known.output_shape:
