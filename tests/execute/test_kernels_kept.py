@@ -166,12 +166,12 @@ def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> N
 
     def read() -> None:
         while not done.is_set():
-            if place.exists() and kernel_launch._kept(place) not in binaries:
+            if place.exists() and kernel_launch._read_cached(place) not in binaries:
                 torn.append(place.read_bytes()[:100])
 
     reader = threading.Thread(target=read)
     reader.start()
-    writers = [threading.Thread(target=kernel_launch._keep, args=(place, one)) for one in binaries * 4]
+    writers = [threading.Thread(target=kernel_launch._write_cached, args=(place, one)) for one in binaries * 4]
     for writer in writers:
         writer.start()
     for writer in writers:

@@ -237,6 +237,7 @@ def collectives_that_are_none(group: dist.ProcessGroup) -> list[str]:
         x = torch.ones(4)
         wrong: list[Any] = [None, comm.all_reduce(x), lambda: comm.all_reduce(x), lambda one, two: None]
         told = [str(error_of(sidelane.overlap, never, each, comm)) for each in wrong]
+        told.append(str(error_of(sidelane.Overlap, comm, strategies="serial")))
         fine: list[Any] = [keyword, Step().both, lambda *comms: 3, lambda comm, more=4: more]
         assert [sidelane.overlap(lambda: 0, each, comm)[1] for each in fine] == [1, 2, 3, 4]
         comm.barrier()
@@ -245,9 +246,11 @@ def collectives_that_are_none(group: dist.ProcessGroup) -> list[str]:
 
 def test_what_is_no_collective_is_refused_before_the_computation(pool: RankPool) -> None:
     for told in pool.run(collectives_that_are_none, 2):
-        for text in told:
+        *collectives, strategies = told
+        for text in collectives:
             assert "overlap: collective (value=" in text and "lambda comm: comm.all_gather" in text
-        assert "<lambda> of 0, allowed=a callable that takes a communicator" in told[2]
+        assert "<lambda> of 0, allowed=a callable that takes a communicator" in collectives[2]
+        assert strategies.startswith("Overlap: strategies (value='serial', allowed=several names")
 
 
 def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:

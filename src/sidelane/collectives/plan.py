@@ -17,9 +17,8 @@ from sidelane.program.caching import Once, program_bytes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import PRELAUNCH, CallShape, Variant
 from sidelane.program.transform import freeze, hold, lower, prelaunch
-from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 

@@ -69,7 +69,7 @@ class Exchange:
         group: group of ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
         warn_s: seconds after which the log names the ranks that have not come.
-        again: the store may hold values of an earlier group of this name, which are skipped. It costs a round trip.
+        skips_earlier: skip values that an earlier group of this name has left in the store. It costs a round trip.
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
@@ -86,7 +86,7 @@ class Exchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, again: bool = False
+        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, skips_earlier: bool = False
     ) -> None:
         require_own(group, "Communicator")
         self.rank, self.world_size, self.ranks = group.rank(), group.size(), ranks_of(group)
@@ -103,7 +103,7 @@ class Exchange:
         self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
-        self._deciding, self._again, self._read_each_at = False, again, 0.0
+        self._deciding, self._skips_earlier, self._read_each_at = False, skips_earlier, 0.0
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
         """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
@@ -210,7 +210,7 @@ class Exchange:
     def _meet(self, what: str, item: Any) -> list[Post]:
         """Run an exchange: the first one at the first slot where all ranks meet, later ones at that slot."""
         is_first = self._number == 1
-        if is_first and self._again:
+        if is_first and self._skips_earlier:
             self._go_past(what)
         while True:
             outcome, failure = self._take_part(what, item)

@@ -54,7 +54,7 @@ from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import release_dropped
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
 from sidelane.program.ir import Program
@@ -107,7 +107,7 @@ class Communicator:
         session: the state that communicators share.
         name: its name.
         abilities: implementations that ``auto`` chooses among.
-        kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        cache: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
         operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
         profile: measured times of rank 0, by which ``auto`` chooses.
         control: control block in which the ranks post their calls.
@@ -151,7 +151,7 @@ class Communicator:
         self.config: Config = session.config
         self._barrier_tensor: torch.Tensor | None = None
         self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
-        self.kept: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.pools: int = 0
         leaving_modes(session.making.run)(lambda: self._join(name))
@@ -216,7 +216,7 @@ class Communicator:
         )
         self.preparer = Preparer(self.rank, heap, backend, planner)
         self.calls = self._calls = Calls(
-            *(self.control, backend, config, self.preparer.renew, heap.keep, session.ranks),
+            *(self.control, backend, config, self.preparer.renew, heap.hold, session.ranks),
             session.name + (f", {self.name}" if number else ""),
         )
         self.control.world_ranks = session.ranks
@@ -609,7 +609,7 @@ class Communicator:
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
             addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
-            found = self._peers[region.location] = lasting(self.device, lambda: addresses.to(self.device))
+            found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found
 
     @leaving_modes
@@ -730,7 +730,7 @@ class Communicator:
             metrics.flush()
             for other in session.members[1:]:
                 other.close()
-        self.kept.clear()
+        self.cache.clear()
         self._peers.clear()
         self._barrier_tensor = None
         if self.calls.forked:  # the memory belongs to the parent
@@ -772,7 +772,7 @@ class Communicator:
             calls.fail(error)
         self.close()
 
-    def make_again(
+    def repeat_call(
         self,
         kind: Kind,
         tensors: tuple[torch.Tensor, ...],

@@ -23,8 +23,7 @@ from sidelane.collectives.work import Work
 from sidelane.memory.heap import Region
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Beside
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Beside, Variant
 from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]

@@ -33,8 +33,8 @@ from sidelane.execute.cuda.native import (
     address_array,
     require_native,
 )
-from sidelane.memory.release import Kept, keep_bytes
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import DeferredRelease, deferred_bytes
+from sidelane.memory.storage import persistent
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class HostWords:
     def __init__(self, count: int, device: torch.device) -> None:
         # Under unified addressing, which every supported GPU has, host and device use one address.
         words = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._owner = Kept(words.untyped_storage(), device)
+        self._owner = DeferredRelease(words.untyped_storage(), device)
         self.array: npt.NDArray[np.uint32] = words.numpy().view(np.uint32)
         self.address: int = words.data_ptr()
 
@@ -174,9 +174,9 @@ class Driver:
             Their address, and a tensor that keeps them alive.
         """
         device = torch.device("cuda", self.index)
-        words = lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
+        words = persistent(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
         torch.cuda.current_stream(self.index).synchronize()
-        return words.data_ptr(), keep_bytes(words).view(torch.int32)
+        return words.data_ptr(), deferred_bytes(words).view(torch.int32)
 
     def allocate(self, nbytes: int) -> int:
         """Allocate device memory, and return its address. Torch might take it from the pool of a captured graph."""

@@ -23,7 +23,7 @@ from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
 from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.works import late_ranks
+from sidelane.integrations.works import absent_ranks
 from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
@@ -243,7 +243,7 @@ class NodesCommunicator:
     def late(self) -> tuple[str, Sequence[int]]:
         """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         node = self.nodes.of[self.rank]
-        own, (text, ranks) = self.nodes.members[node], late_ranks(self.own.control)
+        own, (text, ranks) = self.nodes.members[node], absent_ranks(self.own.control)
         if not ranks:
             return f"; all ranks of node {node} have come, and wait for those of other nodes", ()
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
@@ -260,7 +260,7 @@ class NodesCommunicator:
             return
         self.status.end(PeerError("the communicator was closed"))
         self._watchdog.close()
-        self.steps.kept.clear()
+        self.steps.cached.clear()
         self.own.close()
         self._group.close()
         self.steps.close()

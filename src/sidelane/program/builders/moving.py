@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sidelane.program.builders.flags import FlagPlan
-from sidelane.program.builders.registry import Algorithm, Transport, beside, register
+from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, beside, register
 from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,

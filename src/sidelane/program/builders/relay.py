@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.builders.flags import FlagPlan
 from sidelane.program.builders.moving import copy_own, rotation
-from sidelane.program.builders.registry import Algorithm, Transport, register
+from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, register
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Signal, Wait
 from sidelane.program.shape import CallShape
