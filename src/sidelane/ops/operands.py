@@ -109,7 +109,7 @@ def check_product(
     weight = check_tensor(name, "weight", weight, comm.device, FLOATS, dims)
     x = check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
     if x.shape[1] != weight.shape[-1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]})")
     return x, weight
 
 
@@ -131,7 +131,7 @@ def check_routed(
     host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
     experts = experts_of(weight)
     if method == SPLIT and host is None:
-        raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+        raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
     if experts is not None and method == SPLIT:
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
@@ -147,8 +147,8 @@ def check_routed(
     if experts is not None:
         waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
         if waits and method == UNFUSED:
-            given = "value=counts on the device, allowed=counts on the host"
-            raise ValueError(f"{name}: {UNFUSED} with several experts ({given})")
+            given = "value=on the device"
+            raise ValueError(f"{name}: {UNFUSED} with several experts needs counts on the host ({given})")
         if waits or comm.abilities.kernels_have_run:  # at every measured shape the kernel is faster (decision 26)
             without = SPLIT, UNFUSED
     return Routed(host, experts, without)
@@ -211,7 +211,7 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     captured = is_captured(comm)
     if found is None:
         if captured:  # nothing can be copied from here to there
-            words = "counts of the host inside of a capture (value=new ones, allowed=those of a call before)"
+            words = "counts of the host inside of a capture are those of an earlier call (value=new ones)"
             raise UnavailableError(f"{name}: {words}")
         loose = [key for key, cached_object in known.items() if not cached_object.in_a_graph]
         if len(loose) >= MOST_CACHED:
