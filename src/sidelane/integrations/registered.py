@@ -35,7 +35,7 @@ class Registration:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._heap, self._numbers = communicator.session.heap, list[int]()
+        self._heap, self._numbers = communicator.heap, list[int]()
         self.nbytes, self.why = 0, ""
 
     def add(self, number: int, nbytes: int) -> None:

@@ -50,7 +50,7 @@ class SymmetricPool:
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
         self.name: str = name
         self.nbytes: int = region.nbytes
-        heap = communicator.session.heap
+        heap = communicator.heap
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
