@@ -100,10 +100,10 @@ def compared(comm: Communicator) -> list[str]:
         assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
         assert f"; measured at {6 * n}, 8, 5, eager" in told
         assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
-    moved = [found for found in comm.kept.values() if isinstance(found, RoutedParts)]
+    moved = [found for found in comm.cache.values() if isinstance(found, RoutedParts)]
     pieces = [[pieces for _, pieces in found.known] for found in moved]
     assert pieces == [[SCATTER.pieces, 3]], pieces
-    gathers = [key for key in comm.kept if isinstance(key, tuple) and key[0] == GATHER.name]
+    gathers = [key for key in comm.cache if isinstance(key, tuple) and key[0] == GATHER.name]
     assert {key[-1] for key in gathers} == {GATHER.pieces, 3}
     large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
     assert large.shape == (2, 70_000) and bool((large == 2 * n).all())

@@ -117,22 +117,22 @@ class CallPath:
             except Exception as error:
                 calls.refuse(number, call_form.name, error)
                 raise
-            known, comes_again = found.known, True
+            known, is_repeated = found.known, True
             if isinstance(known, PlannedCall) and (call_form.exchanges or found.offsets is not None):
                 prepared = self._exchange(number, call_form, found, known)
-                comes_again = False
+                is_repeated = False
             else:
                 is_new = isinstance(known, PlannedCall) and not self.preparer.planner.known(known.agreement)
                 calls.announce(number, known.signature, compares=is_new)
                 if isinstance(known, PreparedCall):
                     prepared = known
                 else:
-                    prepared, comes_again = self._prepare(found, known, remember)
+                    prepared, is_repeated = self._prepare(found, known, remember)
             work = calls.run(prepared, number, async_op, call_form.tensors, call_form.written(), found.caller)
             # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
             if remember and self.repeats is not None and not found.is_pooled:
                 program = known if isinstance(known, ShapeProgram) else None
-                if comes_again:
+                if is_repeated:
                     self.repeats.remember(found.key, prepared, found.caller, call_form=call_form.repeated_as)
                 elif program is not None:
                     self.repeats.remember(found.key, prepared, found.caller, shape=found.shape, program=program)
@@ -222,9 +222,9 @@ class CallPath:
             with self.calls.making_ready():
                 return self.preparer.prepare(known.agreement, known.requests, found.key, found.shape), False
         assert found.shape is not None
-        again = remember and self.repeats is not None and self.repeats.comes_again
+        repeated = remember and self.repeats is not None and self.repeats.is_repeated
         try:
-            return self.preparer.prepare_at(known, found.shape, found.key, comes_again=again)
+            return self.preparer.prepare_at(known, found.shape, found.key, is_repeated=repeated)
         except Exception:
             with self.calls.making_ready():
                 raise

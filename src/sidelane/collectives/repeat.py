@@ -94,9 +94,9 @@ class Repeats:
         self._replay.forget()
 
     @property
-    def comes_again(self) -> bool:
+    def is_repeated(self) -> bool:
         """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
-        return bool(self._replay.again)
+        return bool(self._replay.repeated)
 
     def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
@@ -189,8 +189,8 @@ class Repeats:
         launch = self._replay.launch(
             *(caller[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
         )
-        again: Callable[..., bool | None] = launch.run
-        return again
+        run: Callable[..., bool | None] = launch.run
+        return run
 
     def _give(
         self,

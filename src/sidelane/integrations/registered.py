@@ -16,7 +16,7 @@ from sidelane import log
 from sidelane.errors import UnavailableError
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.posts import SPLITS
-from sidelane.memory.release import Kept
+from sidelane.memory.release import DeferredRelease
 from sidelane.memory.storage import bytes_at
 from sidelane.session.communicator import Communicator
 
@@ -77,7 +77,7 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
             made.why = found
             continue
         starts, mappings = found
-        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, Kept((mappings, owner), device))
+        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, DeferredRelease((mappings, owner), device))
         made.add(communicator.allocations.adopt(block), nbytes)
     if made.why:
         log.calls.warning("a memory pool is not symmetric, and calls on it are staged: %s", made.why)

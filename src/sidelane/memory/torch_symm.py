@@ -42,8 +42,8 @@ from sidelane.errors import (
 )
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
-from sidelane.memory.release import Kept, keep_bytes, lanes, release_dropped
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import DeferredRelease, deferred_bytes, lanes, release_dropped
+from sidelane.memory.storage import persistent
 
 _POLL_S = 500e-6
 
@@ -149,12 +149,12 @@ class TorchSymmetricMemory:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
-            return SymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
+            return SymmetricBlock(deferred_bytes(tensor), (tensor.data_ptr(),), None)
         handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
         addresses = tuple(base + offset for base in handle.buffer_ptrs)
-        return SymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
+        return SymmetricBlock(deferred_bytes(tensor), addresses, DeferredRelease(handle, self._device))
 
     def close(self) -> None:
         """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
@@ -172,7 +172,7 @@ class TorchSymmetricMemory:
         def map_all() -> None:
             nonlocal handle
             rendezvous = functools.partial(self._rendezvous, tensor)
-            handle = lasting(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
+            handle = persistent(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
 
         with contextlib.ExitStack() as stack:
 
@@ -297,8 +297,8 @@ def _c10d() -> Any:
 def _graphs_may_be_compiled() -> bool:
     """Return True if ``torch.compile`` may be running this code in the memory pool of a graph.
 
-    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: ``lasting``
-    then makes it on another thread, which costs time otherwise.
+    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: then
+    ``persistent`` makes it on another thread, which costs time otherwise.
     """
     return "torch._inductor.cudagraph_trees" in sys.modules
 

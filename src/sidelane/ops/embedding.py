@@ -57,7 +57,7 @@ from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -71,7 +71,7 @@ from sidelane.ops.embedding_tables import (
 )
 from sidelane.ops.handle import (
     KernelHandle,
-    kept,
+    cached_object,
     power_of_two,
     programs_of,
 )
@@ -126,12 +126,12 @@ class EmbeddingAllToAll(KernelHandle):
     def __init__(
         self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int, mode: str, per_unit: int | None = None
     ) -> None:
-        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.kept(comm, tables, batch)
+        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.cached(comm, tables, batch)
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         samples, per_unit = self.tables.samples, per_unit or max(1, UNIT_WARPS // self._warps)
         self._order: str | None = None
         self._programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
-        self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
+        self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
@@ -140,15 +140,15 @@ class EmbeddingAllToAll(KernelHandle):
     def run(
         self,
         order: str,
-        again: RepeatedLaunch | None,
+        repeated: RepeatedLaunch | None,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments. ``again``: launch of calls with these layouts and this order."""
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts and this order."""
         comm, tables = self.comm, self.tables
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return self._output
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
@@ -166,7 +166,7 @@ class EmbeddingAllToAll(KernelHandle):
             tables.width,
             _ORDERS[self._order if order == AUTO else order],
             stamps,
-            again=None if again is None or stamps is not None else (again, tensors),
+            repeated=None if repeated is None or stamps is not None else (repeated, tensors),
             alike=f"batch {tables.batch}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
@@ -226,11 +226,11 @@ def embedding_all_to_all(
         key = (NAME, mode, *kind)
 
         def fused(pieces: int) -> CachedLaunch:
-            handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
+            handle = cached_object(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
             return functools.partial(handle.run, order, RepeatedLaunch(_ARGUMENT_INDICES))
 
         def unfused(pieces: int) -> CachedLaunch:
-            counts, own = EmbeddingTables.kept(comm, tables, batch).counts, [*tables]
+            counts, own = EmbeddingTables.cached(comm, tables, batch).counts, [*tables]
             return functools.partial(unfused_bags, comm, own, counts, mode)
 
         sizes, make = sizes_of(tables, batch, indices, offsets), {FUSED: fused, UNFUSED: unfused}

@@ -52,7 +52,7 @@ from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import release_dropped
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
@@ -108,7 +108,7 @@ class Communicator:
         heap: symmetric memory.
         derived: communicators that were made from this one and share its memory, closed ones included.
         abilities: implementations that ``auto`` chooses among.
-        kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        cache: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
         operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
         profile: measured times of rank 0, by which ``auto`` chooses.
         control: control block in which the ranks post their calls.
@@ -146,7 +146,7 @@ class Communicator:
         elif device is None and config is None:
             self._group, self._title, self.device, self.config = first._group, first._title, first.device, first.config
         else:
-            raise ValueError("Communicator: device and config (allowed=neither, next to another communicator)")
+            raise ValueError("Communicator: a communicator that shares another one takes neither device nor config")
         self.rank: int = self._group.rank()
         self.world_size: int = self._group.size()
         self.ranks: tuple[int, ...] = ranks_of(self._group)
@@ -157,7 +157,7 @@ class Communicator:
         self._is_closed = False
         self._barrier_tensor: torch.Tensor | None = None
         self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
-        self.kept: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.pools: int = 0
         if first is None:
@@ -228,7 +228,7 @@ class Communicator:
         )
         self.preparer = Preparer(self.rank, heap, backend, planner)
         self.calls = self._calls = Calls(
-            *(self.control, backend, config, self.preparer.renew, heap.keep, self.ranks),
+            *(self.control, backend, config, self.preparer.renew, heap.hold, self.ranks),
             self._title + (f", {self.name}" if number else ""),
         )
         self.control.world_ranks = self.ranks
@@ -282,7 +282,7 @@ class Communicator:
                 raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
-                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed=..{_MOST_BYTES} bytes)")
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.allocations, self.config.memory_bytes
@@ -620,9 +620,11 @@ class Communicator:
         found = self._peers.get(region.location)
         if found is None:
             if self.backend.caller_stream()[1]:
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+                raise UnavailableError(
+                    "peers: of a new tensor, while a graph is captured; call it once before the capture"
+                )
             addresses = torch.tensor(self.heap.addresses(region), dtype=torch.int64, device="cpu")
-            found = self._peers[region.location] = lasting(self.device, lambda: addresses.to(self.device))
+            found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found
 
     @leaving_modes
@@ -742,7 +744,7 @@ class Communicator:
             metrics.flush()
             for other in self.derived:
                 other.close()
-        self.kept.clear()
+        self.cache.clear()
         self._peers.clear()
         self._barrier_tensor = None
         if self.calls.forked:  # the memory belongs to the parent
@@ -784,7 +786,7 @@ class Communicator:
             calls.fail(error)
         self.close()
 
-    def make_again(
+    def repeat_call(
         self,
         kind: Kind,
         tensors: tuple[torch.Tensor, ...],

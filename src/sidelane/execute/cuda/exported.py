@@ -55,14 +55,14 @@ class Allocation:
         handle: printable handle by which another process maps it.
         start: address of its first byte in this process.
         nbytes: size in bytes.
-        kept: object that must live as long as peers may map it.
+        owner: object that must live as long as peers may map it.
     """
 
     name: str
     handle: str
     start: int
     nbytes: int
-    kept: object = dataclasses.field(default=None, repr=False, compare=False)
+    owner: object = dataclasses.field(default=None, repr=False, compare=False)
 
 
 class PhysicalMemory(NamedTuple):
@@ -122,7 +122,7 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
     except OSError as error:
         return f"its file descriptors cannot be passed: {lacking(error)}"
     start = span.pieces[0].start
-    return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, kept=span)
+    return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, owner=span)
 
 
 def open_span(memory: VirtualMemory, handle: str) -> OpenedMemory:

@@ -55,7 +55,7 @@ class TensorSteps:
         on_streams: streams wait for the rail's calls, and no host does.
 
     Attributes:
-        kept: symmetric memory that is kept for later calls.
+        cached: symmetric memory that is kept for later calls.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TensorSteps:
     ) -> None:
         self._own, self._status, self._nodes, self._rank, self._on_streams = own, status, nodes, rank, on_streams
         self._rail: Any = rail  # None once it is closed
-        self.kept: dict[str, torch.Tensor] = {}
+        self.cached: dict[str, torch.Tensor] = {}
         self._rows: dict[str, torch.Tensor] = {}
         self._begun: list[OtherWork] = []
 
@@ -112,16 +112,16 @@ class TensorSteps:
 
     def _symmetric(self, name: str, nbytes: int) -> torch.Tensor | None:
         """Return symmetric bytes for all calls; None if there are none."""
-        own, kept = self._own, self.kept
+        own, cached = self._own, self.cached
         if own.world_size == 1:
             return None
-        if name not in kept or kept[name].nbytes < nbytes:
+        if name not in cached or cached[name].nbytes < nbytes:
             with self._in_the_node(), contextlib.suppress(UnavailableError):
-                if name in kept:
+                if name in cached:
                     own.synchronize()  # calls under way use it
-                    del kept[name]
-                kept[name] = own.empty(nbytes, dtype=torch.uint8)
-        return kept.get(name)
+                    del cached[name]
+                cached[name] = own.empty(nbytes, dtype=torch.uint8)
+        return cached.get(name)
 
     def copy(self, pairs: Iterable[TensorPair]) -> None:
         """Copy tensors (to, from) in any order."""

@@ -11,9 +11,9 @@ Any block of rank 0, on a node with rank 1; ranks 2 and 3 are on another node::
     first: ready, open | bags for 2, 3 -> send buffer; last of a slice: its word | wait for 1 | bags for 1 -> 1 | bags
     for 0 | last: done, wait for the node, for the slices of 2 and 3, and for its own to leave
 
-``ready`` and ``done`` are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same about its output.
-No block waits for another node but the last one, once all others have ended: while it waits, the rest of the GPU is
-free for the transport.
+``ready`` and ``done``, flags 0 and 1, are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same
+about its output. No block waits for another node but the last one, once all others have ended: while it waits, the rest
+of the GPU is free for the transport.
 
 The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
 
@@ -21,6 +21,12 @@ Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2, two tables on rank 
 samples (unused), then samples 2 and 3 of table 0, then those of table 1. Slice 1, of table 1, begins at element 6 * D
 there, and at column D of row 0 on rank 1 (``slices_between``). With slices of both tables there is one: tables 0 and 1
 of sample 2, then of sample 3, as they lie in the rows of rank 1.
+
+The kernel has two contexts: that of ``sidelane.device.context`` for the ranks of its node, to which it stores, and an
+*inter-node context* (``words``), a pointer to int64; ``generation`` is that of the first one. Words in host memory are
+polled by plain loads. An atomic operation of a GPU there could undo a store of the host, so what acquires is one on a
+word of the device's own memory after the polls: it makes this program's later accesses come after it, as the fence that
+it contains orders all memory.
 
 Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], for each rank by groups of TABLES tables, sample by
 sample.
@@ -33,6 +39,7 @@ from typing import Any
 
 import torch
 
+from sidelane.device import context, flags, layout
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -46,7 +53,7 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
@@ -58,15 +65,23 @@ from sidelane.ops.embedding_tables import (
     refuse_atomics,
     threads_of,
 )
-from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, reporting_refusals
-from sidelane.ops.scale_out.device import finish_acquire, local_rank_of, open_release, send_release
+from sidelane.ops.handle import cached_object, check_tensor, power_of_two, programs_of, reporting_refusals
+from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.proxy import InterNodeCall
 from sidelane.ops.scale_out.ranks import ScaleOut
 from sidelane.ops.scale_out.words import HandleWords, slice_of, slices_between
 from sidelane.program.wraparound import WORD_MASK
 
-READY, DONE = range(2)
-"""Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
+POLLS = tl.constexpr(int(flags.POLLS))
+MOST_AHEAD = tl.constexpr(int(context.MOST_AHEAD))
+ABORT = tl.constexpr(layout.ABORT)
+OPENED = tl.constexpr(words.OPENED)
+READY = tl.constexpr(words.READY)
+OVER = tl.constexpr(words.OVER)
+STOP = tl.constexpr(words.STOP)
+STATUS = tl.constexpr(words.STATUS)
+LOCAL_RANKS = tl.constexpr(words.LOCAL_RANKS)
+ACQUIRED = tl.constexpr(words.ACQUIRED)
 
 
 class EmbeddingAcrossNodes:
@@ -85,7 +100,7 @@ class EmbeddingAcrossNodes:
     ) -> None:
         comm: Any = ranks  # has what these functions take of a communicator
         self.ranks, self.mode = ranks, mode
-        self.tables = EmbeddingTables.kept(comm, tables, batch)
+        self.tables = EmbeddingTables.cached(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
         self._cut = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self._cut[0])  # of a table, for one rank
@@ -95,9 +110,9 @@ class EmbeddingAcrossNodes:
         slices = slices_between(ranks.rank, ranks.remote_ranks, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
         with reporting_refusals(comm, NAME):  # there may be no memory
-            self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
-            self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
-            self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+            self._counters = persistent(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
+            self._sends = persistent(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
+            self._order = persistent(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.intra_node.empty(samples[0], self.tables.width, dtype=dtype)
             self._kernel = ranks.intra_node.load_kernel(_embedding_all_to_all, flags=2)
@@ -185,7 +200,7 @@ def embedding_all_to_all(
         if slice_bags is not None and slice_bags < 1:
             raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
     key = (NAME, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
+    handle = cached_object(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
     return handle.run(indices, offsets, per_sample_weights)
 
 
@@ -228,7 +243,7 @@ def embedding_all_to_all_backward(
         if not sparse:
             refuse_atomics(comm, f"{NAME} backward")
         batch, _ = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
-    known = EmbeddingTables.kept(comm, tables, batch)
+    known = EmbeddingTables.cached(comm, tables, batch)
     with reporting_refusals(comm, NAME):
         check_tensor(NAME, "grad", grad, ranks.device, (known.dtype,), (2,))
         if grad.shape != known.output_shape:
@@ -267,6 +282,76 @@ def _of_bags(tables: EmbeddingTables, grad: torch.Tensor, ranks: ScaleOut) -> to
         input_split_sizes=[grad.shape[0] * width for width in widths],
     )
     return found
+
+
+@triton.jit
+def local_rank_of(inter_node, rank):
+    """Return the number of a rank on this node, int32; -1 if it is on another one."""
+    return tl.load(tl.load(inter_node + LOCAL_RANKS).to(tl.pointer_type(tl.int32)) + rank)
+
+
+@triton.jit
+def open_release(inter_node, generation):
+    """Let ranks of other nodes write into this rank's output in this generation: all earlier work has ended.
+
+    Releases at system scope. One program of a launch calls it.
+    """
+    tl.debug_barrier()
+    word = tl.load(inter_node + OPENED).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(word, generation, sem="release", scope="sys")
+
+
+@triton.jit
+def send_release(inter_node, generation, number):
+    """Hand a slice to the proxy, behind all accesses of this program and those that it has acquired.
+
+    Releases at system scope. One program of a launch calls it for each slice.
+
+    Args:
+        inter_node: inter-node context of the kernel.
+        generation: generation of this launch.
+        number: number of the slice among those that this rank sends.
+    """
+    tl.debug_barrier()
+    ready = tl.load(inter_node + READY).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(ready + number, generation, sem="release", scope="sys")
+
+
+@triton.jit
+def finish_acquire(inter_node, generation):
+    """Wait until this rank's slices have left, and those for it are in place; ranks of one node wait for nothing.
+
+    The last program of a launch calls it. Acquires at system scope: later work sees all slices of this generation that
+    other nodes have sent.
+    """
+    over = tl.load(inter_node + OVER)
+    if over != 0:
+        word = over.to(tl.pointer_type(tl.int32))
+        late = _is_late(word, generation)
+        polls = 0
+        while late:
+            late = _is_late(word, generation)
+            polls += 1
+            if polls % POLLS == 0:
+                late = late & _goes_on(inter_node)
+        tl.debug_barrier()
+        tl.atomic_add(inter_node + ACQUIRED, 0, sem="acq_rel", scope="sys")
+        tl.debug_barrier()
+
+
+@triton.jit
+def _is_late(word, generation):
+    """Return whether a word has not reached this generation, as ``context`` compares them."""
+    found = tl.load(word, volatile=True)
+    return (((found - generation) & -MOST_AHEAD) != 0) | (found == 0)
+
+
+@triton.jit
+def _goes_on(inter_node):
+    """Return False once the host has told this rank's kernels to give up, by a status word or by the proxy."""
+    status = tl.load(inter_node + STATUS).to(tl.pointer_type(tl.int32))
+    stop = tl.load(inter_node + STOP).to(tl.pointer_type(tl.int32))
+    return (tl.load(stop, volatile=True) == 0) & (tl.load(status + ABORT, volatile=True) == 0)
 
 
 @triton.jit

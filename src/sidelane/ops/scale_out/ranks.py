@@ -22,7 +22,7 @@ from sidelane.errors import (
     anew,
 )
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
 from sidelane.ops.scale_out.connections import Gone, InterNodeConnections
@@ -54,7 +54,7 @@ class ScaleOut:
         local_ranks: number of each rank on this node; -1 for ranks on other ones.
         order: ranks in the order in which a kernel sends: other nodes first, this rank last.
         transport, proxy: what moves the slices.
-        kept: operators' objects, by their own keys, until :meth:`close`.
+        cache: operators' objects, by their own keys, until :meth:`close`.
         operator_number: number by which operators of PyTorch know it; None before it has one.
 
     Raises:
@@ -78,8 +78,8 @@ class ScaleOut:
         self.local_ranks = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
         self.order = (*self.remote_ranks, *(other for other in behind if other in own))
         local_ranks, device = self.local_ranks, self.device
-        self._local_ranks = lasting(device, lambda: torch.tensor(local_ranks, dtype=torch.int32, device=device))
-        self.kept: dict[Hashable, Any] = {}
+        self._local_ranks = persistent(device, lambda: torch.tensor(local_ranks, dtype=torch.int32, device=device))
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._is_closed = tuple(own), False
@@ -110,7 +110,7 @@ class ScaleOut:
         """
         self.owner.require()
         if self._is_closed:
-            raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
+            raise CommunicatorClosedError("scale-out: closed; calls come before close()")
         if self.proxy.failure is not None:
             raise anew(self.proxy.failure)
 
@@ -184,7 +184,7 @@ class ScaleOut:
         posted = self.exchange(what, word)
         unlike = [other for other, each in enumerate(posted) if each != posted[self.rank]]
         if unlike:
-            shown = f"value={posted[unlike[0]]!r}, allowed=as {posted[self.rank]!r} on rank {self.rank}"
+            shown = f"value={posted[unlike[0]]!r}, here={posted[self.rank]!r}"
             raise self._differ(f"{what}: rank {unlike[0]} has other arguments ({shown})", unlike)
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -221,7 +221,7 @@ class ScaleOut:
             words.LOCAL_RANKS: self._local_ranks.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
-        return lasting(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
+        return persistent(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
 
     @contextlib.contextmanager
     def calling(self, call: InterNodeCall) -> Iterator[None]:
@@ -237,7 +237,9 @@ class ScaleOut:
         """
         self.require_open()
         if is_captured(self.intra_node):
-            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
+            raise UnavailableError(
+                "scale-out: calls are eager, since the proxy learns of each from the host; a graph is captured"
+            )
         self.proxy.begin(call)
         with self.naming():
             yield
@@ -264,7 +266,7 @@ class ScaleOut:
         if self._is_closed or self.owner.is_copied:
             return
         self._is_closed = True
-        self.kept.clear()
+        self.cache.clear()
         self._exchange.look = None  # which refers to this object
         self.proxy.close()
 

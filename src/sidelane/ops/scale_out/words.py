@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from sidelane.memory.record import full_fence
-from sidelane.memory.release import keep_bytes
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import deferred_bytes
+from sidelane.memory.storage import persistent
 from sidelane.program.wraparound import as_int32
 
 OPENED, READY, OVER, STOP, STATUS, LOCAL_RANKS, ACQUIRED = range(7)
@@ -199,6 +199,8 @@ class HandleWords:
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Return words of host memory, int32 zeros, which kernels of the device reach by the same address."""
     pinned = device.type == "cuda"
-    words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned))
+    words = persistent(
+        torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    )
     # Kernels may poll or write pinned words after the last reference: they are released behind the idle device.
-    return keep_bytes(words, device).view(torch.int32) if pinned else words
+    return deferred_bytes(words, device).view(torch.int32) if pinned else words
