@@ -21,7 +21,7 @@ from marks import long
 
 import sidelane
 from interpreter import Interpreter
-from sidelane import Communicator, Session, config, errors, fsdp, overlap, pool, wrap
+from sidelane import Communicator, config, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
 from sidelane.cli.output import FailedError
 from sidelane.config import VARIABLES, Config, from_environment
@@ -71,7 +71,7 @@ def test_every_setting_is_described_where_its_errors_send_readers() -> None:
         {"SIDELANE_TIMEOUT_S": "soon"},
         {"SIDELANE_TIMEOUT_S": "-1"},
         {"SIDELANE_DEBUG": "yes"},
-        {"SIDELANE_VERIFY": "2"},
+        {"SIDELANE_DETERMINISTIC": "2"},
         {"SIDELANE_NATIVE": ""},
         {"SIDELANE_BESIDE": "all"},
         {"SIDELANE_MEMORY_BYTES": "1.2Q"},
@@ -123,10 +123,10 @@ def mesh() -> Any:
     return SimpleNamespace(get_group=lambda: None)
 
 
-@pytest.mark.parametrize("make", [Communicator, Session, wrap])
+@pytest.mark.parametrize("make", [Communicator, wrap])
 @pytest.mark.parametrize(
     ("group", "hint"),
-    [("gloo", "torch.distributed.init_process_group"), (0, "None for the default one)"), (mesh(), "mesh.get_group(0)")],
+    [("gloo", "torch.distributed.init_process_group"), (0, "ProcessGroup, None)"), (mesh(), "mesh.get_group(0)")],
 )
 def test_what_is_no_group_is_refused_before_anything_is_made(make: Any, group: Any, hint: str) -> None:
     with pytest.raises(TypeError) as refused:
@@ -146,9 +146,9 @@ def test_a_forgotten_group_is_told_how_to_make_one() -> None:
     [
         (lambda: overlap(), "'on' (allowed=compute, collective, on, strategy=, units=", Page.OVERLAP),
         (lambda: overlap(1, 2, 3, strategi=4), "(did you mean 'strategy'?)", Page.OVERLAP),
-        (lambda: Communicator(timeout_s=3), "'timeout_s' (allowed=group=, device=, config=)", Page.ERRORS),
+        (lambda: Communicator(timeout_s=3), "'timeout_s' (allowed=group=, device=, config=, name=)", Page.ERRORS),
         (lambda: pool(1 << 20), "'nbytes' (allowed=communicator, nbytes)", Page.ERRORS),
-        (lambda: fsdp.enable(), "'model' (allowed=model, config=, straight_into_parameters=)", Page.FSDP),
+        (lambda: fsdp.enable(), "'model' (allowed=model, config=, zero_copy=)", Page.FSDP),
         (lambda: fsdp.enable(modle=3), "(did you mean 'model'?)", Page.FSDP),
         (lambda: pool(1 << 20, 3), "pool: communicator (value=1048576, allowed=a Communicator)", Page.ERRORS),
     ],

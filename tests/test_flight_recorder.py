@@ -23,7 +23,7 @@ from ranks import Crew, RankPool
 import sidelane
 from sidelane import Config, MismatchError, PeerError, cli, flight_recorder, ranges
 from sidelane.cli.recorder import analyse, describe_recorded, read_dump
-from sidelane.session import session
+from sidelane.session import communicator
 
 torchs = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
 loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
@@ -31,7 +31,7 @@ loader = pytest.importorskip("torch.distributed.flight_recorder.components.loade
 
 @contextlib.contextmanager
 def recording(folder: str) -> Iterator[None]:
-    session._numbers.clear()  # ranks of the pool may have made different numbers of communicators for other tests
+    communicator._numbers.clear()  # ranks of the pool may have made different numbers of communicators for other tests
     flight_recorder.start(f"{folder}/")
     try:
         yield
@@ -208,17 +208,17 @@ def test_groups_and_failures_are_bounded(tmp_path: Path) -> None:
     """A program may make ever new communicators, whose calls may fail again and again."""
     recorder = flight_recorder.FlightRecorder(f"{tmp_path}/", 4)
     for number in range(1000):
-        group = "lasting" if number % 3 == 0 else f"group {number}"
+        group = "persistent" if number % 3 == 0 else f"group {number}"
         call = ranges.ObservedCall("barrier", (), (), (0,), group)
         recorder.end(call, recorder.begin(call), None)
         recorder.failed(PeerError(f"call {number}", (1,)))
     assert len(recorder._groups) <= 9 and len(recorder._sequences) <= 9
     content = recorder.content()
     assert [entry["process_group"][0] for entry in content["entries"]] == [
-        "lasting",
+        "persistent",
         "group 997",
         "group 998",
-        "lasting",
+        "persistent",
     ]
     assert content["entries"][-1]["collective_seq_id"] == 334, "a group with calls that are kept goes on counting"
     texts = [failure["text"] for failure in content["sidelane"]["failures"]]

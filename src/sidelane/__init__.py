@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register, wrap
-    from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
+    from sidelane.session import Batched, BoundProgram, Communicator, Prelaunched, Work
     from sidelane.session.pools import SymmetricPool, pool
     from sidelane.session.tracing import trace
 
@@ -34,7 +34,6 @@ __all__ = [
     "Communicator",
     "CommunicatorClosedError",
     "Config",
-    "Lane",
     "MismatchError",
     "Overlap",
     "PeerError",
@@ -42,7 +41,6 @@ __all__ = [
     "Prelaunched",
     "ProgramError",
     "Report",
-    "Session",
     "SidelaneError",
     "SidelaneGroup",
     "SymmetricPool",
@@ -82,7 +80,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
 
     def __getattr__(name: str) -> Any:
         # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-        if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
+        if name in ("Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"):
             return getattr(import_module("sidelane.session"), name)
         if name in ("flight_recorder", "fsdp", "metrics", "ops"):
             return import_module(f"sidelane.{name}")

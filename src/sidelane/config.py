@@ -6,7 +6,6 @@ variable                      meaning                                           
 ``SIDELANE_TIMEOUT_S``        seconds that a wait for a peer may take before it becomes an error           600
 ``SIDELANE_WARN_S``           seconds after which a wait for a peer is a warning in the log                30
 ``SIDELANE_DEBUG``            1: compare the calls of all ranks before each one runs                       0
-``SIDELANE_VERIFY``           0: do not verify programs before their first run                             1
 ``SIDELANE_BESIDE``           hint for calls without ``beside``: ``nothing`` or ``compute``                nothing
 ``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
 ``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
@@ -70,7 +69,6 @@ class Config:
         timeout_s: seconds that a wait for a peer may take, > 0. A process group that was made with a ``timeout`` has
             that one instead; torch's default of 30 minutes counts as none.
         debug: compare the calls of all ranks before each one runs (a host round trip a call).
-        verify: verify a program before its first run.
         beside: computation next to collectives whose calls do not say (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
             file of this machine, if there is one. Rank 0's value counts.
@@ -88,7 +86,6 @@ class Config:
 
     timeout_s: float = DEFAULT_TIMEOUT_S
     debug: bool = False
-    verify: bool = True
     beside: str = NOTHING
     profile: str | None = None
     native: bool = True
@@ -115,8 +112,6 @@ class Config:
                 raise see(TypeError(f"Config: {name} (value={value!r}, allowed={allowed})"), Page.SETTINGS) from None
             except ValueError as problem:
                 raise _refused(f"Config: {problem}") from None
-        if self.deterministic and not self.verify:
-            raise _refused("Config: deterministic needs verify, which proves the order of sums (value=verify=False)")
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -243,7 +238,7 @@ def _file(name: str, value: Any) -> str:
 def _nodes(name: str, value: Any) -> tuple[int, ...]:
     found: tuple[int, ...] = several(whole, int)(name, value)
     if min(found, default=-1) < 0:
-        raise ValueError(f"{name} (value={found}, allowed=0 and more, for each rank)")
+        raise ValueError(f"{name} (value={found}, allowed=numbers from 0)")
     return found
 
 
@@ -259,14 +254,14 @@ def _bytes(name: str, value: str) -> int | None:
     try:
         return parse_bytes(value) if value else None
     except ValueError:
-        raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
+        raise _refused(f"{name}: not a size (value={value!r}, allowed=numbers, also ending in K, M, G)") from None
 
 
 def _numbers(name: str, value: str) -> tuple[int, ...] | None:
     try:
         return tuple(map(int, value.split(","))) if value else None
     except ValueError:
-        raise _refused(f"{name}: not a list of numbers (value={value!r}, allowed=0,0,1,1 for example)") from None
+        raise _refused(f"{name}: a list of numbers is expected, for example 0,0,1,1 (value={value!r})") from None
 
 
 def _switch(name: str, value: str) -> bool:
@@ -286,7 +281,6 @@ _SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
     "timeout_s": _SECONDS,
     "warn_s": _SECONDS,
     "debug": _SWITCH,
-    "verify": _SWITCH,
     "beside": (_computation, ", ".join(BESIDE), lambda _, value: value),
     "profile": (optional(_file), f"a file, {BUILTIN!r}, None", lambda _, value: value or None),
     "native": _SWITCH,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 from made_up_device import FakeDevice
 
 from sidelane.c3 import launch, overlap
-from sidelane.c3.launch import kept_for_backward, ways_of
+from sidelane.c3.launch import saved_for_backward
 from sidelane.c3.partitions import PairStreams
-from sidelane.c3.strategies import LaunchMode, Means, Partition, named, strategies
+from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.candidate import EVERYTHING
 from sidelane.choice.store import builtin
 from sidelane.errors import UnavailableError
@@ -31,22 +30,14 @@ class Parts:
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.made = device, {8}
 
-    def objection(self, partition: Partition) -> str:
+    def objection(self) -> str:
         return ""
 
-    def is_ready(self, partition: Partition, units: int) -> bool:
+    def is_ready(self, units: int) -> bool:
         return units in self.made
 
-    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
-        @contextlib.contextmanager
-        def limited() -> Iterator[None]:
-            self.device.log.append(f"{units} fewer")
-            yield
-            self.device.log.append("all")
-
+    def streams(self, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         stream: Any = self.device.stream
-        if partition.means is Means.TARGET:
-            return PairStreams(usual.gemm, usual.collective, usual.urgent, limited)
         gemm = stream(f"gemm_without_{units}")
         mine = (stream(f"own_{units}"), stream(f"own_urgent_{units}")) if confine else (usual.collective, usual.urgent)
         return PairStreams(gemm, *mine)
@@ -67,9 +58,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice(monkeypatch)
     sides: dict[Any, Any] = {}
 
-    def side(device: Any, urgent: bool, number: int) -> Any:
-        name = "urgent" if urgent else "side" if number >= 0 else "compute"
-        return sides.setdefault((urgent, number), fake.stream(f"{name}_{abs(number)}"))
+    def side(device: Any, urgent: bool) -> Any:
+        return sides.setdefault(urgent, fake.stream("urgent" if urgent else "side"))
 
     caller = fake.stream()
     current = torch.cuda.current_stream
@@ -80,10 +70,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-def launched(device: FakeDevice, way: LaunchMode, lanes: int = 1, several: int = 1) -> list[str]:
-    comms: Any = [Comm(device, f"gather {number}") for number in range(lanes)]
-    computes = [device.queue(name) for name in ("compute", "more", "still more")[:several]]
-    launch.run(way, computes, lambda *comms: [comm.all_gather() for comm in comms] and None, comms)
+def launched(device: FakeDevice, way: LaunchMode) -> list[str]:
+    comm: Any = Comm(device, "gather")
+    launch.run(way, device.queue("compute"), lambda comm: comm.all_gather(), comm)
     return device.log
 
 
@@ -93,7 +82,7 @@ def test_units_of_their_own(device: FakeDevice) -> None:
         "own_8: wait e1",
         "gemm_without_8: wait e1",
         "own_8: record e2",
-        "own_8: gather 0 beside nothing",
+        "own_8: gather beside nothing",
         "gemm_without_8: wait e2",
         "gemm_without_8: compute",
         "caller: join own_8",
@@ -106,50 +95,14 @@ def test_the_computation_first(device: FakeDevice) -> None:
         "gemm_without_16: record e2",
         "gemm_without_16: compute",
         "own_16: wait e2",
-        "own_16: gather 0 beside nothing",
+        "own_16: gather beside nothing",
     ]
 
 
 def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
     log = launched(device, LaunchMode(named("conccl_rp"), 8))
-    assert "side_0: gather 0 beside compute" in log and "gemm_without_8: compute" in log
-    assert log[-2:] == ["caller: join side_0", "caller: join gemm_without_8"]
-
-
-def test_a_wish_leaves_the_computation_on_the_callers_stream(device: FakeDevice) -> None:
-    log = launched(device, LaunchMode(named("c3_target"), 32))
-    assert log[log.index("32 fewer") :] == ["32 fewer", "caller: compute", "all", "caller: join side_0"]
-    assert "side_0: gather 0 beside nothing" in log
-
-
-def test_several_lanes_share_the_units(device: FakeDevice) -> None:
-    log = launched(device, LaunchMode(named("c3_rp"), 8), lanes=2)
-    assert [line for line in log if "gather" in line] == [
-        "own_8: gather 0 beside nothing",
-        "own_8: gather 1 beside nothing",
-    ]
-    device.log.clear()
-    log = launched(device, LaunchMode(named("c3_sp")), lanes=2)
-    assert [line for line in log if "gather" in line] == [
-        "side_0: gather 0 beside nothing",
-        "side_1: gather 1 beside nothing",
-    ]
-
-
-def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> None:
-    log = launched(device, LaunchMode(named("conccl")), several=3)
-    assert [line for line in log if line.endswith(("compute", "more"))] == [
-        "side_0: gather 0 beside compute", "caller: compute", "compute_1: more", "compute_2: still more",
-    ]  # fmt: skip
-    released = ("side_0: record e2", "caller: wait e2", "caller: record e3", "compute_1: wait e3",
-                "compute_1: record e4", "compute_2: wait e4")  # fmt: skip
-    assert [line for line in log if line in released] == list(released), "each after the one before has been released"
-    assert log[-3:] == ["caller: join side_0", "caller: join compute_1", "caller: join compute_2"]
-    device.log.clear()
-    log = launched(device, LaunchMode(named("c3_rp"), 8), several=2)
-    assert [line for line in log if line.endswith(("compute", "more"))] == [
-        "gemm_without_8: compute", "gemm_without_8: more",
-    ]  # fmt: skip
+    assert "side: gather beside compute" in log and "gemm_without_8: compute" in log
+    assert log[-2:] == ["caller: join side", "caller: join gemm_without_8"]
 
 
 def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
@@ -157,7 +110,7 @@ def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        launch.run(LaunchMode(named("c3_sp_rp"), 8), [fail], lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
+        launch.run(LaunchMode(named("c3_sp_rp"), 8), fail, lambda comm: comm.all_gather(), Comm(device, "gather"))  # type: ignore[arg-type]
     assert device.log[-2:] == ["caller: join own_8", "caller: join gemm_without_8"]
 
 
@@ -173,16 +126,17 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
     names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
     assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED, *overlap.KERNELS}
-    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"}
-    assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]
-    assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8, 16, 32, 64]
+    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "conccl_rp"}
+    for units, able in ((0, False), (8, True), (64, True), (24, False), (128, False)):
+        assert launch.can_run(LaunchMode(named("c3_rp"), units), GPU) is able
+    assert launch.can_run(LaunchMode(named("c3_sp")), GPU) and not launch.can_run(LaunchMode(named("c3_sp"), 8), GPU)
     assert overlap.possible("c3_rp", GPU).units == 8
     assert overlap.possible("c3_rp", GPU, 24).units == 24
     for name, units in (("conccl", 8), ("c3_rp", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap.possible(name, GPU, units)
     assert overlap.possible("sm_rp", GPU).units == 8
-    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_base, .*told to run so"):
+    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_rp, .*told to run so"):
         overlap.possible("nccl_ce", GPU)
 
 
@@ -206,18 +160,18 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
         return 2 * tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed / 2):
-        with kept_for_backward(lane):  # type: ignore[arg-type]
+        with saved_for_backward(lane):  # type: ignore[arg-type]
             y = x @ weight
         assert kept == ["packed"]
     y.sum().backward()
     torch.testing.assert_close(weight.grad, x.t() @ torch.ones(3, 3))
     seen: list[Any] = []
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", lambda *hooks: seen.append(hooks) or open_block())
-    with kept_for_backward(lane):  # type: ignore[arg-type]
+    with saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     recorded = Recorded()
     assert seen[0][0](recorded) is recorded and recorded.on == [lane]
-    with torch.no_grad(), kept_for_backward(lane):  # type: ignore[arg-type]
+    with torch.no_grad(), saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     assert len(seen) == 1, "nothing is saved without gradients"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from sidelane.c3.partitions import PairStreams, shares
-from sidelane.c3.strategies import Partition, named
+from sidelane.c3.strategies import named
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda import partition
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
@@ -112,60 +111,36 @@ def test_an_old_binding() -> None:
     assert not driver.calls
 
 
-def test_a_target_of_sms_holds_for_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 77)
-    monkeypatch.setattr(partition, "_set_target", lambda: lambda handle, units: told.append(units) or units > 200)
-    with pytest.raises(KeyError), partition.cublas_target(100):
-        assert told == [100]
-        raise KeyError
-    assert told == [100, 0]
-    with pytest.raises(UnavailableError, match="status"), partition.cublas_target(300):
-        pass
-
-
 def test_shares_of_a_sweep() -> None:
     assert shares(132) == (8, 16, 32, 64) and shares(15) == ()
 
 
 class Parts:
-    """Partitions of 32 units whose streams are names; ``means`` that it refuses."""
+    """Partitions of 32 units whose streams are names."""
 
     units = 32
 
-    def __init__(self, log: list[str], refuses: str = "") -> None:
-        self.log, self.refuses = log, refuses
+    def __init__(self, objection: str = "") -> None:
+        self.objection = lambda: objection
 
-    def objection(self, partition: Partition) -> str:
-        return "not here" if partition.means == self.refuses else ""
-
-    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
-        @contextlib.contextmanager
-        def limited() -> Iterator[None]:
-            self.log.append(f"{partition.means} of {units}")
-            yield
-            self.log.append("all")
-
+    def streams(self, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         mine = f"own {units}" if confine else usual.collective
-        return PairStreams(f"all but {units}", mine, mine, limited)  # type: ignore[arg-type]
+        return PairStreams(f"all but {units}", mine, mine)  # type: ignore[arg-type]
 
 
 def test_a_pair_runs_on_the_lanes_of_its_partition() -> None:
-    log: list[str] = []
-    work = SimpleNamespace(run=lambda: log.append("gemm"), start=lambda: log.append("collective"))
+    work = SimpleNamespace(run=lambda: None, start=lambda: None)
     usual = PairStreams("gemm lane", "lane", "urgent lane")  # type: ignore[arg-type]
     with Workers() as workers:
-        pairs = Pairs(work, usual, workers, Parts(log))  # type: ignore[arg-type]
+        pairs = Pairs(work, usual, workers, Parts())  # type: ignore[arg-type]
         seen: list[Any] = []
         pairs._on_streams = lambda strategy, run, streams: seen.append(streams)  # type: ignore[method-assign]
         for name, units in (("c3_rp", 8), ("c3_rp", 16), ("conccl_rp", 8), ("conccl_rp", 0), ("conccl", 0)):
             pairs.launch(named(name), work, units)()  # type: ignore[arg-type]
-        pairs._limited(seen[0])
     assert [(streams.gemm, streams.collective) for streams in seen] == [
         ("all but 8", "own 8"), ("all but 16", "own 16"), ("all but 8", "lane"), ("gemm lane", "lane"),
         ("gemm lane", "lane"),
     ]  # fmt: skip
-    assert log == ["split of 8", "gemm", "all"]
 
 
 @dataclasses.dataclass
@@ -173,7 +148,6 @@ class Way:
     label: str
     implementation: str = "nccl"
     in_place: bool = False
-    workgroups: int = 0
 
     def start(self) -> Callable[[], None]:
         return lambda: None
@@ -207,16 +181,16 @@ class Alone:
     look = time
 
 
-def measured(times: Mapping[str, float], refuses: str = "") -> tuple[PairOutcome, list[list[str]]]:
+def measured(times: Mapping[str, float], objection: str = "") -> tuple[PairOutcome, list[list[str]]]:
     instruments = Alone(times)
     outcome = run_workload(
         parse_workload("8x8x8_1K", Kind.ALL_GATHER, "float32"),
         [Way("first"), Way("second"), Way("engines", "dma")],
         instruments,
         device=torch.device("cpu"),
-        partitions=Parts([], refuses),
+        partitions=Parts(objection),
         memory_bound=True,
-        strategies=[named(name) for name in ("serial", "c3_rp", "c3_target", "conccl_rp")],
+        strategies=[named(name) for name in ("serial", "c3_rp", "conccl_rp")],
     )
     return outcome, instruments.asked
 
@@ -232,25 +206,7 @@ def test_a_sweep_keeps_its_best_and_the_fastest_call() -> None:
 
 
 def test_what_the_machine_has_no_means_for_is_a_row_with_the_reason() -> None:
-    outcome, _ = measured({}, refuses="target")
+    outcome, _ = measured({}, "not here")
     failures = {result.strategy: result.failure for result in outcome.results if result.failure}
-    assert list(failures) == ["c3_target"]
-    assert failures["c3_target"] and failures["c3_target"].text.endswith("(target): not here")
-
-
-def test_a_gemm_leaves_as_many_units_as_there_are_ctas() -> None:
-    instruments = Alone({"cta_target: ctas16": 60.0, "cta_sp: ctas4": 50.0})
-    outcome = run_workload(
-        parse_workload("8x8x8_1K", Kind.ALL_GATHER, "float32"),
-        [Way("library"), *(Way(f"ctas{n}", "nccl_ctas", workgroups=n) for n in (4, 8, 16))],
-        instruments,
-        device=torch.device("cpu"),
-        partitions=Parts([]),
-        strategies=[named(name) for name in ("cta_sp", "cta_target")],
-    )
-    assert [label for label in instruments.asked[-1] if "target" in label] == [
-        "cta_target: ctas8, 8 units",
-        "cta_target: ctas16, 16 units",
-    ]
-    found = {result.strategy: (result.label, result.units, result.time_us) for result in outcome.results}
-    assert found == {"cta_sp": ("ctas4", 0, 50.0), "cta_target": ("ctas16", 16, 60.0)}
+    assert list(failures) == ["c3_rp", "conccl_rp"]
+    assert failures["c3_rp"] and failures["c3_rp"].text == "it takes compute units from the GEMM: not here"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sidelane.c3 import overlap
-from sidelane.c3.strategies import Means, Mover, Order, Partition, named, strategies
+from sidelane.c3.strategies import Mover, Order, Partition, named, strategies
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
 from sidelane_lab.pairs.movers import implementation_of
@@ -23,10 +23,8 @@ NAMES = tuple(strategy.name for strategy in strategies())
 
 def test_the_strategies_in_the_order_of_studies() -> None:
     assert (
-        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "c3_target", "priority"),
-        *("cta_base", "cta_sp", "cta_target", "cta_priority", "conccl", "conccl_rp"),
-        *("conccl_left", "nccl_ce"),
-        *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
+        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority"),
+        *("conccl", "conccl_rp", "conccl_left", "nccl_ce", "sm_rp", "sm_priority"),
     ) == NAMES
 
 
@@ -39,7 +37,6 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("priority", Order.GEMM_FIRST, Mover.LIBRARY, 1, None),
         ("c3_rp", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
         ("c3_sp_rp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
-        ("c3_target", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition(means=Means.TARGET)),
         ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
         ("conccl_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
@@ -53,23 +50,15 @@ def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int
 
 
 def test_our_kernels_have_those_of_the_library() -> None:
-    for ours, theirs in (("sm_base", "c3_base"), ("sm_sp", "c3_sp"), ("sm_rp", "c3_rp"), ("sm_priority", "priority")):
+    for ours, theirs in (("sm_rp", "c3_rp"), ("sm_priority", "priority")):
         assert named(ours) == dataclasses.replace(named(theirs), name=ours, mover=Mover.SM, preference=100)
-
-
-def test_numbers_of_ctas_are_those_of_the_library() -> None:
-    for ours, theirs in (("cta_base", "c3_base"), ("cta_sp", "c3_sp"), ("cta_target", "c3_target")):
-        one, other = named(ours), named(theirs)
-        assert (one.order, one.partition, one.priority) == (other.order, other.partition, other.priority)
-        assert one.mover is Mover.LIBRARY_CTAS and one.mover.takes_units
-        assert implementation_of(one, {"nccl", "nccl_ctas"}) == "nccl_ctas" and implementation_of(one, {"nccl"}) is None
 
 
 def test_implementations() -> None:
     assert implementation_of(named("c3_sp"), {"gloo", "dma"}) == "gloo"
     assert implementation_of(named("c3_sp"), {"nccl", "gloo"}) == "nccl"
     assert implementation_of(named("nccl_ce"), {"gloo", "dma"}) is None
-    assert implementation_of(named("sm_sp"), {"sm", "nccl"}) == "sm"
+    assert implementation_of(named("sm_rp"), {"sm", "nccl"}) == "sm"
 
 
 def test_units_taken() -> None:
@@ -95,7 +84,8 @@ def test_overlap_takes_those_that_calls_can_be_told() -> None:
     refused = (
         ("c3_rp", "green contexts"),
         ("conccl_left", "copy_own_part=False"),
-        ("sm_sp", "no kernels"),
+        ("sm_priority", "no kernels"),
+        ("sm_sp", "none of that name"),
         ("nccl_ce", "not told"),
         ("fastest", "none of that name"),
     )

@@ -182,7 +182,7 @@ def cached(group: dist.ProcessGroup) -> None:
         output, shard = comm.empty(comm.world_size * SMALL), torch.ones(SMALL)
         comm.all_gather(output, shard)
         first = comm.last_choice()
-        comm.lane.preparer.prepare = comm._prepare = None  # type: ignore[assignment,method-assign]
+        comm.preparer.prepare = comm._prepare = None  # type: ignore[assignment,method-assign]
         for _ in range(3):
             comm.all_gather(output, shard)
         assert comm.last_choice() is first
@@ -215,7 +215,7 @@ def weighed(group: dist.ProcessGroup) -> list[str]:
             with pytest.raises((ValueError, PeerError, MismatchError)) as refused:
                 comm.beside(**given)
             told.append(f"{refused.type.__name__}: {refused.value}")
-        with pytest.raises(ValueError, match="allowed=nothing, compute, or what Communicator.beside returns"):
+        with pytest.raises(ValueError, match="allowed=nothing, compute, a result of Communicator.beside"):
             comm.all_gather(torch.empty(comm.world_size), torch.empty(1), beside=17.0)
         assert ran(comm, SMALL, beside=hint), "all of that has left the communicator as it was"
         return [str(hint), *told]

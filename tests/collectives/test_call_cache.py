@@ -66,7 +66,7 @@ def test_the_oldest_that_was_not_used_goes_first(monkeypatch: pytest.MonkeyPatch
 def test_calls_share_the_bytes_of_their_program_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     program, other = (build(all_gather([nbytes, nbytes]), "b2b") for nbytes in (64, 128))
     monkeypatch.setattr(call_cache, "MOST_NEW", 0)
-    monkeypatch.setattr(CallCache, "comes_again", lambda *_: True)
+    monkeypatch.setattr(CallCache, "has_seen", lambda *_: True)
     monkeypatch.setattr(CallEntry, "held_program", lambda entry: other if entry.key[0] >= 100 else program)
     cache = CallCache()
     enter(cache, range(5))
@@ -209,7 +209,7 @@ def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[in
             if number % (calls // 2) == 0:
                 gc.collect()
                 looks.append(sum(isinstance(one, CpuProgram) for one in gc.get_objects()))
-        flags = comm.lane.preparer._flags.tensor
+        flags = comm.preparer._flags.tensor
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one is not flags]
         shared = [one for one in tensors if one.numel() == 32768]
         assert len(shared) <= n, "engines have scratch, and programs have none"

@@ -78,9 +78,9 @@ def old_staging(group: dist.ProcessGroup, captured: bool) -> list[bool]:
         alive = []
         tensor = torch.ones(100)
         comm.all_reduce(tensor)
-        preparer = comm.lane.preparer
+        preparer = comm.preparer
         if captured:
-            request = comm.lane.arguments.all_reduce(tensor, tensor, "sum")
+            request = comm.arguments.all_reduce(tensor, tensor, "sum")
             preparer.prepare(Agreement.of((request,), "b2b", frozen=True), (request,))
         for size in (1 << 20, 1 << 22):
             old = weakref.ref(preparer._stagings[0]._block.tensor)
@@ -101,9 +101,9 @@ def test_only_captured_staging_is_kept(pool: RankPool, captured: bool) -> None:
 def staging_of_captures(group: dist.ProcessGroup) -> None:
     """``auto`` takes another variant in a capture than outside. As on GPUs: CPUs have no captures."""
     with sweeps.communicator(group) as comm:
-        preparer = comm.lane.preparer
+        preparer = comm.preparer
         tensor = comm.empty(comm.world_size * 200_000)
-        request = comm.lane.arguments.all_to_all(tensor, tensor)
+        request = comm.arguments.all_to_all(tensor, tensor)
 
         def choice(agreement: Agreement) -> Choice:
             candidate = find(Kind.ALL_TO_ALL, "b2b" if agreement.frozen else "swap")
@@ -111,7 +111,7 @@ def staging_of_captures(group: dist.ProcessGroup) -> None:
             return Choice(candidate, "as the test wants it", ())
 
         preparer.planner.choice = choice  # type: ignore[method-assign]
-        preparer.planner._abilities = dataclasses.replace(comm._backend.abilities, captures=True)
+        preparer.planner._abilities = dataclasses.replace(comm.backend.abilities, captures=True)
         comm.all_to_all(tensor, tensor)
         preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
 
@@ -124,14 +124,14 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
     """``auto`` would take what needs staging in a capture, and no call has been made before."""
     with sweeps.communicator(group) as comm:
         tensor = comm.empty(comm.world_size * 200_000)
-        request = comm.lane.arguments.all_to_all(tensor, tensor)
+        request = comm.arguments.all_to_all(tensor, tensor)
         found = [one for name in ("b2b", "swap") if (one := find(Kind.ALL_TO_ALL, name)) is not None]
         table = tuple((candidate, None) for candidate in found)
         wanted = Choice(found[0], "as the test wants it", table)
-        with mock.patch.object(comm.lane.preparer.planner, "choice", return_value=wanted):
-            prepared = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
+        with mock.patch.object(comm.preparer.planner, "choice", return_value=wanted):
+            prepared = comm.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
             comm.all_to_all(tensor, tensor, variant="b2b")
-            again = comm.lane.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
+            again = comm.preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
         return prepared.choice.candidate.variant, again.choice.candidate.variant
 
 

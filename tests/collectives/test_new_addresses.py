@@ -14,9 +14,9 @@ from test_repeated_calls import Rank, gather, group, make_rank
 
 from sidelane import Communicator
 from sidelane.collectives import call_cache
-from sidelane.collectives.allocator import SEGMENT_BYTES
 from sidelane.collectives.call_cache import ShapeProgram
 from sidelane.execute.cuda import CudaExecutor
+from sidelane.memory.allocator import SEGMENT_BYTES
 
 __all__ = ["group"]  # a fixture
 
@@ -42,7 +42,7 @@ def new_ones(count: int, nbytes: int = NBYTES, offset: int = 0) -> Iterator[tupl
 
 def shapes(rank: Rank) -> list[ShapeProgram]:
     """The shapes that are remembered."""
-    return [entry.shape for entry in rank.comm.lane.preparer.cache if entry.shape is not None]
+    return [entry.shape for entry in rank.comm.preparer.cache if entry.shape is not None]
 
 
 @pytest.mark.parametrize("variant", ["b2b", "pcpy", "auto"])
@@ -136,7 +136,7 @@ def test_symmetric_memory_is_another_shape(rank: Rank) -> None:
 def test_shapes_go_when_staging_moves(rank: Rank) -> None:
     for pair in new_ones(3):
         gather(rank, *pair)
-    preparer = rank.comm.lane.preparer
+    preparer = rank.comm.preparer
     assert shapes(rank)
     preparer._grow(preparer._stagings[0], preparer._stagings[0].nbytes + 1, False)
     assert not shapes(rank), "they know where it was"
@@ -148,7 +148,7 @@ def test_few_things_are_kept_of_what_changes_for_ever(rank: Rank, monkeypatch: p
     monkeypatch.setattr(call_cache, "MOST_SEEN", 16)
     monkeypatch.setattr(call_cache, "MOST_NEW", 4)
     monkeypatch.setattr(call_cache, "MOST_BYTES", 30000)
-    cache = rank.comm.lane.preparer.cache
+    cache = rank.comm.preparer.cache
     for turn, (output, input) in enumerate(new_ones(200)):
         gather(rank, output[: 8 + 8 * (turn % 7)], input[: 8 + 8 * (turn % 7)])
         assert len(cache._seen) <= 16 and len(cache._seen_before) <= 16
@@ -171,4 +171,4 @@ def test_a_failure_behind_the_agreement_ends_the_communicator(rank: Rank, monkey
     monkeypatch.setattr(CudaExecutor, "load", fail)
     with pytest.raises(OSError, match="no more memory"):
         rank.comm.all_gather(*next(tensors), variant="b2b")
-    assert isinstance(rank.comm._calls.failure, OSError)
+    assert isinstance(rank.comm.calls.failure, OSError)

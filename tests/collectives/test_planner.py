@@ -23,9 +23,7 @@ def takes_at_most(nbytes: int) -> Callable[[CallProgram], bool]:
 
 @pytest.fixture
 def planner() -> Planner:
-    return Planner(
-        Capabilities(frozenset(MOVES), "cuda"), verify_programs=True, profile=builtin("h200x2"), chosen_by="a table"
-    )
+    return Planner(Capabilities(frozenset(MOVES), "cuda"), profile=builtin("h200x2"), chosen_by="a table")
 
 
 def captured(size: int, variant: str = AUTO) -> Agreement:

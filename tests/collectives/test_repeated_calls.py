@@ -21,7 +21,7 @@ from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
-from sidelane.session import session
+from sidelane.session import communicator
 from sidelane.session.communicator import Communicator
 
 
@@ -75,11 +75,11 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
         "CudaExecutor",
         lambda *arguments: CudaExecutor(*arguments, driver=driver),
     )
-    monkeypatch.setattr(session, "make_backend", backend_cuda.CudaBackend)
+    monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
     monkeypatch.setattr(
         backend_cuda.CudaBackend, "wait_for_stores", lambda backend: None
     )  # torch's tensors are on the CPU
-    monkeypatch.setattr(session, "choose_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))
     driver.caller = driver.create_stream()
     comm = Communicator(config=Config(profile="builtin", **config))
     rank = Rank(comm, driver, [])
@@ -174,7 +174,7 @@ def test_lists_that_come_and_go_are_forgotten(rank: Rank, monkeypatch: pytest.Mo
     monkeypatch.setattr(call_cache, "MOST_NEW", 0)
     monkeypatch.setattr(call_cache, "MOST_BYTES", 24000)  # four calls with lists
     kept = [[torch.zeros(size, dtype=torch.uint8) for size in (16, 32)] for _ in range(6)]
-    single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm.lane.preparer.cache
+    single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm.preparer.cache
     for turn in range(18):
         tensors = kept[turn % 6]
         rank.comm.all_to_all(tensors, tensors, variant="b2b")
@@ -201,7 +201,7 @@ def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
     for _ in range(4):
         gather(rank, output, input)
     assert rank.native[-1]
-    preparer = rank.comm.lane.preparer
+    preparer = rank.comm.preparer
     preparer._grow(preparer._stagings[0], preparer._stagings[0].nbytes + 1, False)
     gather(rank, output, input)
     assert not rank.native[-1], "it would run where staging was"
@@ -218,7 +218,7 @@ def test_what_is_void_by_the_time_it_is_remembered_is_forgotten(rank: Rank) -> N
         run, forget = repeats._replay.run, repeats._replay.forget
 
         def remember(self, *arguments: Any) -> None:
-            rank.comm.lane.preparer.cache._forget_all()
+            rank.comm.preparer.cache._forget_all()
             remember(*arguments)
 
     repeats._replay, replay = Late(), repeats._replay
@@ -255,13 +255,13 @@ def test_a_forked_copy_asks_torch_for_nothing(rank: Rank) -> None:
     for _ in range(3):
         gather(rank, output, input)
     assert rank.native[-1]
-    rank.comm._calls.failure = CommunicatorClosedError("a copy")
+    rank.comm.calls.failure = CommunicatorClosedError("a copy")
     rank.driver.is_copy = True
     try:
         with pytest.raises(CommunicatorClosedError, match="a copy"):
             rank.comm.all_gather(output, input, variant="b2b")
     finally:
-        rank.driver.is_copy, rank.comm._calls.failure = False, None
+        rank.driver.is_copy, rank.comm.calls.failure = False, None
 
 
 def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:
     for variant in ("b2b", "pcpy"):
         for _ in range(3):
             gather(rank, output, input, variant=variant)
-    rank.comm.lane.preparer.cache._forget_all()  # as if many other calls had come
+    rank.comm.preparer.cache._forget_all()  # as if many other calls had come
     gc.collect()
     for variant in ("b2b", "pcpy"):
         gather(rank, output, input, variant=variant)

@@ -35,7 +35,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.native import load_replays
 from sidelane.program.ir import Program
-from sidelane.session import communicator, session
+from sidelane.session import communicator
 
 WORLD = 4
 SIZES = (1, 16, 250, 1000, 4096, 30_000, 65_536, 100_001)
@@ -106,7 +106,7 @@ class Control(ControlBlock):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
         self.world_size = WORLD
-        self._parts, self._peers = self._parts * WORLD, self._peers * WORLD
+        self._parts = self._parts * WORLD
 
 
 class AloneExchange:
@@ -163,11 +163,11 @@ def take_over() -> None:
     features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
     backend_cuda.probe = lambda *_: features
     control = Control(Exchange(dist.group.WORLD, 60.0))
-    session.ControlBlock = lambda exchange: control
+    communicator.ControlBlock = lambda exchange: control
     dist.ProcessGroup.size = lambda group: WORLD
-    session.Exchange = lambda group, timeout_s, warn_s: AloneExchange()
-    session.make_backend = backend_cuda.CudaBackend
-    session.choose_device = lambda device: torch.device("cpu")
+    communicator.Exchange = lambda group, timeout_s, warn_s: AloneExchange()
+    communicator.make_backend = backend_cuda.CudaBackend
+    communicator.choose_device = lambda device: torch.device("cpu")
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 
@@ -236,7 +236,7 @@ class Walk:
             checker.cuGraphLaunch(self.rng.choice(self.graphs)[0], None)
         elif chance < 0.010 and self.growths < 6:  # as if a larger call had come
             self.growths += 1
-            preparer = self.comm.lane.preparer
+            preparer = self.comm.preparer
             for staging in preparer._stagings[:2]:
                 preparer._grow(staging, staging.nbytes + 1, False)
         elif chance < 0.016 and not self.graphs:  # the caller's need their memory
@@ -245,7 +245,7 @@ class Walk:
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm.lane.preparer.cache._forget_all()
+            self.comm.preparer.cache._forget_all()
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:
@@ -334,9 +334,9 @@ def main() -> None:
     walk = Walk(comm, seed)
     for number in range(steps):
         if number == steps // 2 and sabotage == "flags":
-            checker.checker_forbid(comm.lane.preparer._flags.memory.data_ptr())
+            checker.checker_forbid(comm.preparer._flags.memory.data_ptr())
         if number == steps // 2 and sabotage == "events":
-            for entry in comm.lane.preparer.cache:
+            for entry in comm.preparer.cache:
                 for event in getattr(entry.prepared and entry.prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
         walk.step()

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.builders.beside import beside
 from sidelane.program.builders.moving import rotation
+from sidelane.program.builders.registry import beside
 from sidelane.program.collective import REDUCING, Buffer, Collective, Span
 from sidelane.program.ir import (
     EPOCH,
@@ -42,8 +42,7 @@ from sidelane.program.ir import (
     Signal,
     Wait,
 )
-from sidelane.program.transform import freeze
-from sidelane.program.transform.freeze import LOWERED, RAISED
+from sidelane.program.transform import LOWERED, RAISED, freeze
 from sidelane.program.verify import Verification, verify_sequence
 
 ALTERNATING = "alternating"

@@ -35,9 +35,9 @@ def stores_behind_close(group: dist.ProcessGroup, when: str) -> tuple[list[str],
             bound()  # its stream waits for flags that nobody signals
         dist.barrier(group)
         if comm.rank == 1:
-            comm.lane.control.abort("a failure", (1,))
+            comm.control.abort("a failure", (1,))
         deadline = time.monotonic() + 10
-        while comm.lane.backend.executor.watch.failure is None and time.monotonic() < deadline:
+        while comm.backend.executor.watch.failure is None and time.monotonic() < deadline:
             time.sleep(1e-3)
         try:
             comm.synchronize()

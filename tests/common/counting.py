@@ -8,7 +8,7 @@ from sidelane.program.ir import RENEWAL_CALLS
 
 def skip(comm: Communicator, to: int) -> None:
     """Let the communicator have made calls of other kinds, up to about number ``to``, renewals included. Collective."""
-    calls = comm._calls
+    calls = comm.calls
     number = calls.number()  # which nobody makes: all ranks leave it out
     while number < to - 3:
         number = min(to - 3, (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS - 1)
@@ -20,4 +20,4 @@ def skip(comm: Communicator, to: int) -> None:
 
 def come_close_to_a_renewal(comm: Communicator, calls: int) -> None:
     """Let the next renewal come after so many calls. Collective."""
-    skip(comm, (comm._calls.number() // RENEWAL_CALLS + 1) * RENEWAL_CALLS - calls)
+    skip(comm, (comm.calls.number() // RENEWAL_CALLS + 1) * RENEWAL_CALLS - calls)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sidelane.execute.base import Place, Questions
+from sidelane.execute.base import CallerStream, Questions
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
@@ -45,7 +45,7 @@ class FakeMemoryOps:
     def __len__(self) -> int:
         return len(self.ops)
 
-    def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    def strided_words(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
         return [(ctypes.addressof(self.ops[index][2]), 4, 1) for index in indices]
 
     def setters(self, indices: Sequence[int]) -> list[Callable[[int], None]]:
@@ -259,7 +259,7 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return self.graph is not None
 
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         return self.caller, self.graph is not None
 
     def is_current(self) -> bool:

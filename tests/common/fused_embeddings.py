@@ -8,25 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.device.context import begin, end, wait_acquire
-from sidelane.errors import SidelaneError
 from sidelane.ops import embedding, operator
 from sidelane.ops.embedding import EmbeddingAllToAll
-
-
-@triton.jit
-def consumer(context, producer, output, seen, owner, flag, first, count, TILE: tl.constexpr):
-    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
-    generation = begin(context)
-    wait_acquire(producer, owner, flag, generation)
-    offsets = tl.arange(0, TILE)
-    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
-    end(context, generation)
 
 
 def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
@@ -43,13 +29,12 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             ]
             own = [table.to(device) for table in tables[rank]]
             width = sum(counts) * dim
-            shared = comm.empty(-(-batch // n), width, dtype=dtype)
             samples = [batch // n + (peer < batch % n) for peer in range(n)]
             mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
-            for number in range(calls):
+            for _ in range(calls):
                 kind = draws.sizes.choice(("sum", "mean", "weighted"))
                 index = draws.sizes.choice((torch.int32, torch.int64))
-                first, cut = draws.sizes.randrange(3), draws.sizes.choice((None, 1, 3))
+                first = draws.sizes.randrange(3)
                 order = ("remote_first", "oblivious", "auto")[(first + rank) % 3]  # of its own on each rank
                 bags = [
                     [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
@@ -70,23 +55,17 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 indices = torch.tensor([row for (bag,) in bags[first:last] for row in bag], dtype=index)
                 offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
                 weights = torch.cat(factors[first:last]) if kind == "weighted" else None
-                out = shared[: samples[rank]] if number % 2 else None
                 draws.late()
                 mode = "mean" if kind == "mean" else "sum"
                 result = ops.embedding_all_to_all(
                     *(comm, own, indices.to(device), offsets.to(device)),
                     mode=mode,
                     per_sample_weights=None if weights is None else weights.to(device),
-                    out=out,
                     order=order,
-                    slice_bags=cut,
                 )
                 kept.append((result.clone(), expected))
-            unfused = embedding.unfused_bags(
-                *(comm, own, indices.to(device), offsets.to(device), counts),
-                mode=mode,
-                per_sample_weights=None if weights is None else weights.to(device),
-            )
+            factor = None if weights is None else weights.to(device)
+            unfused = embedding.unfused_bags(comm, own, counts, mode, indices.to(device), offsets.to(device), factor)
             check_close(unfused, expected, "unfused")
         check_all(comm, kept)
     return len(kept)
@@ -106,12 +85,12 @@ def ordered(comm: Communicator, asked: str, captured: bool) -> str:
     sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
-    handle = EmbeddingAllToAll(comm, [table], n)
+    handle = EmbeddingAllToAll(comm, [table], n, "sum")
     launch = handle._kernel.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
         patch.setattr(operator, "is_captured", lambda _: captured)
-        found = handle(indices, offsets, order=asked)
+        found = handle.run(asked, None, indices, offsets, None)
     pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
     check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)
     handle.close()
@@ -127,43 +106,15 @@ def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, m
     return rows.sum(0) / (max(1, len(bag)) if mean else 1)
 
 
-def tables_that_move(group: dist.ProcessGroup) -> str:
-    """Return what a handle and its peers say of tables that have got other memory; an operator makes another handle."""
+def tables_that_move(group: dist.ProcessGroup) -> None:
+    """Tables that have got other memory are other tables: the operator and its backward make other handles."""
     with communicator(group) as comm:
         n, table = comm.world_size, torch.ones(5, 4)
         indices, offsets, grad = torch.zeros(n).int(), torch.arange(n + 1), torch.ones(1, 4 * n)
-        forward = EmbeddingAllToAll(comm, [table], n)
-        forward(indices, offsets)
-        ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)
-        table.data = torch.full((5, 4), 2.0)
-        assert (ops.embedding_all_to_all(comm, [table], indices, offsets, method="fused") == 2).all()
-        assert ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)[0][0].sum() == 4 * n
-        try:
-            forward(indices, offsets)
-        except (ValueError, SidelaneError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def slices_as_they_come(group: dist.ProcessGroup) -> int:
-    """A consumer of one slice of each owner, launched once for each call."""
-    with communicator(group) as comm:
-        dim, batch = 4, 4 * comm.world_size
-        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * comm.rank
-        handle = EmbeddingAllToAll(comm, [table, table + 100], batch, slice_bags=2)
-        consumers = [comm.load_kernel(consumer, flags=0) for _ in range(comm.world_size)]
-        offsets = torch.arange(2 * batch + 1)
-        for call in range(3):
-            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
-            for owner, kernel in enumerate(consumers):
-                seen, column = torch.zeros(dim), (2 * owner + 1) * dim
-                at, flag = 2 * output.shape[1] + column, handle.flag_of_slice(1, 2)
-                kernel.launch((1,), handle.context, output, seen, owner, flag, at, dim, TILE=4)
-                comm.synchronize()
-                row = (batch + 4 * comm.rank + 2 + call) % 8
-                assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
-            comm.barrier()
-    return 3
+        for value in (1, 2):
+            table.data = torch.full((5, 4), float(value))
+            assert (ops.embedding_all_to_all(comm, [table], indices, offsets, method="fused") == value).all()
+            assert ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)[0][0].sum() == 4 * n
 
 
 def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
@@ -272,11 +223,8 @@ def embedding_calls(comm: Communicator) -> Calls:
         call(starts=torch.tensor([0, 1, 2, 3, 5])),
         call(mode="max"),
         call(order="last"),
-        call(slice_bags=0),
         call(rows=indices[:2], starts=torch.arange(3)),
         call(mode="mean", per_sample_weights=torch.ones(4)),
         call(per_sample_weights=torch.ones(3)),
-        call(out=torch.ones(1, 4 * 2 * comm.world_size)),
-        call(out=comm.kept.setdefault("test", torch.ones(2, 2))),
     ]
     return wrong, call()

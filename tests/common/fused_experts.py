@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fused_modules import there_and_back
 from fused_ops import Draws, check_close, communicator, noting
 
 from sidelane import Communicator, ops
@@ -161,17 +160,3 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             went.clear()
             x = torch.ones(4 * n, 8)
     return told
-
-
-def layers(group: dist.ProcessGroup, backend: str) -> int:
-    """Both layers of experts, trained, where auto takes what is unfused: by products of a group each."""
-    with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        abilities = dataclasses.replace(comm.abilities, kernels_have_run=False)
-        patch.setattr(comm, "abilities", abilities)
-        went: list[str] = []
-        for module in (gemm, dispatch_gemm):
-            patch.setattr(module, "one_by_one", noting(module.one_by_one, "one by one", went))
-        torch.manual_seed(8)
-        n = comm.world_size
-        there_and_back(comm, 2, backend, torch.randint(2 * n, (n, 5, 2), device="cpu"))
-        return len(went)

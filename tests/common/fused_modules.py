@@ -14,8 +14,6 @@ from torch import nn
 from sidelane import Communicator, ops
 from sidelane.ops import (
     EmbeddingBagAllToAll,
-    ExpertCombine,
-    ExpertDispatch,
     RowParallelLinear,
     experts,
     library,
@@ -42,7 +40,7 @@ class Overwritten:
 
     def __exit__(self, *_: object) -> None:
         Overwritten.over += 1
-        for made in list(self._comm.kept.values()):
+        for made in list(self._comm.cache.values()):
             for name in ("_output", "_came", "_values"):
                 if isinstance(result := getattr(made, name, None), torch.Tensor):
                     result.fill_(torch.nan)
@@ -60,8 +58,6 @@ def results_of_their_own(group: dist.ProcessGroup) -> int:
             made.gemm_all_reduce(number, many, weight) / n,
             made.embedding_all_to_all(number, [many], torch.zeros(2 * n).int(), offsets, None, "sum", n) * 8,
             made.gemm_all_to_all(number, x, weight, counts, 2 * n),
-            made.rows_there(number, x, counts, 2 * n) * 8,
-            made.rows_back(number, x, counts, 2 * n) * 8,
         ]
         comm.synchronize()
         assert [bool((result == 8).all()) for result in found] == [True] * len(found)
@@ -261,93 +257,19 @@ def reduced(group: dist.ProcessGroup, backend: str) -> int:
     return 2 * len(wanted)
 
 
-def left_out(comm: Communicator) -> None:
-    """Rows that nobody has room for have no gradient, whatever the workspace holds."""
-    n, rank = comm.world_size, comm.rank
-    counts, x, weight = torch.ones(n, n).long(), torch.ones(n + 1, 8, requires_grad=True), torch.ones(6, 8)
-    ops.all_to_all_rows(comm, torch.ones(n, 6), counts, most_rows=n).fill_(torch.nan)  # which has the same shape
-    library.gemm_all_to_all(library.number_of(comm), x, weight, counts, 1).sum().backward()
-    expected = torch.full((n + 1, 8), 6.0) if rank == 0 else torch.zeros(n + 1, 8)
-    expected[n] = 0
-    assert x.grad is not None and torch.equal(x.grad, expected), x.grad
-
-
-def dispatch(group: dist.ProcessGroup, backend: str) -> int:
-    """Tokens to their experts and back by both layers, as the docstring has it: forward and gradients against float64,
-    of one expert a rank and of two, compiled too, and with all tokens for one expert.
-    """
+def without_gradients(group: dist.ProcessGroup) -> list[str]:
+    """What the two operators say that have no gradients, in calls that autograd follows; under no_grad they run."""
+    told = []
     with communicator(group) as comm:
-        torch.manual_seed(8)
-        n = comm.world_size
-        there_and_back(comm, None, None, torch.randint(n, (n, 5, 2), device="cpu"))
-        there_and_back(comm, 2, backend, torch.randint(2 * n, (n, 5, 2), device="cpu"))
-        there_and_back(comm, 3, None, torch.full((n, 5, 2), 1, device="cpu"))
-        left_out(comm)
-        too_many(comm)
-    return 2
-
-
-def there_and_back(comm: Communicator, experts: int | None, backend: str | None, chosen: torch.Tensor) -> None:
-    n, rank, (_, tokens, k), each = comm.world_size, comm.rank, chosen.shape, experts or 1
-    torch.manual_seed(9)
-    xs, gates = torch.randn(n, tokens, 8), torch.rand(n, tokens, k)
-    gates[:, 0, 1] = 0  # a token with one expert
-    sizes = {"most_rows": n * tokens * k, "experts": experts}
-    first = ExpertDispatch(comm, 8, 6, most_sent=tokens * k, **sizes)
-    second = ExpertCombine(comm, 6, 8, **sizes)
-    flat = chosen[rank].flatten().to(comm.device)
-    order = flat.argsort(stable=True)
-    own = torch.zeros(n * each, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
-    of_all = [layer.weight.new_empty(n, *layer.weight.shape) for layer in (first, second)]
-    counts = torch.zeros(n, n * each, dtype=torch.int64)
-    comm.all_gather(counts, own)
-    for layer, whole in zip((first, second), of_all, strict=True):
-        comm.all_gather(whole, layer.weight.detach())
-    comm.synchronize()
-    counts = counts.view(n, n, each) if experts else counts
-    slots, back = order.argsort().view(-1, k), counts.transpose(0, 1).contiguous()
-
-    wide = [part.double().requires_grad_() for part in (xs, gates, *of_all)]
-    up, down = wide[2].view(n * each, 6, 8)[chosen], wide[3].view(n * each, 8, 6)[chosen]
-    hidden = torch.einsum("rtkhi,rti->rtkh", up, wide[0]).tanh()
-    expected = torch.einsum("rtkoh,rtkh,rtk->rto", down, hidden, wide[1])
-    expected.square().sum().backward()
-
-    layers = nn.ModuleList([first, second])
-
-    def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = second(first(x, counts, order // k).tanh(), back, slots, gate)
-        return result
-
-    for model in (run, *([] if backend is None else [torch.compile(run, backend=backend, fullgraph=True)])):
-        layers.zero_grad()
-        x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
-        result = model(x, gate)
-        check_close(result.detach(), expected.detach()[rank], "result")
-        result.square().sum().backward()
-        for part, other in zip((x, gate, first.weight, second.weight), wide, strict=True):
-            assert part.grad is not None
-            assert other.grad is not None
-            check_close(part.grad, other.grad[rank], "gradient")
-    with torch.autocast(comm.device.type, torch.bfloat16):
-        result = run(xs[rank], gates[rank])
-    torch.testing.assert_close(result, expected.detach()[rank].bfloat16(), atol=0.1, rtol=0.05)
-
-
-def too_many(comm: Communicator) -> None:
-    """Rows that nobody has room for, and rows that are not sent, have no gradient, whatever workspaces hold."""
-    n, rank = comm.world_size, comm.rank
-    counts, x, weight = torch.ones(n, n).long(), torch.ones(n + 1, 8, requires_grad=True), torch.ones(6, 8)
-    weight.requires_grad_()
-    ops.all_to_all_rows(comm, torch.ones(n, 8), counts, most_rows=n).fill_(torch.nan)
-    ops.gemm_all_to_all(comm, torch.ones(n, 6), torch.ones(8, 6), counts, most_rows=n).fill_(torch.nan)
-    library.all_to_all_gemm(library.number_of(comm), x, weight, counts, 1, n).sum().backward()
-    expected = torch.full((n + 1, 8), 6.0) if rank == 0 else torch.zeros(n + 1, 8)
-    expected[n] = 0
-    assert x.grad is not None
-    assert torch.equal(x.grad, expected), x.grad
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.ones(6, 8)), weight.grad
+        n, number = comm.world_size, library.number_of(comm)
+        x, weight, counts = torch.ones(n, 8), torch.ones(4, 8, requires_grad=True), torch.ones(n, n).long()
+        for call in (library.gemm_all_to_all, library.all_to_all_gemm):
+            with torch.no_grad():
+                assert bool((call(number, x, weight, counts, n) == 8).all())
+            with pytest.raises(ValueError) as error:
+                call(number, x, weight, counts, n)
+            told.append(str(error.value))
+    return told
 
 
 def checked(group: dist.ProcessGroup) -> int:
@@ -358,6 +280,7 @@ def checked(group: dist.ProcessGroup) -> int:
         x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
         n, scale = comm.world_size, torch.randn(8, requires_grad=True)
         even = torch.randn(2 * n, 8, requires_grad=True)
+        routed = even.detach(), weight.detach()  # these have no gradients
         tables = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
         bags = (torch.arange(2 * batch) % 5, torch.arange(2 * batch + 1))
         calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -367,8 +290,8 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
             (library.gemm_all_reduce, (number, x, weight)),
-            (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
-            (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),
+            (library.gemm_all_to_all, (number, *routed, torch.ones(n, n).long(), 2 * n)),
+            (library.all_to_all_gemm, (number, *routed, torch.ones(n, n).long(), 2 * n)),
         ]
         routes = ops.route_experts(comm, torch.arange(3)[:, None], x[:, :1].detach(), experts=2)
         places = [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
@@ -401,10 +324,9 @@ def reduce_overhead(group: dist.ProcessGroup) -> int:
         def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             y = library.row_parallel_linear(number, x, up)
             y, total = library.all_reduce_rms_norm(number, y, x, scale, 1e-5)
-            hidden = library.all_to_all_gemm(number, y, up, counts, 2 * n, 2 * n)
+            hidden = library.all_to_all_gemm(number, y, up, counts, 2 * n)
             back = library.gemm_all_to_all(number, hidden, down, counts, 2 * n)
-            evenly = library.rows_there(number, back, counts, 2 * n)
-            part = library.gemm_reduce_scatter(number, evenly, down)
+            part = library.gemm_reduce_scatter(number, back, down)
             return total, back, part, library.all_gather_gemm(number, part, up)
 
         counters.clear()

@@ -285,13 +285,13 @@ def embedding(comm: Communicator) -> Iterator[Launched]:
     counts, batch = [1 + rank % 2 for rank in range(n)], 3 * n + 1
     tables = [torch.ones(3, dim) for _ in range(counts[comm.rank])]
     indices, offsets = torch.zeros(len(tables) * batch).long(), torch.arange(len(tables) * batch + 1)
-    for slices, order in ((None, "remote_first"), (2, "remote_first"), (2, "oblivious")):
-        handle = EmbeddingAllToAll(comm, tables, batch, slice_bags=slices)
+    handle = EmbeddingAllToAll(comm, tables, batch, "sum")
+    for order in ("remote_first", "oblivious"):
         shadow = fused_embedding.embedding_all_to_all(
-            counts, handle._programs, batch, 4 * dim, slice_bags=slices or 0, remote_first=order == "remote_first"
+            counts, handle._programs, batch, 4 * dim, remote_first=order == "remote_first"
         )
         yield Launched(
-            lambda handle=handle, order=order: handle(indices, offsets, order=order),  # type: ignore[misc]
+            lambda order=order: handle.run(order, None, indices, offsets, None),  # type: ignore[misc]
             handle._kernel,
             placed(comm, "output", handle._output, 4 * sum(counts) * 4 * dim),
             [without_counters(shadow, handle._kernel.flags * n)],
@@ -308,7 +308,7 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     yield Launched(
         lambda: handle.run(grad, indices, offsets, None, "sum", sparse=False),
         handle._kernel,
-        placed(comm, str(Buffer.STAGING), handle._places),
+        placed(comm, str(Buffer.STAGING), handle._arrived),
         [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],
     )
 
@@ -325,7 +325,7 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
         lambda: handle.run(x, weight, torch.tensor(counts)),
         handle._kernel,
         placed(comm, "output", handle._output),
-        [without_counters(shadow, handle._kernel.flags * n, consumed=1 << 40)],
+        [without_counters(shadow, handle._kernel.flags * n)],
     )
 
 
@@ -341,16 +341,11 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     yield Launched(lambda: handle.run(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
 
 
-def without_counters(program: Program, flags: int, consumed: int | None = None) -> Program:
-    """Arrivals are counted in memory of the rank's own; what consumers wait for is no part of the kernel."""
+def without_counters(program: Program, flags: int) -> Program:
+    """Arrivals are counted in memory of the rank's own."""
 
     def is_kernels(command: Command) -> bool:
-        if isinstance(command, Signal | Wait) and command.flag.index >= flags:
-            return False
-        if isinstance(command, Copy):
-            return command.dst.buffer != "consumed"
-        first = fused_embedding.SLICES * program.world_size if consumed is None else consumed
-        return not (isinstance(command, Wait) and command.flag.index >= first)
+        return not (isinstance(command, Signal | Wait) and command.flag.index >= flags)
 
     queues = tuple(
         dataclasses.replace(queue, commands=tuple(filter(is_kernels, queue.commands))) for queue in program.queues

@@ -24,7 +24,7 @@ def collectives(group: dist.ProcessGroup, folder: str) -> list[tuple[str, str]]:
     """Make calls of torch.distributed, repeated; return the operations that Sidelane made, with their variants."""
     with hip_gpus(), world(folder) as (rank, n):
         made = dist.group.WORLD.communicator("cpu")
-        assert type(made._backend) is HipBackend and type(made._backend.executor) is HipExecutor
+        assert type(made.backend) is HipBackend and type(made.backend.executor) is HipExecutor
         for repeat in range(4):
             own = torch.arange(64.0) + 100 * rank + repeat
             every = [torch.arange(64.0) + 100 * other + repeat for other in range(n)]

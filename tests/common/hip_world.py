@@ -22,13 +22,13 @@ from made_up_gpus import OwnedMemory
 
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda, backend_hip
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
 from sidelane.native.build import find_compiler
-from sidelane.session import session
+from sidelane.session import communicator
 
 UNITS = 304
 LDS_BYTES = 64 << 10
@@ -78,7 +78,7 @@ class StandinDriver(HipDriver):
     def is_current(self) -> bool:
         return True
 
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         return self.caller, self.is_capturing(self.caller)
 
     def questions(self) -> None:
@@ -119,7 +119,7 @@ class StandinDriver(HipDriver):
             work()
         finally:
             self.runtime.call("hipStreamEndCapture", stream, ctypes.addressof(graph))
-        found = self.runtime.ask(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
+        found = self.runtime.query(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
         self.runtime.call("hipGraphDestroy", graph)
         return int(found)
 
@@ -154,8 +154,8 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_hip, "HipDriver", return_value=driver),
         mock.patch.object(backend_hip.HipBackend, "_make_exported", return_value=None),
         mock.patch.object(backend_hip.HipBackend, "wait_for_stores"),
-        mock.patch.object(session, "make_backend", backend_hip.HipBackend),
-        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(communicator, "make_backend", backend_hip.HipBackend),
+        mock.patch.object(communicator, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", in_order(Communicator._call)),
         mock.patch.object(Communicator, "_run", in_order(Communicator._run)),
     )

@@ -72,7 +72,7 @@ def arranged(
         program,
         dataclasses.replace(world.site, most_blocks=program.blocks),
         Addresses(buffers, (), world.arenas, pieces),
-        world.place_table,
+        world.store_table,
     )
     assert work is not None
     return work

@@ -45,7 +45,7 @@ class World(Protocol):
     def launch(self, work: Launch) -> None:
         """Run a kernel, and wait for it."""
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+    def store_table(self, values: npt.NDArray[np.int64]) -> int:
         """Where a kernel finds the values of a table, until the next call."""
 
     def stumble(self, probability: float, longest_s: float) -> Callable[[], None]:
@@ -69,8 +69,8 @@ class Heap:
         self.rank = rank
         self.arenas = tuple(self.base + peer * self.span for peer in range(self.world_size))
         self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
-        self.board = self.heaps[rank] + HEAP_BYTES
-        self.site = LaunchSite(rank, self.arenas, self.board, self.most_blocks)
+        self.status_words = self.heaps[rank] + HEAP_BYTES
+        self.site = LaunchSite(rank, self.arenas, self.status_words, self.most_blocks)
 
     def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
         start = self.used + misalign
@@ -83,6 +83,6 @@ class Heap:
         self.used = 0
 
     def words(self) -> torch.Tensor:
-        """The board of this rank."""
-        offset = self.board - self.base
-        return self.whole[offset : offset + 4 * layout.BOARD_WORDS].view(torch.int32)
+        """The status words of this rank."""
+        offset = self.status_words - self.base
+        return self.whole[offset : offset + 4 * layout.STATUS_WORDS].view(torch.int32)

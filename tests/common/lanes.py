@@ -1,4 +1,4 @@
-"""What ranks execute in the tests of sessions with lanes: the same functions for CPU processes and for GPUs."""
+"""What ranks execute in the tests of communicators that share memory: the same functions for CPUs and for GPUs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from sidelane import Communicator, Config, Session
+from sidelane import Communicator, Config
 from sidelane.errors import UnavailableError
 
 
-def session(group: dist.ProcessGroup, **settings: Any) -> Session:
-    return Session(group, device=torch.get_default_device(), config=Config(**{"timeout_s": 30, **settings}))
+def first_lane(group: dist.ProcessGroup, **settings: Any) -> Communicator:
+    return Communicator(group, device=torch.get_default_device(), config=Config(**{"timeout_s": 30, **settings}))
+
+
+def open_lanes(comm: Communicator) -> list[str]:
+    return [lane.name for lane in comm.session.members if not lane.calls.closed]
 
 
 def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:
     """Lanes of one thread: their asynchronous calls overlap, on tensors that are symmetric in all of them."""
     rng, delays = random.Random(seed), random.Random(seed + 1 + dist.get_rank(group))
-    with session(group) as made:
-        lanes = [Communicator(made.lane(name)) for name in ("prefetch", "reduce", "side")]
+    with first_lane(group) as made:
+        lanes = [Communicator(made, name=name) for name in ("prefetch", "reduce", "side")]
         n, rank = lanes[0].world_size, lanes[0].rank
         sizes = [rng.randrange(1, 5000) for _ in lanes]
         # Each tensor comes from another lane than the one that uses it.
@@ -48,7 +52,7 @@ def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:
             lanes[call % 3].all_reduce(total)
             assert total.tolist() == [sum(range(n)) + n * call] * 3
         lanes[1].close()  # on its own: the others go on, and no longer look after its streams
-        assert [lane.name for lane in made.lanes] == ["prefetch", "side"]
+        assert open_lanes(made) == ["lane 0", "prefetch", "side"]
         first = lanes[0].empty(7, dtype=torch.int32)
         del first
         assert lanes[2].empty(7, dtype=torch.int32).numel() == 7
@@ -57,8 +61,8 @@ def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:
 def at_once(group: dist.ProcessGroup, calls: int) -> None:
     """Lanes of a thread each, in no common order: each makes its calls, allocates and grows its staging."""
     errors: list[BaseException] = []
-    with session(group) as made:
-        lanes = [Communicator(made.lane(f"lane {number}")) for number in range(3)]
+    with first_lane(group) as made:
+        lanes = [Communicator(made, name=f"thread {number}") for number in range(3)]
 
         def run(number: int) -> None:
             try:
@@ -88,8 +92,8 @@ def at_once(group: dist.ProcessGroup, calls: int) -> None:
 
 def waits_for_nobody(group: dist.ProcessGroup) -> float:
     """While a call of one lane waits for a late rank, calls of the other lane get on. Seconds that they took."""
-    with session(group) as made:
-        slow, fast = Communicator(made.lane("slow")), Communicator(made.lane("fast"))
+    with first_lane(group) as made:
+        slow, fast = Communicator(made, name="slow"), Communicator(made, name="fast")
         n, rank = slow.world_size, slow.rank
         late, quick = torch.empty(n * 10), torch.empty(n * 10)
         for comm in (slow, fast):
@@ -122,23 +126,22 @@ def mistakes(group: dist.ProcessGroup) -> list[str]:
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}")
 
-    made = session(group)
-    lane = made.lane("one")
-    comm = Communicator(lane)
-    told(made.lane, "one")
-    told(Communicator, lane, device="cpu")
-    told(Communicator, lane, config=Config())
-    told(made.lane, "two" if comm.rank else "another")
+    made = first_lane(group)
+    comm = Communicator(made, name="one")
+    told(Communicator, made, name="one")
+    told(Communicator, made, device="cpu")
+    told(Communicator, made, config=Config())
+    told(Communicator, made, name="two" if comm.rank else "another")
     tensor = comm.empty(4 * comm.world_size)
     comm.close()
     told(comm.all_gather, tensor, tensor[:4])
-    other = Communicator(made.lane("three"))
+    other = Communicator(made, name="three")
     other.all_gather(tensor, torch.full((4,), float(comm.rank)))
     other.synchronize()
     assert tensor.view(-1, 4)[:, 2].tolist() == list(range(comm.world_size)), "memory outlives the lane that made it"
     made.close()
     made.close()
-    told(made.lane, "four")
+    told(Communicator, made, name="four")
     told(other.barrier)
     return texts
 
@@ -158,15 +161,15 @@ def failing_to_make(group: dist.ProcessGroup, where: str) -> tuple[str, float, i
         "interrupt": KeyboardInterrupt(),
     }
     targets = {
-        "device": "sidelane.session.session.make_backend",
+        "device": "sidelane.session.communicator.make_backend",
         "executor": "sidelane.collectives.backend_cpu.CpuExecutor",
-        "memory": "sidelane.session.session.LaneMemory",
-        "choice": "sidelane.session.session.Planner",
-        "path": "sidelane.session.session.CallPath",
-        "interrupt": "sidelane.session.session.CallPath",
+        "memory": "sidelane.session.communicator.LaneMemory",
+        "choice": "sidelane.session.communicator.Planner",
+        "path": "sidelane.session.communicator.CallPath",
+        "interrupt": "sidelane.session.communicator.CallPath",
     }
-    with session(group, timeout_s=20) as made, contextlib.ExitStack() as failing:
-        first = Communicator(made.lane("first"))
+    with first_lane(group, timeout_s=20) as made, contextlib.ExitStack() as failing:
+        first = Communicator(made, name="first")
         threads = threading.active_count()
         name = "second"
         if first.rank == 1:
@@ -176,16 +179,16 @@ def failing_to_make(group: dist.ProcessGroup, where: str) -> tuple[str, float, i
                 failing.enter_context(mock.patch(targets[where], side_effect=errors[where]))
         began = time.monotonic()
         try:
-            made.lane(name)
+            Communicator(made, name=name)
             told = "no error"
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"
         took = time.monotonic() - began
         failing.close()
         left = threading.active_count() - threads
-        for again in (Communicator(made.lane("third")), first):  # what was not made is no lane on any rank
+        for again in (Communicator(made, name="third"), first):  # what was not made is no lane on any rank
             tensor = again.empty(3)
             again.all_reduce(tensor.fill_(1))
             assert tensor.tolist() == [again.world_size] * 3
-        assert [lane.name for lane in made.lanes] == ["first", "third"]
+        assert open_lanes(made) == ["lane 0", "first", "third"]
     return told, took, left

@@ -206,13 +206,13 @@ def planned_once(group: dist.ProcessGroup) -> list[int]:
     """How often lists were looked at: only when a list is new, however often the call is made."""
     with communicator(group) as comm:
         seen = []
-        original = type(comm.lane.preparer).prepare
+        original = type(comm.preparer).prepare
 
         def prepare(self: Any, *arguments: Any) -> Any:
             seen.append(arguments)
             return original(self, *arguments)
 
-        comm.lane.preparer.prepare = prepare.__get__(comm.lane.preparer)  # type: ignore[method-assign]
+        comm.preparer.prepare = prepare.__get__(comm.preparer)  # type: ignore[method-assign]
         outputs, inputs = [torch.empty(4 * comm.world_size) for _ in range(3)], [torch.ones(4) for _ in range(3)]
         counts = []
         for call_inputs in (inputs, list(inputs), inputs[::-1], inputs):

@@ -326,10 +326,10 @@ def contract_is_the_collectives(group: dist.ProcessGroup) -> None:
 
 
 def written_in_texts(group: dist.ProcessGroup) -> str:
-    """Some ranks write texts and numpy's numbers, others members and plain ones: they load the same average. Without
-    proofs, bytes that there are not are refused all the same, and all goes on.
+    """Some ranks write texts and numpy's numbers, others members and plain ones: they load the same average. Bytes
+    that there are not are refused, and all goes on.
     """
-    with communicator(group, verify=False) as comm:
+    with communicator(group) as comm:
         n, plain = comm.world_size, comm.rank % 2 == 0
         reduction = Reduction(ReduceOp.AVG, "float32") if plain else Reduction("avg", np.str_("float32"))  # type: ignore[arg-type]
         nbytes = 32 if plain else np.int64(32)

@@ -17,10 +17,10 @@ from fake_driver import FakeDriver
 from sidelane import Communicator
 from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.host_shared import ShmMemory
-from sidelane.session import session
+from sidelane.session import communicator
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
 
@@ -61,8 +61,8 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "VirtualMemory"),
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "wait_for_stores"),
-        mock.patch.object(session, "make_backend", backend_cuda.CudaBackend),
-        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(communicator, "make_backend", backend_cuda.CudaBackend),
+        mock.patch.object(communicator, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),
     )
     for patch in patches:

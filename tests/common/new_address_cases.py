@@ -127,7 +127,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict
 
 def prepared(comm: Communicator) -> int:
     """How many calls are remembered by their addresses."""
-    return sum(entry.prepared is not None for entry in comm.lane.preparer.cache)
+    return sum(entry.prepared is not None for entry in comm.preparer.cache)
 
 
 def same_shape(
@@ -166,7 +166,7 @@ def released_at_once(group: dist.ProcessGroup) -> bool:
                 for variant in ("b2b", "striped", "auto"):
                     comm.all_gather(torch.empty(2000 * comm.world_size), torch.empty(2000), variant=variant)
                 comm.all_gather(symmetric, torch.empty(64))
-            kept = [weakref.ref(each) for each in (comm.lane.path, comm.lane.preparer, comm.lane.backend.executor)]
+            kept = [weakref.ref(each) for each in (comm.path, comm.preparer, comm.backend.executor)]
         del comm, symmetric
         return not any(reference() for reference in kept)
     finally:

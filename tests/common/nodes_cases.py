@@ -21,7 +21,7 @@ from sidelane import config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import ledger, works
 from sidelane.integrations.fallback import make_other
-from sidelane.integrations.nodes import choose, communicator
+from sidelane.integrations.nodes import communicator, topology
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*REDUCED, torch.uint8, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -176,7 +176,7 @@ def listed(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         inputs = [
             [random(n * size, torch.float32, 10 * other + t) for t, n in enumerate(counts)] for other in range(size)
         ]
-        with mock.patch.object(choose, "PIECE_BYTES", 80 << 10):
+        with mock.patch.object(topology, "PIECE_BYTES", 80 << 10):
             outputs = [torch.empty(n * size) for n in counts]
             shards = [tensor[:n].contiguous() for tensor, n in zip(inputs[rank], counts, strict=True)]
             nodes.allgather_into_tensor_coalesced(outputs, shards).wait()
@@ -220,7 +220,7 @@ class Lazy:
 
 def lazy(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     """Calls along rails may read and write at any time until they are waited for."""
-    with mock.patch.object(communicator, "make_other", Lazy), mock.patch.object(choose, "PIECE_BYTES", 30 << 10):
+    with mock.patch.object(communicator, "make_other", Lazy), mock.patch.object(topology, "PIECE_BYTES", 30 << 10):
         moves(group, layout, (torch.float32, torch.uint8))
         reduces(group, layout, (torch.float32, torch.int32))
         listed(group, layout)
@@ -271,11 +271,11 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     other.rootRank = 9
     wrong: tuple[tuple[str, Callable[[dist.ProcessGroup], object]], ...] = (
         (
-            r"all_gather: tensors \(value=that overlap, allowed=apart, or in place\)",
+            r"all_gather: tensors overlap: they lie apart, or the call is in place",
             lambda nodes: dist.all_gather_into_tensor(whole, whole[-50_000:], nodes),
         ),
         (
-            r"reduce_scatter: tensors \(value=that overlap",  # the first output lies in the second input
+            r"reduce_scatter: tensors overlap",  # the first output lies in the second input
             lambda nodes: nodes.reduce_scatter_tensor_coalesced(
                 [whole[60:69], whole[:9]], [whole[20:56], whole[56:92]]
             ),
@@ -283,7 +283,7 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         (r"broadcast: root \(value=9, allowed=0\.\.3\)", lambda nodes: nodes.broadcast([whole], other)),
     )
     for words, call in wrong:
-        with mock.patch.object(works, "_PATIENCE_S", 0.1), mock.patch.object(choose, "LEAST_BYTES", 1):
+        with mock.patch.object(works, "_PATIENCE_S", 0.1), mock.patch.object(topology, "LEAST_BYTES", 1):
             with (
                 on_nodes(group, layout) as nodes,
                 pytest.raises((ValueError, PeerError), match=words) as caught,
@@ -295,7 +295,7 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
             assert isinstance(caught.value, ValueError) == (dist.get_rank(group) == 1)
     with (
         config.override(dataclasses.replace(config.current(), virtual_nodes=(0, 0, 1))),
-        pytest.raises(ValueError, match=r"virtual_nodes \(value=\(0, 0, 1\), allowed=a node for each rank"),
+        pytest.raises(ValueError, match=r"virtual_nodes must name a node for each rank"),
     ):
         sidelane.wrap(group)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import sidelane
 from sidelane import Config, fsdp
 from sidelane.integrations import ledger
-from sidelane.integrations.nodes import choose
+from sidelane.integrations.nodes import topology
 
 
 def on_nodes(group: dist.ProcessGroup, layout: Sequence[int], **changes: Any) -> Config:
@@ -35,7 +35,7 @@ def on_nodes(group: dist.ProcessGroup, layout: Sequence[int], **changes: Any) ->
 def as_without(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[str]) -> dict[str, set[str]]:
     """Loss and gradients are those of Gloo; what went elsewhere, of each set of options."""
     told, mesh = {}, mesh_of(group)
-    with mock.patch.multiple(choose, LEAST_BYTES=1, PIECE_BYTES=2 << 10):
+    with mock.patch.multiple(topology, LEAST_BYTES=1, PIECE_BYTES=2 << 10):
         for name in names:
             ledger.reset()
             options = OPTIONS[name]
@@ -83,7 +83,7 @@ def against_alone(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         fully_shard(layer, mesh=mesh_of(group))
     given = [torch.randn(5, 96, generator=torch.Generator(device).manual_seed(other)) for other in range(size)]
     with (
-        mock.patch.multiple(choose, LEAST_BYTES=1, PIECE_BYTES=40 << 10),
+        mock.patch.multiple(topology, LEAST_BYTES=1, PIECE_BYTES=40 << 10),
         fsdp.enable(model, config=on_nodes(group, layout)) as enabled,
     ):
         for _ in range(3):
@@ -107,7 +107,7 @@ def asynchronous(
     plain, model = build(mesh), build(mesh)
     used = []
     with (
-        mock.patch.object(choose, "LEAST_BYTES", least_bytes),
+        mock.patch.object(topology, "LEAST_BYTES", least_bytes),
         fsdp.enable(model, config=on_nodes(group, layout, memory_bytes=memory_bytes)) as enabled,
     ):
         for step in range(4):
@@ -130,5 +130,5 @@ def asynchronous(
 
 def given_back(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     """See ``fsdp_cases.given_back``."""
-    with mock.patch.object(choose, "LEAST_BYTES", 1):
+    with mock.patch.object(topology, "LEAST_BYTES", 1):
         fsdp_cases.given_back(group, on_nodes(group, layout))

@@ -29,7 +29,7 @@ def _communicator(group: dist.ProcessGroup, config: Config = POOLS) -> Communica
 
 
 def staging(comm: Communicator) -> int:
-    return sum(staging.nbytes for staging in comm.lane.preparer._stagings[:2])
+    return sum(staging.nbytes for staging in comm.preparer._stagings[:2])
 
 
 def symmetric_memory_inside(group: dist.ProcessGroup) -> tuple[str, list[float]]:
@@ -64,7 +64,7 @@ def results_of_operations(group: dist.ProcessGroup) -> list[Any]:
         assert torch.equal(total, n * (2 * torch.arange(5000.0) + 1) + n * (n - 1))
         said.append(str(comm.reach(total)))
         assert str(comm.reach(torch.zeros(4))).startswith("staged"), "what is made outside lies outside"
-        assert comm.place(output) is not None and len(comm.peers(output)) == n
+        assert comm.location(output) is not None and len(comm.peers(output)) == n
     return said
 
 
@@ -72,7 +72,7 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
     """Whether what torch makes in many ways lies in the pool."""
     found: dict[str, bool] = {}
     with _communicator(group) as comm:
-        heap, pool = comm.lane.session.heap, sidelane.pool(comm, room())
+        heap, pool = comm.session.heap, sidelane.pool(comm, room())
 
         def note(name: str, tensor: torch.Tensor | None) -> None:
             assert tensor is not None
@@ -254,7 +254,7 @@ def prepared(group: dist.ProcessGroup, calls: int) -> list[int]:
         symmetric = comm.empty(n * 100)
         with sidelane.pool(comm, room()):
             output, input, apart = torch.empty(n * 100), torch.empty(100), torch.empty(300)[100 * (rank % 2) :][:100]
-        preparer = comm.lane.preparer
+        preparer = comm.preparer
         both = [(output, apart), (symmetric, input)]
         for pairs in ([(output, input)], both[:1], [(symmetric, apart)], both):
             real = type(preparer).prepare
@@ -294,7 +294,7 @@ def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:
         during = comm.memory().used - before
         with pool:
             last = torch.full((1000,), 5.0)
-        said = f"{comm.lane.session.heap.pools.keys()}"
+        said = f"{comm.session.heap.pools.keys()}"
     gc.collect()
     assert last.sum() == 5000, "ordinary memory from now on"
     return [during, said]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config, MismatchError
-from sidelane.collectives.heap import generation
 from sidelane.errors import UnavailableError
+from sidelane.memory.heap import generation
 
 DTYPES = (torch.uint8, torch.float32, torch.int64, torch.bfloat16)
 
@@ -24,7 +24,7 @@ def comes_and_goes(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[lis
         Where each was, bytes that were given out in all, and bytes reserved.
     """
     late, draw = random.Random(100 * seed + dist.get_rank(group)), random.Random(seed)
-    places: list[Any] = []
+    locations: list[Any] = []
     with Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         held: dict[int, torch.Tensor] = {}
@@ -34,8 +34,8 @@ def comes_and_goes(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[lis
             size, dtype = draw.choice((1, 30, 1000, 70_000)), draw.choice(DTYPES)
             tensor = comm.empty(n, size, dtype=dtype)
             total += tensor.nbytes
-            region = comm.lane.session.heap.locate(tensor)
-            places.append(region.place)
+            region = comm.session.heap.locate(tensor)
+            locations.append(region.location)
             held[step] = tensor
             for number in draw.sample(sorted(held), min(len(held), 2)):
                 each = held[number]
@@ -62,7 +62,7 @@ def comes_and_goes(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[lis
                 time.sleep(0.002 * late.random())
         use = comm.memory()
         assert use.used <= use.reserved and use.most is None
-    return places, total, use.reserved
+    return locations, total, use.reserved
 
 
 def a_loop_that_allocates(group: dist.ProcessGroup, steps: int) -> None:

@@ -41,13 +41,13 @@ def segments_of(pieces: MadeUpPieces, driver: Numbered, rank: int) -> list[torch
 def exporting(comm: Communicator, **options: Any) -> tuple[MadeUpPieces, Numbered]:
     """Let a communicator of CPU ranks export memory that is made up."""
     pieces, driver = MadeUpPieces(16, **options), Numbered()
-    backend: Any = comm.lane.backend
+    backend: Any = comm.backend
     backend.exported = ExportedMemory(driver, pieces)  # type: ignore[arg-type]
     return pieces, driver
 
 
 def staging(comm: Communicator) -> int:
-    return comm.lane.preparer._stagings[0].nbytes
+    return comm.preparer._stagings[0].nbytes
 
 
 def symmetric(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:

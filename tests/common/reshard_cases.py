@@ -166,7 +166,7 @@ def prepared_once(group: dist.ProcessGroup) -> list[int]:
         counts = []
 
         def prepared() -> int:
-            return sum(entry.prepared is not None for entry in comm._path._cache)
+            return sum(entry.prepared is not None for entry in comm.path._cache)
 
         for _ in range(3):
             comm.all_to_all(output, given, scatter_dim=2, gather_dim=1)
@@ -278,9 +278,9 @@ def gradients(group: dist.ProcessGroup, compiled: bool) -> None:
         assert torch.equal(one.grad, torch.ones_like(one))
         with communicator(group) as other:  # compiled code tells communicators apart
             numbers = library.number_of(comm), library.number_of(other)
-            before = comm._calls.numbers.__length_hint__(), other._calls.numbers.__length_hint__()
+            before = comm.calls.numbers.__length_hint__(), other.calls.numbers.__length_hint__()
             run(other, one, **options)
-            after = comm._calls.numbers.__length_hint__(), other._calls.numbers.__length_hint__()
+            after = comm.calls.numbers.__length_hint__(), other.calls.numbers.__length_hint__()
             assert numbers[0] != numbers[1] and after[0] == before[0] and after[1] < before[1]
         with pytest.raises(ValueError, match=r"scatter_dim \(value=4, allowed=-4..3\)"):
             reshard(comm, one, scatter_dim=4, gather_dim=1)

@@ -21,15 +21,8 @@ from ranks import shared_memory
 from sidelane import Config
 from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
-from sidelane.ops import EmbeddingBagAllToAll, library
-from sidelane.ops.scale_out import (
-    ScaleOut,
-    all_to_all_rows,
-    embedding,
-    embedding_all_to_all,
-    embedding_all_to_all_backward,
-    gemm_all_to_all,
-)
+from sidelane.ops import EmbeddingBagAllToAll
+from sidelane.ops.scale_out import ScaleOut, embedding_all_to_all, embedding_all_to_all_backward, words
 
 
 @contextlib.contextmanager
@@ -52,17 +45,17 @@ def on_nodes(
 @contextlib.contextmanager
 def slices_by_bytes() -> Iterator[None]:
     """Let :func:`set_slice_bytes` hold until the end of the block."""
-    before = embedding.SLICE_BYTES
+    before = words.SLICE_BYTES
     try:
         yield
     finally:
-        embedding.SLICE_BYTES = before
+        words.SLICE_BYTES = before
 
 
 def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, ranks: int) -> None:
     """Let slices have a sample of a table, all samples of one or of two, or those of all tables."""
     of_a_table = -(-batch // ranks) * dim * dtype.itemsize
-    embedding.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
+    words.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
 
 
 def forward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
@@ -151,8 +144,9 @@ def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:
         options = {"mode": "mean"} if other and what == "mode" else {}
         try:
             if what == "counts":
-                each = torch.ones(ranks.world_size, ranks.world_size, dtype=torch.int64)
-                all_to_all_rows(ranks, torch.ones(4, 2), each + other, most_rows=8)
+                sent = [1 + other] * ranks.world_size
+                given, sizes = torch.ones(sum(sent)), {"output_split_sizes": sent, "input_split_sizes": sent}
+                ranks.all_to_all(torch.empty_like(given), given, **sizes)
             embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), **options)
         except (MismatchError, PeerError) as error:
             return f"{type(error).__name__}: {error}"
@@ -189,40 +183,6 @@ def layers(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
     return layer.table_count
 
 
-def experts(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
-    """Gradients of a GEMM whose results travel, of one expert and of two, against those of the whole computation."""
-    with on_nodes(group, layout) as ranks:
-        n, rank, columns, depth = ranks.world_size, ranks.rank, 5, 6
-        draws = Draws(3, rank)
-        for many in (1, 2):
-            routing = torch.randint(
-                0, 4, (n, n, many), generator=torch.Generator("cpu").manual_seed(many), device="cpu"
-            )
-            counts = routing if many > 1 else routing[..., 0].contiguous()
-            sizes = routing.flatten(1).sum(1).tolist()
-            xs = [draws.normal(size, depth).requires_grad_() for size in sizes]
-            weights = [draws.normal(many, columns, depth).requires_grad_() for _ in range(n)]
-            parts: list[list[torch.Tensor]] = [[] for _ in range(n)]
-            for x, weight, row in zip(xs, weights, routing, strict=True):
-                cuts = x.double().split(row.flatten().tolist())
-                for number, cut in enumerate(cuts):
-                    parts[number // many].append(cut @ weight[number % many].double().T)
-            whole = [torch.cat(part) for part in parts]
-            scales = [draws.normal(*part.shape).double() for part in whole]
-            sum((part * scale).sum() for part, scale in zip(whole, scales, strict=True)).backward()
-            wanted = [xs[rank].grad, weights[rank].grad]
-            device = ranks.device
-            x, weight = (one.detach().to(device, copy=True).requires_grad_() for one in (xs[rank], weights[rank]))
-            own = weight if many > 1 else weight[0]
-            result = library.gemm_all_to_all(library.number_of(ranks), x, own, counts.to(device), 4 * n * many)
-            check_close(result[: len(whole[rank])], whole[rank].detach(), many)
-            (result[: len(whole[rank])] * scales[rank].float().to(device)).sum().backward()
-            for found, expected in zip((x.grad, weight.grad), wanted, strict=True):
-                assert found is not None and expected is not None
-                check_close(found, expected.double(), (many, "gradient"))
-    return n
-
-
 def small(ranks: ScaleOut) -> torch.Tensor:
     """A call that is right."""
     table = torch.arange(8.0).view(4, 2) + 10 * ranks.rank
@@ -230,17 +190,19 @@ def small(ranks: ScaleOut) -> torch.Tensor:
     return embedding_all_to_all(ranks, [table], torch.arange(batch) % 4, torch.arange(batch + 1))
 
 
-def rows(ranks: ScaleOut) -> torch.Tensor:
+def backward(ranks: ScaleOut) -> torch.Tensor:
     """An unfused call that is right."""
-    each = torch.ones(ranks.world_size, ranks.world_size, dtype=torch.int64)
-    return all_to_all_rows(ranks, torch.arange(2.0 * ranks.world_size).view(-1, 2), each, most_rows=ranks.world_size)
+    n, batch = ranks.world_size, 2 * ranks.world_size
+    grad, bags = torch.arange(4.0 * n).view(2, 2 * n), (torch.arange(batch) % 4, torch.arange(batch + 1))
+    (found,), _ = embedding_all_to_all_backward(ranks, grad, [torch.ones(4, 2)], *bags)
+    return found
 
 
 def fails(
     group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str, is_fused: bool = True
 ) -> tuple[tuple[int, ...], str]:
     """A rank dies in a call, does not come, is refused or leaves; every other one names it, and nothing is left."""
-    call = small if is_fused else rows
+    call = small if is_fused else backward
     before = left_behind()
     found: PeerError | None = None
     on_gpus = torch.get_default_device().type == "cuda"  # where groups of NCCL take a while to be made
@@ -340,52 +302,3 @@ def copied(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
         for _ in range(2):
             assert small(ranks).equal(first)
     return told
-
-
-def gemms_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
-    """Skewed routing, nothing at all for some, rows that stay or are left out, experts; rows there and back."""
-    with on_nodes(group, layout) as ranks:
-        n, rank, device = ranks.world_size, ranks.rank, ranks.device
-        draws = Draws(len(layout), rank)
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number in range(calls):
-            dtype, experts = DTYPES[number % 3], draws.sizes.choice((1, 3)) if number % 2 else 0
-            columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
-            routing = [
-                [[draws.sizes.choice((0, 1, 7, 18, 40)) for _ in range(experts or 1)] for _ in range(n)]
-                for _ in range(n)
-            ]
-            counts = [[sum(some) for some in row] for row in routing]
-            xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
-            weights = [draws.normal(experts or 1, columns, depth).to(dtype) for _ in range(n)]
-            parts = []
-            for x, row, weight in zip(xs, routing, weights, strict=True):
-                first = sum(map(sum, row[:rank]))
-                for many, matrix in zip(row[rank], weight, strict=True):
-                    parts.append(x[first : first + many].double() @ matrix.double().T)
-                    first += many
-            expected = torch.cat(parts)
-            most = max(1, len(expected)) if n == 1 else 40 * n * (experts or 1)
-            table = torch.tensor(routing if experts else counts, dtype=(torch.int32, torch.int64)[number % 2])
-            x, weight = xs[rank].to(device), weights[rank].to(device)
-            draws.late()
-            own = weight if experts else weight[0]
-            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=most)
-            kept.append((result[: len(expected)].clone(), expected))
-            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=9)  # the others are left out
-            kept.append((result[: min(9, len(expected))].clone(), expected[:9]))
-            if number < 2:
-                table = torch.tensor(counts, device=device)
-                sent = sum(counts[rank])
-                if n > 1:  # back from where they lie, in the memory to which they come
-                    came = all_to_all_rows(ranks, x, table, most_rows=40 * n * 3)
-                    back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
-                    kept.append((back[:sent].clone(), xs[rank][:sent].double()))
-                came = all_to_all_rows(ranks, x, table, most_rows=most).clone()
-                back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
-                kept.append((back[:sent].clone(), xs[rank][:sent].double()))
-        ranks.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            assert result.shape == expected.shape, number
-            check_close(result, expected, number)
-    return len(kept)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.record import full_fence
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -158,8 +158,8 @@ def read_as_it_comes(group: dist.ProcessGroup, calls: int) -> list[str]:
                     attempt(lambda: run.wait_for_arrival(run.arrivals))
                     if not gathered.is_cuda:  # as if a graph were captured, which there is not here
                         with pytest.MonkeyPatch.context() as patch:
-                            patch.setattr(comm.lane.backend, "place", lambda: (0, True))
-                            patch.setattr(comm.lane.backend, "capture_of", lambda place: 7)
+                            patch.setattr(comm.backend, "caller_stream", lambda: (0, True))
+                            patch.setattr(comm.backend, "capture_of", lambda place: 7)
                             attempt(lambda: run(async_op=True))
                 for number in random.Random(call).sample(range(run.arrivals), run.arrivals):
                     run.wait_for_arrival(number)

@@ -27,9 +27,9 @@ from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
 from sidelane.execute.vendor import make_driver
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build, variants

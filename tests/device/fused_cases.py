@@ -64,23 +64,6 @@ def refusals(context: Context, module: str, name: str) -> list[str]:
     return told
 
 
-def experts_without_the_host(context: Context) -> None:
-    """Forward and backward of a layer of experts whose routing the host never reads."""
-    with on_the_device(context), Communicator(device=context.device, config=Config(timeout_s=30)) as comm:
-        n = comm.world_size
-        layer = ops.ExpertCombine(comm, 64, 48, most_rows=40 * n)
-        x, gates = torch.randn(40 * n, 64, requires_grad=True), torch.rand(40, 1)
-        counts, slots = torch.full((n, n), 20), torch.arange(40)[:, None]
-        for step in range(4):
-            if step > 1:  # what a kernel's second launch asks once: whether the first has come to its end
-                comm.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                layer(x, counts, slots, gates).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
 def in_a_graph(context: Context, name: str, replays: int, only_there: bool = False) -> None:
     """An operator captured once and replayed, with eager calls in between: all are what a call alone is.
 

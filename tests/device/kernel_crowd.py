@@ -63,7 +63,7 @@ class World(kernel_worlds.Heap):
         self.driver.submit([bound])
         self.stream.synchronize()
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+    def store_table(self, values: npt.NDArray[np.int64]) -> int:
         self.table = torch.from_numpy(values).to(DEVICE)
         self.stream.synchronize()
         return self.table.data_ptr()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import sidelane
 from sidelane import config
-from sidelane.integrations.nodes import choose
+from sidelane.integrations.nodes import topology
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.groups import NodeRanks, find_nodes
 from sidelane.integrations.nodes.topology import Nodes
@@ -39,7 +39,7 @@ else:
     liveness = find_nodes(store, rank, (0, 1), None).liveness
     comm = NodesCommunicator(NodeRanks(store, rank, nodes, liveness, config.current(), "two"), device)
     for number in range(4):
-        choose.PIECE_BYTES = 800_000 // (1 + number)  # so many pieces, or half as many of the smaller calls
+        topology.PIECE_BYTES = 800_000 // (1 + number)  # so many pieces, or half as many of the smaller calls
         given = [cases.random(200_002, torch.bfloat16, 10 * number + other) for other in range(2)]
         gathered = torch.zeros(400_004, dtype=torch.bfloat16)
         comm.all_gather(gathered, given[rank])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator, Config, Overlap, Session, SidelaneError, choose_overlap, overlap
+from sidelane import Communicator, Config, Overlap, SidelaneError, choose_overlap, overlap
 from sidelane.program.shape import Computation
 
 
@@ -84,31 +84,24 @@ def large_reduction(context: Context) -> list[str]:
     return told
 
 
-def few_blocks(context: Context) -> list[str]:
-    """Kernels move the bytes where a strategy says so: all that there are, or few blocks, which not every call has."""
+def by_kernels(context: Context) -> list[str]:
+    """Kernels move the bytes where a strategy says so."""
     device, told = context.device, []
     with torch.cuda.stream(torch.cuda.Stream()), Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
         whole, part = torch.ones(n, 1 << 20, device=device), torch.empty(1 << 20, device=device)
         a = torch.ones(1024, 1024, device=device)
-        for way in ("sm_base", "sm_priority", "cta_base", "cta_sp", "cta_priority", "cta_target"):
+        for way in ("sm_priority", "sm_rp"):
             for _ in range(3):
                 whole.fill_(rank + 1)
                 product, _ = overlap(lambda: a @ a, lambda comm: comm.reduce_scatter(part, whole), comm, strategy=way)
                 assert part.unique().tolist() == [n * (n + 1) / 2] and product.unique().tolist() == [1024.0], way
-                assert comm.last_choice().candidate.variant == "one_shot" + "_narrow" * way.startswith("cta"), way
-        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_sp")
+                assert comm.last_choice().candidate.variant == "one_shot", way
+        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_rp")
         told.append(comm.last_choice().candidate.variant)
-        overlap(lambda: None, lambda comm: comm.reduce_scatter(part, whole), comm, strategy="cta_sp")
-        told.append(comm.last_choice().candidate.variant)
-        overlap(lambda: None, lambda comm: comm.all_reduce(whole), comm, strategy="cta_sp")
-        told.append(comm.last_choice().candidate.variant)
-        for way, kind in (("cta_sp", "all_gather"), ("sm_sp", "gather")):
-            gathered = torch.empty(n, 1 << 20, device=device)
-            arguments = (gathered, part) if kind == "all_gather" else (gathered if rank == 0 else None, part)
-            root = {} if kind == "all_gather" else {"root": 0}
-            with pytest.raises(ValueError, match=f"{way}: there is no kernel .*{kind}"):
-                overlap(lambda: None, lambda comm: getattr(comm, kind)(*arguments, **root), comm, strategy=way)  # noqa: B023
+        gathered = torch.empty(n, 1 << 20, device=device) if rank == 0 else None
+        with pytest.raises(ValueError, match="sm_rp: there is no kernel for gather"):
+            overlap(lambda: None, lambda comm: comm.gather(gathered, part, root=0), comm, strategy="sm_rp")
     return told
 
 
@@ -119,27 +112,26 @@ def partitions(context: Context) -> list[str]:
 
 
 def _partitions(context: Context) -> list[str]:
-    """Partitions of other sizes, two lanes on the units of one, learned sweeps, and gradients of a chain."""
+    """Partitions of other sizes, learned sweeps, and gradients of a chain."""
     device, told = context.device, []
-    with Session(device=device, config=Config(timeout_s=30)) as session:
-        first, second = Communicator(session.lane("first")), Communicator(session.lane("second"))
-        n, rank = first.world_size, first.rank
+    with Communicator(device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
         x, w = torch.randn(300, 200, device=device), torch.randn(200, 200, device=device, requires_grad=True)
         for step in range(40):
             name = overlap_cases.PARTITIONED[step % len(overlap_cases.PARTITIONED)]
             units = (None, 8, 16, 32, 64)[step // 4 % 5]
-            whole, summed = first.empty(n, 5000), torch.full((700,), float(step), device=device)
+            whole, summed = comm.empty(n, 5000), torch.full((700,), float(step), device=device)
 
-            def both(first: Any, second: Any) -> None:
-                first.all_gather(whole, torch.full((5000,), float(step + rank), device=device))  # noqa: B023
-                second.all_reduce(summed)  # noqa: B023
+            def both(comm: Any) -> None:
+                comm.all_gather(whole, torch.full((5000,), float(step + rank), device=device))  # noqa: B023
+                comm.all_reduce(summed)  # noqa: B023
 
             def compute() -> torch.Tensor:
                 h = (x * 2.0) @ w  # a temporary that only backward needs
                 return (h.relu() @ w).sum()
 
             w.grad = None
-            loss, _ = overlap(compute, both, (first, second), strategy=name, units=units)
+            loss, _ = overlap(compute, both, comm, strategy=name, units=units)
             loss.backward()
             torch.full((300, 200), float("nan"), device=device)  # what may take memory that was given away too early
             plain = w.detach().clone().requires_grad_()
@@ -147,14 +139,14 @@ def _partitions(context: Context) -> list[str]:
             torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
             assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
             assert summed.unique().tolist() == [float(n * step)], (name, units)
-        learned = Overlap(first, strategies=("conccl", "c3_rp", "c3_target"), rounds=1)
+        learned = Overlap(comm, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
         tensor = torch.ones(1000, device=device)
         for _ in range(2 * 9 + 1):
             learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))
         told.append(str(learned))
         for name, units in (("c3_rp", 12345), ("c3_rp", 1)):
             try:
-                overlap(lambda: None, lambda comm: None, first, strategy=name, units=units)
+                overlap(lambda: None, lambda comm: None, comm, strategy=name, units=units)
             except SidelaneError as error:
                 told.append(str(error))
     return told

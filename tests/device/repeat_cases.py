@@ -177,6 +177,6 @@ def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
                 looks.append((resident, -torch.cuda.mem_get_info()[0]))
                 dist.barrier(context.group)
-        kept = sum(entry.prepared is not None for entry in comm.lane.preparer.cache)
+        kept = sum(entry.prepared is not None for entry in comm.preparer.cache)
     (host, taken), (host_then, taken_then) = looks
     return kept, host_then - host, taken_then - taken

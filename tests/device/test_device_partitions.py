@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sidelane.c3.partitions import DevicePartitions
-from sidelane.c3.strategies import Means, Partition, named
+from sidelane.c3.strategies import named
 from sidelane_lab.harness import running
 from sidelane_lab.pairs.measured_curves import isolated_of
 from sidelane_lab.pairs.partition import units_to_spare
@@ -57,17 +57,17 @@ def sms(stream: torch.cuda.Stream) -> set[int]:
 def test_the_two_parts_run_on_sms_of_their_own(units: int) -> None:
     partitions, usual = DevicePartitions(DEVICE), pair_streams(DEVICE)
     assert usual is not None
-    streams = partitions.streams(Partition(), units, usual, confine=True)
+    streams = partitions.streams(units, usual, confine=True)
     gemm, collective, urgent = sms(streams.gemm), sms(streams.collective), sms(streams.urgent)
     assert len(collective) == units and urgent == collective
     assert len(gemm) == partitions.units - units and not gemm & collective
-    assert partitions.streams(Partition(), units, usual, confine=False).collective is usual.collective
+    assert partitions.streams(units, usual, confine=False).collective is usual.collective
 
 
 class Adding:
     """In the place of a collective: a kernel that adds 1."""
 
-    label, implementation, in_place, workgroups = "adding", "nccl", False, 0
+    label, implementation, in_place = "adding", "nccl", False
 
     def __init__(self) -> None:
         self.values = torch.zeros(1 << 20, device=DEVICE)
@@ -105,7 +105,7 @@ class Alone:
 
 
 def test_pairs_run_under_partitions_and_are_right() -> None:
-    names = ("serial", "c3_rp", "c3_sp_rp", "c3_target", "conccl_rp")
+    names = ("serial", "c3_rp", "c3_sp_rp", "conccl_rp")
     by_engine = Adding()
     by_engine.label, by_engine.implementation = "by engine", "dma"
     outcome = run_workload(
@@ -120,7 +120,7 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
     )
     assert [(result.strategy, result.failure) for result in outcome.results] == [(name, None) for name in names]
     units = {result.strategy: result.units for result in outcome.results}
-    assert units["serial"] == 0 and units["conccl_rp"] >= 8 and units["c3_rp"] >= 8 and units["c3_target"] >= 8
+    assert units["serial"] == 0 and units["conccl_rp"] >= 8 and units["c3_rp"] >= 8
 
 
 def test_three_kernels_in_every_order() -> None:
@@ -128,11 +128,6 @@ def test_three_kernels_in_every_order() -> None:
     orders = orders_of(workload, call, Alone(), DEVICE, itertools.count(1))
     names = ("gemm", "small gemm", str(workload.collective))
     assert set(orders) == set(itertools.permutations(names)), "each is right, and has a time"
-
-
-def test_a_target_reaches_the_library() -> None:
-    partitions = DevicePartitions(DEVICE)
-    assert not partitions.objection(Partition(means=Means.TARGET))
 
 
 @pytest.mark.parametrize("shape", [OPT1, OPT2, TUNED], ids=lambda shape: shape.name)

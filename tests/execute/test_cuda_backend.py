@@ -53,7 +53,7 @@ class Ranks:
         self.world.epoch += 1
         for rank in ranks or range(self.world.world_size):
             backend = self.backends[rank]
-            backend.run(loaded.ranks[rank], self.world.epoch, False, (), backend.place())
+            backend.run(loaded.ranks[rank], self.world.epoch, False, (), backend.caller_stream())
 
     def submitted(self, rank: int = 0) -> list[tuple[str, int]]:
         """What a rank's driver was given since the last look."""
@@ -252,7 +252,7 @@ def test_a_place_is_asked_for_with_care(
     monkeypatch.setattr(Driver, "is_capturing", lambda self, handle: seen.append(handle) or "by handle")
     driver = object.__new__(Driver)
     driver.index = 3
-    assert driver.place() == expected
+    assert driver.caller_stream() == expected
     assert seen == asked
     assert driver.is_current() == (device == 3)
 

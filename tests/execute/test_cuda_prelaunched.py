@@ -36,7 +36,7 @@ class Caller:
         self.executor, self.last = executor, stream
         self.at = (stream, False)
 
-    def place(self) -> tuple[int, bool]:
+    def caller_stream(self) -> tuple[int, bool]:
         return self.at
 
     def last_handle(self) -> int:

@@ -22,8 +22,7 @@ from sidelane.execute.cuda.order import _triggers, submission_order
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
 from sidelane.program.pieces import gathering_program, row_slices
-from sidelane.program.transform import freeze
-from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
+from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, triggers_of, without_callers
 from sidelane.program.verify import verify
 
 

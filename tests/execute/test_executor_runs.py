@@ -29,8 +29,7 @@ from sidelane.program.ir import (
     Value,
     Wait,
 )
-from sidelane.program.transform import hold, prelaunch
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by, hold, prelaunch
 from sidelane.program.verify import verify
 
 DMA, LOCAL = Engine(EngineKind.DMA), Engine(EngineKind.LOCAL)

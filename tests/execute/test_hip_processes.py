@@ -143,7 +143,7 @@ def call_everything(group: dist.ProcessGroup) -> tuple[str, ...]:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     taken = []
     with hip_gpus() as driver, Communicator(group) as comm:
-        abilities = comm._calls.backend.abilities
+        abilities = comm.calls.backend.abilities
         assert abilities.implementations == ("dma",) and abilities.captures
         for repeat in range(4):
             for count in (1, 7, 4096):

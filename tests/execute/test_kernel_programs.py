@@ -24,7 +24,7 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
-from sidelane.execute.cuda.watch import BOARD
+from sidelane.execute.cuda.watch import STATUS
 from sidelane.execute.submitted import Counts
 from sidelane.memory.control import NO_CALL
 from sidelane.program import collective as define
@@ -202,8 +202,8 @@ class Rank:
         program = kernel_program(collective, variant, symmetric_input=symmetric, symmetric_output=symmetric)
         return self.executor.load_kernel(program, addresses(program), frozen=frozen)
 
-    def board(self) -> Any:
-        return self.executor.watch._words.array[BOARD:]
+    def status_words(self) -> Any:
+        return self.executor.watch._words.array[STATUS:]
 
 
 def addresses(program: KernelProgram) -> Addresses:
@@ -356,7 +356,9 @@ def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
         buffers = {key: base + step * draw.randrange(-1000, 1000) + (step < 16) for key, base in first.buffers.items()}
         there = dataclasses.replace(first, buffers=buffers)
         moved = rank.executor.load_kernel(program, there, frozen=False)
-        site = LaunchSite(0, there.arenas, rank.executor.board, program.blocks, rank.executor.features.shared_bytes)
+        site = LaunchSite(
+            0, there.arenas, rank.executor.status_words, program.blocks, rank.executor.features.shared_bytes
+        )
         assert moved._launch == arrange(program, site, there, None)
         assert (moved._entry is known._entry) == (step == 16), (
             "kernels are compiled for aligned addresses or for others"
@@ -395,10 +397,10 @@ def spin(rank: Rank, late: int, generation: Callable[[], int]) -> Callable[[tupl
     """A kernel that waits for data of ``late`` and says so, until it is told to give up."""
 
     def kernel(arguments: tuple[int, ...]) -> None:
-        board = rank.board()
+        status = rank.status_words()
         deadline = time.monotonic() + 20
-        while not board[layout.ABORT] and time.monotonic() < deadline:
-            board[layout.WAITING + late] = generation()
+        while not status[layout.ABORT] and time.monotonic() < deadline:
+            status[layout.WAITING + late] = generation()
             time.sleep(1e-4)
 
     return kernel
@@ -431,7 +433,7 @@ def test_a_spin_that_gets_on_is_none(rank: Rank) -> None:
     start(rank.load(define.all_gather([KB] * 3)), 1, rank.stream)
     time.sleep(1.2)
     rank.executor.check()
-    rank.board()[layout.ABORT] = 1
+    rank.status_words()[layout.ABORT] = 1
     rank.driver.synchronize()
     rank.executor.synchronize()
 

@@ -37,7 +37,7 @@ def read(table: DeviceTable, count: int) -> list[int]:
 
 def test_tables_hold_their_values_and_lie_apart(tables: DeviceTables, driver: FakeDriver) -> None:
     sizes = (1, 7, 64, 65, 1000, 5, CHUNK_BYTES // 8 + 1, 3)
-    made = [tables.place(np.arange(size, dtype=np.int64) + 1000 * size, None) for size in sizes]
+    made = [tables.store(np.arange(size, dtype=np.int64) + 1000 * size, None) for size in sizes]
     for table, size in zip(made, sizes, strict=True):
         assert read(table, size) == [1000 * size + n for n in range(size)]
     starts = sorted((table.address, max(SMALLEST_BYTES, 8 * size)) for table, size in zip(made, sizes, strict=True))
@@ -47,37 +47,37 @@ def test_tables_hold_their_values_and_lie_apart(tables: DeviceTables, driver: Fa
 
 def test_memory_is_used_again_once_the_last_kernel_has_ended(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream, kernel = np.ones(4, np.int64), driver.create_stream(), threading.Event()
-    address = tables.place(values, None).address
+    address = tables.store(values, None).address
     gc.collect()
     driver.do(stream, kernel.wait)  # a kernel that reads it, launched before it was dropped
-    kept = [tables.place(values, stream) for _ in range(3)]
+    kept = [tables.store(values, stream) for _ in range(3)]
     assert address not in [table.address for table in kept]
     kernel.set()
     driver.synchronize()
-    assert tables.place(values, stream).address == address
+    assert tables.store(values, stream).address == address
 
 
 def test_a_stream_under_capture_is_not_asked(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream = np.ones(4, np.int64), driver.create_stream()
-    address = tables.place(values, None).address
+    address = tables.store(values, None).address
     gc.collect()
-    kept = [tables.place(values, None) for _ in range(3)]  # as the executor says while the last kernel's is
+    kept = [tables.store(values, None) for _ in range(3)]  # as the executor says while the last kernel's is
     assert not driver.submitted
-    tables.place(values, stream)
+    tables.store(values, stream)
     driver.synchronize()
-    kept.append(tables.place(values, stream))
-    assert address in (kept[-1].address, tables.place(values, stream).address)
+    kept.append(tables.store(values, stream))
+    assert address in (kept[-1].address, tables.store(values, stream).address)
 
 
 def test_a_stream_that_is_gone_is_asked_another_time(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream = np.ones(4, np.int64), driver.create_stream()
-    address = tables.place(values, None).address
+    address = tables.store(values, None).address
     gc.collect()
     driver.fail_next = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
-    kept = [tables.place(values, stream)]
-    kept.append(tables.place(values, stream))
+    kept = [tables.store(values, stream)]
+    kept.append(tables.store(values, stream))
     driver.synchronize()
-    assert tables.place(values, stream).address == address
+    assert tables.store(values, stream).address == address
 
 
 def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monk
         raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "cuMemFree")
 
     tables = DeviceTables(driver, driver.create_stream())
-    tables.place(np.ones(4, np.int64), None)
+    tables.store(np.ones(4, np.int64), None)
     monkeypatch.setattr(driver, "free", refuse)
     tables.close()
     tables.close()
@@ -94,7 +94,7 @@ def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monk
 def test_many_lists_that_come_and_go_take_little_memory(tables: DeviceTables, driver: FakeDriver) -> None:
     stream = driver.create_stream()
     for count in range(3000):
-        table = tables.place(np.full(64 + count % 100, count, np.int64), stream)
+        table = tables.store(np.full(64 + count % 100, count, np.int64), stream)
         assert read(table, 1) == [count]
         if count % 10 == 0:
             driver.synchronize()
@@ -110,5 +110,5 @@ def test_without_memory_nothing_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(driver, "allocate", refuse)
         with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-            tables.place(np.ones(4, np.int64), None)
-    assert read(tables.place(np.ones(4, np.int64), None), 4) == [1] * 4
+            tables.store(np.ones(4, np.int64), None)
+    assert read(tables.store(np.ones(4, np.int64), None), 4) == [1] * 4

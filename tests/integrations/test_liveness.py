@@ -328,7 +328,6 @@ from sidelane.integrations.nodes.scale_out import scale_out
 kind = options[0]
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 CALLS["scale_out"] = lambda: scale_out(device="cpu").__enter__()
-CALLS["lane"] = lambda: sidelane.Session(device="cpu").lane()
 if kind == "init":
     dist.destroy_process_group()
     CALLS["init"] = lambda: dist.init_process_group("sidelane", store=FakeStore(), rank=0, world_size=4)
@@ -339,9 +338,7 @@ except sidelane.UnavailableError as error:
 """
 
 
-@pytest.mark.parametrize(
-    "kind", ["communicator", "init", "fsdp", *map(long, ("wrap", "new_group", "scale_out", "lane"))]
-)
+@pytest.mark.parametrize("kind", ["communicator", "init", "fsdp", *map(long, ("wrap", "new_group", "scale_out"))])
 def test_a_fake_group_is_refused_in_words(interpreter: Interpreter, tmp_path: Path, kind: str) -> None:
     _, (said,), errors = run(interpreter, tmp_path, FAKE, 1, kind)
     assert "the group's store keeps no values, as that of torch's fake groups" in said, f"{said}{errors}"

@@ -48,7 +48,7 @@ def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
 def test_nodes_are_those_that_names_say() -> None:
     nodes = Nodes.named(["b", "a", "b", "b", "a"])
     assert nodes.members == ((0, 2, 3), (1, 4)) and nodes.rails == 2 and not nodes.even and nodes.spans
-    assert nodes.coordinates(3) == (0, 2) and nodes.rail(1) == (2, 4) and str(nodes) == "2 nodes of 3, 2 ranks"
+    assert nodes.coordinates(3) == (0, 2) and str(nodes) == "2 nodes of 3, 2 ranks"
     assert not Nodes.named(["x"]).spans
     for of in ((), (1,), (0, 2), (0, -1)):
         with pytest.raises(ValueError, match=r"Nodes: of \(value=.*allowed="):

@@ -12,7 +12,7 @@ import torch
 from ranks import crew
 
 from sidelane.collectives import backend_cuda, backend_hip
-from sidelane.session import session
+from sidelane.session import making
 
 
 def test_calls_and_training_run_on_the_stand_in(tmp_path: Path) -> None:
@@ -39,5 +39,5 @@ def test_a_communicator_on_a_gpu_is_of_the_vendor_that_torch_names(
     monkeypatch.setattr(backend_cuda, "CudaBackend", noted("CudaBackend"))
     unused: Any = None
     device = torch.device("cuda", 1)
-    session.make_backend(unused, device, unused, 1.0)
+    making.make_backend(unused, device, unused, 1.0)
     assert made == [(expected, device)]

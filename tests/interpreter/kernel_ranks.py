@@ -46,7 +46,7 @@ class World(kernel_worlds.Heap):
     def launch(self, work: Launch) -> None:
         work.kernel[(work.blocks,)](*work.arguments, **work.constants)
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> int:
+    def store_table(self, values: npt.NDArray[np.int64]) -> int:
         self.table = values  # stays until the kernel has ended
         return int(values.ctypes.data)
 
@@ -67,7 +67,7 @@ class World(kernel_worlds.Heap):
 
 
 def dead_peer(world: World) -> None:
-    """The last rank never comes. The others say so on the board, and give up when the host tells them to."""
+    """The last rank never comes. The others say so in their status words, and give up when the host tells them to."""
     n, rank, part = world.world_size, world.rank, 64
     if rank == n - 1:
         return

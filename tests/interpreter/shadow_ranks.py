@@ -69,16 +69,18 @@ class Case:
         at = {place: address for place, (address, _) in buffers.items()}
         self._table = np.empty(0, np.int64)
 
-        def place_table(values: npt.NDArray[np.int64]) -> int:
+        def store_table(values: npt.NDArray[np.int64]) -> int:
             self._table = values  # stays
             return int(values.ctypes.data)
 
         site = dataclasses.replace(world.site, most_blocks=kernel.blocks)
-        work = arrange(kernel, site, Addresses(at, (), world.arenas), place_table)
+        work = arrange(kernel, site, Addresses(at, (), world.arenas), store_table)
         assert work is not None
         self.work = work
         self.stays = frozenset(byte for span in self._staying() for byte in bytes_of(span))
-        self.places = Places(world.arenas, world.board, buffers, (int(self._table.ctypes.data), self._table.nbytes))
+        self.places = Places(
+            world.arenas, world.status_words, buffers, (int(self._table.ctypes.data), self._table.nbytes)
+        )
 
     def fill(self) -> None:
         """Poison everything, then write the inputs, which may lie in outputs."""

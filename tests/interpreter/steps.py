@@ -3,7 +3,7 @@
 A *step* is what lies between two synchronisations of a block: flags that it signals, flags that it waits for, a barrier
 of its threads, or bytes that it reads and writes. What is relaxed is ordered with none of these: flags that are
 signalled without a release, and those that are polled and never acquired. A cell is stored with its flag, and waited
-for where it lies. Counters and the board belong to the waiting itself.
+for where it lies. Counters and the status words belong to the waiting itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Places:
 
     Args:
         arenas: address of each rank's.
-        board: of this rank.
+        status_words: of this rank.
         buffers: address and bytes of each (rank, buffer) of the call.
         table: likewise of what the kernel of a list knows of it.
     """
@@ -68,11 +68,11 @@ class Places:
     def __init__(
         self,
         arenas: tuple[int, ...],
-        board: int,
+        status_words: int,
         buffers: Mapping[tuple[int, str], tuple[int, int]],
         table: tuple[int, int],
     ) -> None:
-        self._arenas, self._board, self._buffers, self._table = arenas, board, buffers, table
+        self._arenas, self._status_words, self._buffers, self._table = arenas, status_words, buffers, table
         self._slots_bytes = 2 * len(arenas) * layout.LL_SLOT_BYTES
         self._block_slots_bytes = 2 * len(arenas) * layout.BLOCK_SLOT_BYTES
 
@@ -97,7 +97,7 @@ class Places:
         return None
 
     def flag(self, address: int) -> Flag | None:
-        """As shadows number them; None for counters and the board."""
+        """As shadows number them; None for counters and status words."""
         for rank, arena in enumerate(self._arenas):
             at = address - arena - layout.FLAGS_OFFSET
             if 0 <= at < 4 * layout.PHASES * layout.MAX_BLOCKS * layout.MAX_RANKS:
@@ -107,7 +107,7 @@ class Places:
     def is_control(self, address: int) -> bool:
         """Counters, flags, what the host reads, and what it has written."""
         ranges = [(arena, layout.LL_OFFSET) for arena in self._arenas]
-        ranges += [(self._board, 4 * layout.BOARD_WORDS), self._table]
+        ranges += [(self._status_words, 4 * layout.STATUS_WORDS), self._table]
         return any(start <= address < start + nbytes for start, nbytes in ranges)
 
 

@@ -22,18 +22,17 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.device.language import COMPILE_OPTIONS
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, compiling_for
 from sidelane.ops import (
     dispatch_gemm,
     embedding,
     embedding_backward,
     embedding_tables,
     experts,
-    float8_rows,
     gemm,
     gemv,
     rms_norm_kernels,
+    rows,
 )
 from sidelane.ops.scale_out import embedding as far_embedding
 from sidelane_lab.studies.fused import single_rank
@@ -285,13 +284,13 @@ def test_embedding_all_to_all_compiles(dtype: str, index: str, weighted: bool, d
     element = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype]
     warps, rows = embedding_tables.threads_of(dim, {"fp32": 4, "bf16": 2}[dtype])
     constants = {"D": dim, "DP": 1 << (dim - 1).bit_length(), "L": rows, "DTYPE": element, "ALIGNED": dim % 8 == 0}
-    constants |= {"MEAN": not weighted, "WEIGHTED": weighted, "SLICE": 32 if weighted else 0}
-    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32 i32"
+    constants |= {"MEAN": not weighted, "WEIGHTED": weighted}
+    kinds = f"*i64 *i64 *i32 *i64 *{index} *{index} *{dtype if weighted else index} i32 i32 i32 i32 i32"
     text, registers, stack = compiled(embedding.KERNEL, kinds, constants, warps)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert registers * 32 * embedding_tables.UNIT_WARPS <= 1 << 16, "all programs of a compute unit have room"
     assert (dim == 92) or re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
-    assert text.count(".sys.acq_rel.add") == 1 + weighted, "the last program, and that of a slice"
+    assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +338,7 @@ def test_rows_without_a_product_compile() -> None:
 
 
 def test_places_of_experts_compile() -> None:
-    count, place, leave = experts.PLACING
+    count, place, leave = experts.ASSIGNING
     for kernel, kinds, constants, warps in (
         (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
@@ -355,14 +354,14 @@ def test_rows_of_float8_compile(dtype: str) -> None:
     constants: dict[str, object] = {"GROUPS": 8, "SCALED": 128, "LARGEST": 448.0, "LEAST": 1e-4}
     known = ("x", "values", "scales", "output", "columns", "x_stride", "width", "first_scale")
     kinds, names = f"*{dtype} *fp8e4nv *fp32 i32 i32 i32 i32", [name for name in known if name != "output"]
-    text, _, stack = compiled(float8_rows.QUANTIZE, kinds, constants, 4, multiples=names)
+    text, _, stack = compiled(rows.QUANTIZE, kinds, constants, 4, multiples=names)
     assert stack <= 8 and "cvt.rn.satfinite.e4m3x2.f32" in text
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     kinds, names = (
         f"*fp8e4nv *fp32 *{dtype} *i32 i32 i32 i32",
         [name for name in known if name not in ("x", "x_stride")],
     )
-    text, _, stack = compiled(float8_rows.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
+    text, _, stack = compiled(rows.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
     assert stack <= 8 and re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 
 
@@ -459,8 +458,8 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1)),
         (
             embedding.KERNEL,
-            "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32 i32",
-            BAGS | {"SLICE": 1},
+            "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
+            BAGS,
         ),
         (
             embedding_backward.KERNEL,

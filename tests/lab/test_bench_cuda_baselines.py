@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cuda
-from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines, NcclCtas
+from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
 from sidelane_lab.baselines.candidate import (
     Entrant,
     Implementation,
@@ -135,36 +135,6 @@ def test_windows_leave_room_for_what_is_compared_with_them(library: Library) -> 
         nccl.reserve(1024, 512)
     library.free = 3072
     nccl.reserve(1024, 512)
-
-
-def test_a_communicator_for_each_number_of_ctas(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def options() -> SimpleNamespace:
-        asked.append(SimpleNamespace(config=SimpleNamespace(max_ctas=0, min_ctas=0)))
-        return asked[-1]
-
-    def group(**given: Any) -> SimpleNamespace:
-        return SimpleNamespace(ctas=given["pg_options"].config.max_ctas)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(dist, "new_group", group)
-    called: list[int] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: called.append(group.ctas))
-    nccl = NcclCtas(CPU, 10.0, Alone())  # type: ignore[arg-type]
-    assert [(one.config.min_ctas, one.config.max_ctas) for one in asked] == [(n, n) for n in (4, 8, 16, 32)]
-    nccl.reserve(1024, 1024)
-    case = Case(Kind.ALL_REDUCE, 1024, torch.bfloat16, 0, 1, CPU)
-    runs = [ReadyCall(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
-    assert [(run.variant, run.workgroups, run.in_place) for run in runs] == [
-        (f"ctas{n}", n, True) for n in (4, 8, 16, 32)
-    ]
-    for run in reversed(runs):
-        run.start()
-    assert called == [32, 16, 8, 4]
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
-    with pytest.raises(UnavailableError, match="no max_ctas"):
-        NcclCtas(CPU, 10.0, Alone())  # type: ignore[arg-type]
 
 
 def test_what_nccl_cannot_do_in_place_is_not_tried() -> None:

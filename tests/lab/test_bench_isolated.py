@@ -104,12 +104,12 @@ def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
     small = {"gemm": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "bfloat16"}
     rows = [
         MEMORY,
-        row(**small, means="target"),
+        row(**small, means="grid"),
         gather(bytes=1024, variant="window"),
         row(**small, what="beside", means="gemm", implementation="host", bytes=1 << 28, alone_us=1.0),
     ]
     done = [str(batch) for batch in batches if batch.is_done([key_of(one) for one in rows])]
-    assert done == [names[0], "gemm 8x8x8 target", "collective all_gather 1024", "beside 8x8x8 268435456 host"]
+    assert done == [names[0], "gemm 8x8x8 grid", "collective all_gather 1024", "beside 8x8x8 268435456 host"]
     alone = batches_of(Rank(0, 1, torch.device("cuda"), print), options)
     assert not any(batch.collective or batch.means == "dma" for batch in alone), "what one rank cannot do"
 
@@ -175,7 +175,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
         ("copy", "gemm"), ("copy", "traffic"), ("dma", "gemm"), ("dma", "traffic"),
     }  # fmt: skip
     assert all(one.note for one in rows if one.time_us is None)
-    assert {one.means for one in rows if one.what == "gemm"} == {"split", "target", "carve_out", "grid", "threads"}
+    assert {one.means for one in rows if one.what == "gemm"} == {"split", "carve_out", "grid", "threads"}
     known = isolated_of(rows)
     assert known.comm_us(parse_workload("64x48x32_3008")) > 0
     pairs = {pair.implementation: {name for name, _ in pair.times_us} for pair in known.pairs}
@@ -193,7 +193,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     assert verdicts["launch_order"].chosen in ("c3_base", "c3_sp")
     assert verdicts["partition"].time_us is None and verdicts["partition"].note == "no partition was run"
     refused = {one.means: one.note for one in rows if one.what == "pair" and one.time_us is None}
-    assert set(refused) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"} and "green contexts" in refused["c3_rp"]
+    assert set(refused) == {"c3_rp", "c3_sp_rp", "conccl_rp"} and "green contexts" in refused["c3_rp"]
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ def expected_of(choice: Selection[LaunchMode]) -> dict[str, float]:
 
 def made_up(winner: str, implementation: str = "nccl") -> Isolated:
     """A GEMM of 1000 us and collectives of 800; under every strategy both take 1700, under one of them 1100."""
-    together = dict.fromkeys(("c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target"), 1700.0)
+    together = dict.fromkeys(("c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp"), 1700.0)
     engines = {"conccl": 1700.0, "conccl_rp": 1700.0}
-    gemms = [gemm(1000.0, means, 0) for means in ("split", "target")]
+    gemms = [gemm(1000.0, "split", 0)]
     slower = 1.4 if winner != "conccl_rp" else 0.9  # only then the GEMM gains by having fewer units
-    gemms += [gemm(1000.0 * slower, means, units) for means in ("split", "target") for units in (8, 64)]
+    gemms += [gemm(1000.0 * slower, "split", units) for units in (8, 64)]
     for times in (together, engines):
         if winner in times:
             times[winner] = 1100.0
@@ -51,7 +51,7 @@ def made_up(winner: str, implementation: str = "nccl") -> Isolated:
     return parse_isolated(file_of(*rows), "made up")
 
 
-OF_LIBRARY = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "conccl", "conccl_rp")
+OF_LIBRARY = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "conccl", "conccl_rp")
 
 
 @pytest.mark.parametrize("winner", OF_LIBRARY)
@@ -75,7 +75,7 @@ def test_never_slower_than_serial_by_its_own_estimate() -> None:
 def test_units_are_taken_from_gemms_of_a_profiled_bound_only() -> None:
     """The only profiled GEMM is compute-bound, so nobody knows what units cost one that is limited by its bytes."""
     rows = [gemm(1000.0), gemm(1900.0, units=64), collective(800.0, "dma"), pair("serial", 1800.0, "dma", alone=800.0)]
-    rows += [gemm(1000.0, "target"), gemm(1900.0, "target", 64), collective(800.0, "nccl"), collective(900, "nccl", 64)]
+    rows += [collective(800.0, "nccl"), collective(900, "nccl", 64)]
     rows += [pair("conccl", 1700.0, "dma"), pair("serial", 1800.0, "nccl", alone=800.0)]
     known = parse_isolated(file_of(*rows), "made up")
     able = [named(name) for name in OF_LIBRARY]
@@ -85,7 +85,7 @@ def test_units_are_taken_from_gemms_of_a_profiled_bound_only() -> None:
         names[bound] = {
             name.split()[0] for name in expected_of(decide(dataclasses.replace(MOVE, gemm=asked), us, able, known))
         }
-    assert names[Bound.COMPUTE] - names[Bound.MEMORY] == {"c3_rp", "c3_sp_rp", "c3_target"}
+    assert names[Bound.COMPUTE] - names[Bound.MEMORY] == {"c3_rp", "c3_sp_rp"}
     assert "conccl_rp" not in names[Bound.MEMORY] and "conccl" in names[Bound.MEMORY]
 
 

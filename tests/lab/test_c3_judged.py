@@ -129,7 +129,7 @@ def test_sweeps_of_a_result_file() -> None:
     assert found.times_us == TIMES and found.workload == PAIR
     assert [kernel.workgroups for kernel in found.kernels] == [4096, 32]
     assert sweeps_of([row("serial", None)], 32) == []
-    assert sweeps_of([*ROWS, row("conccl_in_place", 1002.0)], 32) == [found], "a strategy that has gone since"
+    assert sweeps_of([*ROWS, row("c3_target", 1002.0)], 32) == [found], "a strategy that has gone since"
 
 
 def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ NAMES = ("gemm", "small gemm", "all_reduce")
 
 
 class Call:
-    implementation, in_place, workgroups, label = "gloo", False, 0, "call"
+    implementation, in_place, label = "gloo", False, "call"
 
     def __init__(self) -> None:
         self.log: list[str] = []

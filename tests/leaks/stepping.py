@@ -26,7 +26,7 @@ import sidelane
 from sidelane import Config, fsdp
 from sidelane.collectives import call_cache, plan, repeat
 from sidelane.integrations import dispatch
-from sidelane.integrations.nodes import choose
+from sidelane.integrations.nodes import topology
 
 WHERE, STEPS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 LOOKS = 10
@@ -84,12 +84,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, sizes:
     assert reduced[-1] == scattered[0] == world and gathered[-1] == 1
 
 
-choose.LEAST_BYTES = 1  # steps for all that there are steps for
+topology.LEAST_BYTES = 1  # steps for all that there are steps for
 for module, bound, most in (
     (plan, "MOST_PROGRAMS", 50),
     (call_cache, "MOST_BYTES", 1 << 18),
     (repeat, "MOST_BYTES", 1 << 18),
-    (dispatch, "MOST_KEPT", 16),
+    (dispatch, "MOST_CACHED", 16),
 ):
     assert hasattr(module, bound)
     setattr(module, bound, most)  # full long before the first look: what grows is no cache

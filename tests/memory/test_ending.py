@@ -45,7 +45,7 @@ begun.wait()
 OF_COMMUNICATORS = """
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 comm = Communicator(device="cpu")
-comm.lane.backend.submit(copies(SECONDS))
+comm.backend.submit(copies(SECONDS))
 begun.wait()
 """
 

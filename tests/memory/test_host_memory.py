@@ -177,12 +177,13 @@ def test_what_a_rank_lacks_is_named() -> None:
 
 def pretend(group: dist.ProcessGroup, **changes: object) -> str:
     """Rank 1 claims to be somebody else."""
-    real = ProcessIdentity.own()
+    exchange = Exchange(group, 60.0)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: real._replace(**changes)))
+            process, word = exchange.liveness.member
+            patch.setattr(exchange.liveness, "member", (ProcessIdentity(*process)._replace(**changes), word))
         with pytest.raises(UnavailableError) as caught:
-            ShmMemory(Exchange(group, 60.0)).allocate(100)
+            ShmMemory(exchange).allocate(100)
     assert leftovers() == []
     return str(caught.value)
 
@@ -330,7 +331,7 @@ def test_a_view_keeps_the_memory_and_the_last_one_frees_it(pool: RankPool) -> No
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidelane.memory import available
+    from sidelane.memory import host_shared
 
     files = {
         "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   90 kB\n",
@@ -341,9 +342,9 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
         "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "20000\n",
         "/sys/fs/cgroup/memory/job/memory.stat": "cache 7000\ninactive_file 4000\n",
     }
-    monkeypatch.setattr(available, "_read", lambda path: files.get(str(path), ""))
-    assert available.available_bytes() == 14_000
+    monkeypatch.setattr(host_shared, "_read", lambda path: files.get(str(path), ""))
+    assert host_shared.available_bytes() == 14_000
     del files["/proc/self/cgroup"]
-    assert available.available_bytes() == 90 * 1024
+    assert host_shared.available_bytes() == 90 * 1024
     files.clear()
-    assert available.available_bytes() is None
+    assert host_shared.available_bytes() is None

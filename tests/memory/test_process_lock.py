@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
+from sidelane.errors import PeerTimeoutError
 from sidelane.memory import torch_symm
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.release import keep_bytes
-from sidelane.memory.torch_symm import LockTimeoutError, TorchSymmetricMemory, alone_in
+from sidelane.memory.release import deferred_bytes
+from sidelane.memory.torch_symm import TorchSymmetricMemory, alone_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
@@ -47,7 +48,7 @@ def test_who_does_not_let_go_is_named_and_what_was_taken_is_given_back() -> None
     with alone_in((9,), 1.0):
         with alone_in((8, 10), 1.0):
             pass
-        with pytest.raises(LockTimeoutError, match="process 9"), alone_in((8, 9, 10), 0.05):
+        with pytest.raises(PeerTimeoutError, match="process 9"), alone_in((8, 9, 10), 0.05):
             pass
         with alone_in((8, 10), 1.0):
             pass
@@ -63,7 +64,7 @@ def test_a_process_that_dies_or_forks_keeps_nothing() -> None:
         os._exit(0)
     try:
         os.read(ready, 1)
-        with pytest.raises(LockTimeoutError), alone_in((1,), 0.05):
+        with pytest.raises(PeerTimeoutError), alone_in((1,), 0.05):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -109,7 +110,7 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
     pids: list[int] = [0] * n
     dist.all_gather_object(pids, os.getpid(), group)
     wrong: list[str] = []
-    torch_symm.keep_bytes = lambda tensor: tensor  # there is no device  # type: ignore[assignment]
+    torch_symm.deferred_bytes = lambda tensor: tensor  # there is no device  # type: ignore[assignment]
     memories = [TorchSymmetricMemory(Exchange(group, 30.0), torch.device("cuda", 0), 30.0) for _ in range(3)]
 
     def work(number: int, memory: TorchSymmetricMemory) -> None:
@@ -121,7 +122,7 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
             return Handle(tensor, n)
 
         memory._take = lambda nbytes: (torch.zeros(nbytes, dtype=torch.uint8), "")  # type: ignore[method-assign]
-        memory._alias.rendezvous = rendezvous  # type: ignore[method-assign]
+        memory._rendezvous = rendezvous  # type: ignore[method-assign]
         try:
             for _ in range(8):
                 time.sleep(0.003 * draw.random())
@@ -136,7 +137,7 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
         thread.join()
     for memory in memories:
         memory.close()
-    torch_symm.keep_bytes = keep_bytes
+    torch_symm.deferred_bytes = deferred_bytes
     return wrong
 
 
@@ -148,14 +149,14 @@ def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
     """Devices for which a rendezvous was made where no pool of a graph gets hold of what it keeps."""
     n, found = dist.get_world_size(group), []
 
-    def lasting(device: torch.device, make: Callable[[], Handle]) -> Handle:
+    def persistent(device: torch.device, make: Callable[[], Handle]) -> Handle:
         found.append(device)
         return make()
 
     modules = {"torch._inductor.cudagraph_trees": mock.Mock()} if compiles else {}
     with (
-        mock.patch.object(torch_symm, "keep_bytes", lambda tensor: tensor),
-        mock.patch.object(torch_symm, "lasting", lasting),
+        mock.patch.object(torch_symm, "deferred_bytes", lambda tensor: tensor),
+        mock.patch.object(torch_symm, "persistent", persistent),
         mock.patch.dict(sys.modules, modules),
     ):
         if not compiles:
@@ -164,7 +165,7 @@ def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
         taken = torch.zeros(8, dtype=torch.uint8), ""
         with (
             mock.patch.object(memory, "_take", return_value=taken),
-            mock.patch.object(memory._alias, "rendezvous", lambda tensor: Handle(tensor, n)),
+            mock.patch.object(memory, "_rendezvous", lambda tensor: Handle(tensor, n)),
         ):
             memory.allocate(8)
         memory.close()

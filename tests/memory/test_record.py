@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.memory import ordering
+from sidelane.memory import record as records
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
 from sidelane.memory.record import Record
@@ -58,8 +58,8 @@ def test_every_changed_byte_is_noticed(position: int, again: bool) -> None:
 def test_ctrl_c_within_a_fence_harms_no_later_one() -> None:
     _, record = fresh()
     record.write(1, 0, b"hello")
-    ordering._own.lock.acquire(False)
-    ordering._own.lock.release()  # as if it had come between release and acquire
+    records._own.lock.acquire(False)
+    records._own.lock.release()  # as if it had come between release and acquire
     record.write(2, 0, b"world")
     assert record.read() == (2, 0, b"world")
 

@@ -9,15 +9,13 @@ import multiprocessing
 import os
 import socket
 import sys
-import tempfile
 from typing import Any
 
 import pytest
 from pieces import BYTES, MadeUpPieces
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.exported import Allocation, open_span, span_of
-from sidelane.memory.descriptors import MOST_AT_ONCE, DescriptorServer, SharedDescriptor, fetch
+from sidelane.execute.cuda.exported import MOST_AT_ONCE, Allocation, fetch, open_span, span_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no sockets without a file elsewhere")
 
@@ -56,13 +54,14 @@ def open_pieces() -> int:
 
 
 def test_a_client_that_says_nothing_costs_others_no_time() -> None:
-    with contextlib.ExitStack() as opened, tempfile.TemporaryFile() as file:
-        server = DescriptorServer(lambda token: [SharedDescriptor(7, lambda: os.dup(file.fileno()))])
-        opened.callback(server._socket.close)
+    memory = filled(1, 1)
+    span = found(memory, memory.base, 7)
+    address, _, token = span.handle.partition("/")
+    with contextlib.ExitStack() as opened:
         for _ in range(3):  # as a rank that is stopped in the middle
             silent = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            silent.connect("\0" + server.address[1:])
-        assert [size for size, _ in fetch(server.address, "token")] == [7]
+            silent.connect("\0" + address[1:])
+        assert [size for size, _ in fetch(address, token)] == [BYTES]
 
 
 def test_an_address_that_another_user_has_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,10 @@ def test_gemvs_without_columns(four: Crew) -> None:
 def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
     for passes, resources, other in four.run(fused_ops.tilings_that_do_not_compile, 2):
         for told in (passes, resources):
-            assert told.startswith("UnavailableError: gemv_all_reduce: a kernel that Triton cannot make (value=Tiling(")
-        assert "allowed=other tile sizes): PassManager" in passes and other.startswith("RuntimeError: a launch")
+            assert told.startswith(
+                "UnavailableError: gemv_all_reduce: Triton cannot make the kernel, try other tile sizes (value=Tiling("
+            )
+        assert "): PassManager" in passes and other.startswith("RuntimeError: a launch")
 
 
 def test_weights_that_autograd_follows(four: Crew) -> None:
@@ -148,13 +150,8 @@ def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> 
     assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
 
 
-def test_handles_of_embeddings_refuse_tables_that_have_moved(four: Crew) -> None:
-    for told in four.run(fused_embeddings.tables_that_move, 2):
-        assert told.startswith(("ValueError", "PeerError")) and "memory of the tables (value=moved" in told, told
-
-
-def test_slices_as_they_come(four: Crew) -> None:
-    assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
+def test_tables_that_have_moved_are_other_tables(four: Crew) -> None:
+    four.run(fused_embeddings.tables_that_move, 2)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +224,21 @@ def test_timelines(four: Crew) -> None:
         assert found == [[kind, kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["linear", long("embedding"), "norm", "gemms", "reduced", long("dispatch")])
+@pytest.mark.parametrize("name", ["linear", long("embedding"), "norm", "gemms", "reduced"])
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
 
 
 def test_results_of_operators_are_copied_in_turn(four: Crew) -> None:
-    assert four.run(fused_modules.results_of_their_own, 2, timeout_s=110) == [6, 6]
+    assert four.run(fused_modules.results_of_their_own, 2, timeout_s=110) == [4, 4]
+
+
+def test_operators_without_gradients_name_their_replacement(four: Crew) -> None:
+    for told in four.run(fused_modules.without_gradients, 2):
+        assert len(told) == 2 and all(
+            "allowed=torch.no_grad()): dispatch_tokens, combine_tokens" in text for text in told
+        )
 
 
 def test_tables_have_gradients_of_rows(four: Crew) -> None:
@@ -252,4 +256,4 @@ def test_operators_run_with_reduced_overhead(four: Crew) -> None:
 
 
 def test_a_layer_outlives_its_communicator(four: Crew) -> None:
-    assert all("allowed=number_of one that is open" in told for told in four.run(fused_modules.closed, 2))
+    assert all("no open communicator has this number" in told for told in four.run(fused_modules.closed, 2))

@@ -37,10 +37,6 @@ def test_layers_are_trained_and_compiled_whole(four: Crew) -> None:
     assert four.run(cases.layers, 3, (0, 0, 1), timeout_s=110) == [4] * 3
 
 
-def test_gradients_of_gemms(four: Crew) -> None:
-    assert four.run(cases.experts, 3, (0, 1, 0), timeout_s=110) == [3] * 3
-
-
 @pytest.mark.parametrize("what", ["mode", "batch", "dim"])
 def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks(four: Crew, what: str) -> None:
     for rank, text in enumerate(four.run(cases.unlike, 2, (0, 1), what, timeout_s=110)):
@@ -106,11 +102,6 @@ def test_the_rank_at_fault_is_named_on_one_node(four: Crew, how: str) -> None:
     """Where no connection between nodes tells of it."""
     (ranks, text), _ = four.run(cases.fails, 2, (0, 0), 1, how, False)
     assert ranks == (1,) and "rank 1: " in text and "late" not in text, text
-
-
-@pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 0)), long((0, 0, 1, 1))], ids=str)
-def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
-    assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [10] * len(layout)
 
 
 @pytest.mark.long

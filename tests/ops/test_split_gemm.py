@@ -11,8 +11,7 @@ import pytest
 from sidelane.errors import ProgramError
 from sidelane.program.ir import Command, Copy, EngineKind, Program, Queue, Signal, Wait
 from sidelane.program.pieces import arriving_program, coming, gathering_program, going, row_slices, split_program
-from sidelane.program.transform import freeze
-from sidelane.program.transform.triggers import arrivals_of, triggers_of
+from sidelane.program.transform import arrivals_of, freeze, triggers_of
 from sidelane.program.verify import verify
 
 TABLES = ([[3]], [[2, 3], [1, 0]], [[0, 5, 1], [2, 2, 0], [0, 1, 4]], [[2] * 4] * 4, [[0, 0], [7, 0]])

@@ -23,8 +23,7 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import EPOCH, MOVES, Broadcast, Copy, EngineKind, Flag, Program, Reduce, Signal, Swap, Wait
-from sidelane.program.transform import freeze, hold, lower, prelaunch
-from sidelane.program.transform.prelaunch import held_by, release
+from sidelane.program.transform import freeze, held_by, hold, lower, prelaunch, release
 
 FLOAT_SUM = Reduction(ReduceOp.SUM, "float32")
 

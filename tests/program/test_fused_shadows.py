@@ -167,17 +167,17 @@ def test_mistakes_of_pushed_norms_are_refused() -> None:
 
 @pytest.mark.parametrize("counts", [(2,), (1, 2), (2, 1, 1), (1, 1, 2, 1)])
 def test_embedding_all_to_all_is_proved(counts: tuple[int, ...]) -> None:
-    """With uneven tables and batches, with slices of all sizes, and with an order of its own on each rank."""
+    """With uneven tables and batches, and with an order of its own on each rank."""
     mixed = [rank % 2 == 0 for rank in range(len(counts))]
-    for blocks, slices, first in itertools.product((1, 3), (0, 1, 2), (False, True, mixed)):
-        options = {"slice_bags": slices, "remote_first": first}
-        verify_sequence([fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, **options)])
+    for blocks, first in itertools.product((1, 3), (False, True, mixed)):
+        program = fused_embedding.embedding_all_to_all(counts, blocks, 2 * len(counts) + 1, 8, remote_first=first)
+        verify_sequence([program])
 
 
 def test_mistakes_of_embedding_all_to_all_are_refused() -> None:
     n, counts = 3, (2, 1, 1)
-    program = fused_embedding.embedding_all_to_all(counts, 3, 7, 8, slice_bags=2)
-    flags = (fused_embedding.SLICES + 2 * 2) * n  # behind them: arrivals of the launch, then those of slices
+    program = fused_embedding.embedding_all_to_all(counts, 3, 7, 8)
+    flags = 2 * n  # behind them: arrivals of the launch
     right = (program,)
     refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
     refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))

@@ -51,7 +51,7 @@ def test_parts_lie_where_torch_slices_them() -> None:
             )
             want = torch.cat([part.flatten() for part in tensor.split(sizes, dim)])
             seen = []
-            for part in layout.places(rank, buffer):
+            for part in layout.parts_at(rank, buffer):
                 assert part.start == len(seen)
                 rows = range(part.nbytes // part.width)
                 seen += [part.origin + row * part.pitch + byte for row in rows for byte in range(part.width)]

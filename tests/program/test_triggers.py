@@ -14,7 +14,7 @@ from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
 from sidelane.program.pieces import gathering_program
-from sidelane.program.transform.triggers import triggers_of, without_callers
+from sidelane.program.transform import triggers_of, without_callers
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import named
 from sidelane_lab.sim.simulate import simulate

@@ -7,7 +7,7 @@ from refusals import nothing, refused
 
 from sidelane.program.ir import RENEWAL_CALLS
 from sidelane.program.verify import verify, verify_sequence
-from sidelane.program.verify.values import MAX_BASE, MAX_FLAG_VALUE, MAX_SLOPE
+from sidelane.program.verify.flags import MAX_BASE, MAX_FLAG_VALUE, MAX_SLOPE
 
 # Rank 1 tells rank 0, who tells rank 1: nobody can be a call ahead. What rank 1 tells is to be filled in.
 PING = """

@@ -30,7 +30,7 @@ from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.store_values import Post, value_of
-from sidelane.session import session as profiles
+from sidelane.session import making as profiles
 
 
 def told(group: dist.ProcessGroup) -> list[list[object]]:
@@ -89,8 +89,8 @@ def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
             step()
         found.append(str(caught.value))
     with communicator(group) as comm:
-        calls = comm.lane.calls
-        refusing = calls.telling_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
+        calls = comm.calls
+        refusing = calls.reporting_refusals(calls.number(), "all_reduce") if comm.rank else contextlib.nullcontext()
         with pytest.raises((PeerError, ValueError)) as caught, refusing:
             if comm.rank:
                 raise ValueError(RAW)
@@ -332,7 +332,9 @@ def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]
 def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
     for found in pool.run(of_two_versions, 3):
         for what, (name, _, text) in zip(("Communicator", "wrap"), found, strict=True):
-            rest = f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} (allowed=one on all ranks)"
+            rest = (
+                f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} ; install one version on all ranks"
+            )
             assert name == "MismatchError" and text.startswith(f"{what} (")
             assert text.endswith(f": ranks run different versions of Sidelane: {rest}")
 
@@ -377,7 +379,7 @@ def test_the_store_does_not_fill_up(pool: RankPool) -> None:
 def test_a_group_without_a_store_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: None)
-        with pytest.raises(exchanges.UnavailableError, match="the group has no store"):
+        with pytest.raises(exchanges.UnavailableError, match="the group was made without a store"):
             exchanges.store_of(object())  # type: ignore[arg-type]
 
 
@@ -423,7 +425,7 @@ def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[st
         if where == "staging" and wrong:
             patch.setattr(host_shared, "_reserve", fail)
         if where == "offer" and wrong:
-            patch.setattr(host_shared.ProcessIdentity, "own", fail)
+            patch.setattr(host_shared, "_offer", fail)
         if where == "plan" and wrong:
             patch.setattr("sidelane.collectives.plan.make_program", fail)
         found = outcome(comm.all_reduce, torch.ones(numel))
@@ -452,7 +454,7 @@ def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple
                 def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
                     raise error
 
-                patch.setattr("sidelane.session.session.make_backend", fail)
+                patch.setattr("sidelane.session.communicator.make_backend", fail)
             found.append(outcome(communicator, group))
         with communicator(group) as comm:
             comm.barrier()

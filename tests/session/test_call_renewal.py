@@ -53,7 +53,7 @@ def calls_around(group: dist.ProcessGroup, numbers: list[int]) -> list[int]:
             skip(comm, number)
             for again in range(2):
                 call_all(comm, 10 * seed + again, late=(seed + again) % comm.world_size)
-            found.append(comm._calls.number())
+            found.append(comm.calls.number())
     return found
 
 
@@ -73,7 +73,7 @@ def without_renewals(group: dist.ProcessGroup, variant: str) -> str:
         shard, output = torch.zeros(64, dtype=torch.int32), torch.zeros(64 * n, dtype=torch.int32)
         comm.all_gather(output, shard, variant=variant)
         comm.barrier()
-        comm._calls.count_from(2**31 + 100)
+        comm.calls.count_from(2**31 + 100)
         try:
             for k in range(4):
                 if rank == 1:
@@ -99,7 +99,7 @@ def renewals_among_everything(group: dist.ProcessGroup, seed: int) -> int:
         n, rank = comm.world_size, comm.rank
         block = comm.empty(n, 3, dtype=torch.int64)
         for turn in range(12):
-            comm._calls.count_from((turn + 1) * RENEWAL_CALLS - rng.randint(0, 4))
+            comm.calls.count_from((turn + 1) * RENEWAL_CALLS - rng.randint(0, 4))
             works = []
             for k in range(6):
                 what = rng.randrange(6)
@@ -127,7 +127,7 @@ def renewals_among_everything(group: dist.ProcessGroup, seed: int) -> int:
             for work, tensor, right in works:
                 work.wait()
                 assert tensor[0] == right
-        return comm._calls.number()
+        return comm.calls.number()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -139,8 +139,8 @@ def test_a_renewal_may_fall_anywhere(pool: RankPool, seed: int) -> None:
 def no_renewal_for_a_dead_peer(group: dist.ProcessGroup) -> str:
     comm = communicator(group, timeout_s=2)
     comm.barrier()
-    comm._calls.count_from(RENEWAL_CALLS - 1)
-    comm._calls.number()
+    comm.calls.count_from(RENEWAL_CALLS - 1)
+    comm.calls.number()
     if dist.get_rank(group) == 1:
         dist.barrier(group)  # until the other one has given up
         comm.close()

@@ -22,7 +22,7 @@ import sidelane
 from sidelane import CommunicatorClosedError, PeerError
 from sidelane.collectives.work import CallThread
 from sidelane.integrations.ledger import Ledger
-from sidelane.memory import ordering
+from sidelane.memory import record as records
 
 
 def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
@@ -86,7 +86,7 @@ def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
     if rank == 0:
         thread = threading.Thread(target=first)
         thread.start()
-        while not comm._calls.entrance.locked():
+        while not comm.calls.entrance.locked():
             time.sleep(1e-3)
         with pytest.raises(RuntimeError) as caught:
             comm.all_gather(torch.empty(2), torch.empty(1))
@@ -108,7 +108,7 @@ def test_two_threads_in_one_communicator_are_an_error_at_once(pool: RankPool) ->
     """Nobody knows which of the two calls the peers are in, so that it is the end on all ranks, and nobody waits."""
     (own, inside, later), (peer, _, _) = pool.run(two_threads_at_once, 2)
     assert own.startswith("all_gather: another call of this communicator is under way in another thread (value=")
-    assert "allowed=one call at a time: a communicator for each thread" in own
+    assert "one call is made at a time. Give each thread a communicator" in own
     assert inside == "PeerError"
     assert "rank 0 gave up: rank 0 called all_gather in two threads at once" in peer
     assert "unusable since a call failed" in later and "in two threads at once" in later
@@ -168,7 +168,7 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
 
     late: list[dist.Work] = []
     for call, is_inside in zip(
-        calls, (lambda: repr(turn._lock).startswith("<locked"), comm._calls.entrance.locked), strict=True
+        calls, (lambda: repr(turn._lock).startswith("<locked"), comm.calls.entrance.locked), strict=True
     ):
 
         def again(call: Callable[..., Any] = call) -> None:
@@ -189,7 +189,7 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
     assert tensors[0].eq(8).all() and tensors[1].eq(8).all()
     for call in calls:
         call(torch.ones(3))
-    while_inside(comm._calls.entrance.locked, lambda: tell(lambda: comm.all_reduce(tensors[1])), comm.close)
+    while_inside(comm.calls.entrance.locked, lambda: tell(lambda: comm.all_reduce(tensors[1])), comm.close)
     dist.barrier(group)
     comm.close()
     dist.destroy_process_group(ours)
@@ -236,8 +236,8 @@ class Report(str):
 
 def test_what_a_thread_holds_its_signal_handlers_may_take() -> None:
     def fence() -> None:
-        ordering._own.lock = lock  # type: ignore[assignment]
-        ordering.full_fence()
+        records._own.lock = lock  # type: ignore[assignment]
+        records.full_fence()
 
     def note() -> None:
         Ledger([0]).note((Report("all_reduce"), "float32", "cpu", "sidelane", "b2b"), "", 4)

@@ -19,7 +19,7 @@ import sidelane
 from interpreter import Interpreter
 from sidelane import forks
 from sidelane.errors import UnavailableError
-from sidelane.memory.descriptors import fetch
+from sidelane.execute.cuda.exported import fetch
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS: its libraries end a copy of a process with threads"),
@@ -61,8 +61,8 @@ def test_a_copy_does_not_answer_in_the_place_of_its_parent(interpreter: Interpre
     """Who asks a process that has ended for descriptors hears so at once, though a copy of it lives."""
     program = """
 import os, sys, time
-from sidelane.memory.descriptors import DescriptorServer
-server = DescriptorServer(lambda token: [])
+from sidelane.execute.cuda.exported import DescriptorServer
+server = DescriptorServer()
 copy = os.fork()
 if copy == 0:
     os.close(1)

@@ -66,8 +66,8 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
         raise KeyboardInterrupt
 
     if comm.rank == 0:
-        preparer = comm.lane.preparer
-        owner: Any = {"get": preparer.cache, "plan": preparer.planner, "post_call": comm._control}[where]
+        preparer = comm.preparer
+        owner: Any = {"get": preparer.cache, "plan": preparer.planner, "post_call": comm.control}[where]
         setattr(owner, where, hit)
     splits = [1] * n
     calls = (

@@ -1,4 +1,4 @@
-"""Sessions with lanes between CPU processes: orders of calls that do not wait for each other, shared memory, misuse."""
+"""Communicators that share memory, on CPUs: orders of calls that do not wait for each other, and misuse."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_lane_waits_for_no_other(pool: RankPool) -> None:
 
 def test_misuse(pool: RankPool) -> None:
     expected = [
-        "ValueError: Session.lane: name (value='one', allowed=another one for each lane)",
-        "ValueError: Communicator: device and config are the session's",
-        "ValueError: Communicator: device and config are the session's",
+        "ValueError: Communicator: name (value='one', allowed=another one for each communicator)",
+        "ValueError: Communicator: a communicator that shares another one takes neither device nor config",
+        "ValueError: Communicator: a communicator that shares another one takes neither device nor config",
         "MismatchError: exchange 1 of communicator",
         "CommunicatorClosedError",
-        "CommunicatorClosedError: Session.lane: the session was closed",
+        "CommunicatorClosedError: Communicator: the one that it would share memory with was closed",
         "CommunicatorClosedError",
     ]
     for texts in pool.run(lanes.mistakes, 3):
@@ -48,7 +48,7 @@ def test_misuse(pool: RankPool) -> None:
 @pytest.mark.parametrize("where", lanes.FAILURES)
 def test_a_rank_that_cannot_make_its_lane_tells_its_peers(pool: RankPool, where: str) -> None:
     own = {
-        "name": "ValueError: Session.lane: name (value='first'",
+        "name": "ValueError: Communicator: name (value='first'",
         "device": "UnavailableError: no device",
         "executor": "MemoryError: no executor",
         "memory": "UnavailableError: no memory",
@@ -67,8 +67,8 @@ def test_a_rank_that_cannot_make_its_lane_tells_its_peers(pool: RankPool, where:
 
 def die(group: dist.ProcessGroup) -> list[str]:
     texts = []
-    with lanes.session(group, timeout_s=60) as made:
-        comms = [Communicator(made.lane(name)) for name in "ab"]
+    with lanes.first_lane(group, timeout_s=60) as made:
+        comms = [Communicator(made, name=name) for name in "ab"]
         if comms[0].rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         for comm in comms:

@@ -65,9 +65,9 @@ def test_mistakes_are_refused_on_every_rank(pool: RankPool) -> None:
             assert words in text, texts
 
 
-def test_texts_mean_what_they_say_and_memory_that_there_is_not_is_refused_without_proofs(pool: RankPool) -> None:
+def test_texts_mean_what_they_say_and_memory_that_there_is_not_is_refused(pool: RankPool) -> None:
     for text in pool.run(loads.written_in_texts, 3):
-        assert text.startswith("ProgramError: load: refused all_reduce(3 ranks") and "names a rank outside" in text, (
+        assert text.startswith("ProgramError: verify: refused all_reduce(3 ranks") and "names a rank outside" in text, (
             text
         )
 

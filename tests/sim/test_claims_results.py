@@ -73,7 +73,12 @@ def test_predictions_start_from_the_isolated_times_of_the_row():
     assert predict_together(H200, c3_row("priority", 1.0)) == (beside, turns)
     (on_engines,) = predict_together(H200, c3_row("conccl", 1.0, comm_us=1840.0))
     assert 1840.0 <= on_engines < 1.05 * 1840.0
-    for unknown in (c3_row("auto", 1.0), c3_row("conccl", 1.0, collective="broadcast"), c3_row("sm_sp", 1.0)):
+    for unknown in (
+        c3_row("auto", 1.0),
+        c3_row("conccl", 1.0, collective="broadcast"),
+        c3_row("sm_sp", 1.0),
+        c3_row("c3_target", 1.0, units=8),
+    ):
         assert predict_together(H200, unknown) == ()
 
 
@@ -81,13 +86,6 @@ def test_rows_of_partitions_have_their_units():
     assert predict_together(H200, c3_row("c3_rp", 1.0)) == (), "an older file does not say how many"
     (few,), (many,) = (predict_together(H200, c3_row("c3_rp", 1.0, units=units, comm_us=700.0)) for units in (24, 64))
     assert 1410.0 < few < many
-    assert len(predict_together(H200, c3_row("c3_target", 1.0, units=32))) == 1, "room for 24 workgroups"
-    assert len(predict_together(H200, c3_row("c3_target", 1.0, units=8))) == 2
-    (eight, _), (half, _) = (
-        predict_together(H200, c3_row("cta_base", 1.0, comm_us=1000.0, note=f"nccl_ctas ctas{count} in place"))[::-1]
-        for count in (8, 66)
-    )
-    assert 1410.0 < eight < half
 
 
 def test_a_copy_that_waits_for_the_gemm_comes_after_it():
@@ -206,30 +204,27 @@ def test_pairs_on_two_gpus_under_every_strategy(file, median, worst):
             both.append(abs(statistics.fmean(ends) / row.time_us - 1))
         elif ends:
             offs.setdefault(row.strategy, []).append(abs(nearest(row.time_us, ends) / row.time_us - 1))
-    whole = {"c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "conccl", "nccl_ce"}
+    whole = {"c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "conccl", "nccl_ce"}
     assert all(len(offs[strategy]) >= 11 for strategy in whole)
     medians = {strategy: statistics.median(found) for strategy, found in offs.items()}
     assert max(medians.values()) <= median, medians
     assert max(max(found) for found in offs.values()) <= worst
     # The median of rounds that went either way lies between both ends: that there are two, is confirmed.
-    assert len(both) == {"c3": 14, "c3-strategies": 0}[file] and all(off < 0.09 for off in both)
+    assert len(both) == {"c3": 13, "c3-strategies": 0}[file] and all(off < 0.09 for off in both)
 
 
 def test_two_h100s_are_a_machine_that_nothing_was_fitted_to():
-    """Every concurrent row within 4% but two; no number comes from their files.
+    """Every concurrent row within 3%; no number comes from their files.
 
     Rows of ``conccl_rp`` took no unit then, and are compared with nothing: the strategy takes some now.
-
-    The rounds of one went two ways. The other, ``sm_base`` with an all-gather, was measured at 12.2 ms, where the same
-    kernels launched first or with priority took 6.9.
     """
     machine = named("h100x2")
     assert not any("h100x2" in quantity.of for quantity in machine.quantities().values())
     found = [v for v in compare(machine, ROOT / "results" / "h100x2") if v.claim_id.startswith("h100x2/c3/cb3")]
     rows = [verdict for verdict in found if verdict.role is not ClaimRole.INPUT]
-    assert len(rows) == 34 and {verdict.role for verdict in rows} == {ClaimRole.HELD_OUT}
-    errors = {v.claim_id: v.error for v in rows if not v.incomparable and not v.claim_id.endswith("all_gather/sm_base")}
-    assert len(errors) == 32 and statistics.median(errors.values()) < 0.015 and max(errors.values()) < 0.04
+    assert len(rows) == 18 and {verdict.role for verdict in rows} == {ClaimRole.HELD_OUT}
+    errors = [verdict.error for verdict in rows]
+    assert statistics.median(errors) < 0.015 and max(errors) < 0.03
 
 
 def test_pairs_that_were_set_apart_are_no_predictions(tmp_path):

@@ -12,7 +12,7 @@ from marks import long
 from sidelane import cli
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named, parse
-from sidelane_lab.model.node_steps import Far, Join, make_plan, nodes_of
+from sidelane_lab.model.node_steps import Far, Join, make_plan, nodes_of, pieces_of
 from sidelane_lab.model.nodes import KINDS, least_us, nodes_times
 from sidelane_lab.model.nodes_baselines import TREES
 
@@ -55,8 +55,8 @@ def test_the_steps_are_those_that_a_process_group_runs(kind):
     nbytes = 8 << 20
     times, nodes = nodes_times(TWO, kind, nbytes), nodes_of([8, 8])
     count = nbytes // 4 // (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else 16)
-    plan = make_plan(kind, nodes, 0, (count,), times.choice.pieces)
-    assert times.choice.pieces == 2
+    plan = make_plan(kind, nodes, 0, (count,), pieces_of(times.choice, nbytes))
+    assert pieces_of(times.choice, nbytes) == 2
     assert [timed.step for timed in times.steps] == plan.steps
     assert all(timed.begin_us <= timed.end_us for timed in times.steps)
     far = [timed for timed in times.steps if isinstance(timed.step, Far)]

@@ -123,7 +123,7 @@ def test_what_is_not_described_is_refused(capsys):
     pair = parse_workload("cb1_896M", Kind.ALL_GATHER)
     with pytest.raises(ValueError, match=r"a100x4 has no power figures \(value=None, allowed=a section \[power\]\)"):
         pair_power(named("a100x4"), pair, "conccl")
-    ours = strategy_named("sm_base")
+    ours = strategy_named("sm_priority")
     with pytest.raises(ValueError, match="no description has watts of Sidelane's kernels"):
         pair_power(H200, pair, ours)
     assert ours not in powered(H200)

@@ -120,8 +120,8 @@ def test_the_simulator_takes_the_value_that_runs():
 
 def test_what_is_not_predicted_says_why():
     unknown = {strategy.mover for strategy in strategies()} - {strategy.mover for strategy in predictable()}
-    assert unknown == {Mover.SM, Mover.LIBRARY_DMA, Mover.LIBRARY_CTAS, Mover.DMA_LEFT}
-    for name, reason in (("sm_sp", "no times of Sidelane's own kernels"), ("nccl_ce", "the library's copy engines")):
+    assert unknown == {Mover.SM, Mover.LIBRARY_DMA, Mover.DMA_LEFT}
+    for name, reason in (("sm_rp", "no times of Sidelane's own kernels"), ("nccl_ce", "the library's copy engines")):
         with pytest.raises(ValueError, match=reason):
             predict(MACHINE, PAIR, name)
 
@@ -183,13 +183,6 @@ def test_either_of_two_may_come_first_on_h200(strategy, name):
 
 def test_launch_order_decides_elsewhere():
     assert all(predict(MACHINE, PAIR, name).other_us is None for name in ("c3_base", "c3_sp", "priority", "c3_rp"))
-
-
-def test_a_gemm_that_leaves_room_of_its_own_accord_leaves_nothing_to_chance():
-    h200, pair = named("h200x4"), table_ii_workload("cb1_896M", Kind.ALL_GATHER)
-    assert predict(h200, pair, "c3_target", units=32).other_us is None
-    assert predict(h200, pair, "c3_target", units=8).other_us is not None, "for 24 workgroups"
-    assert "c3_target" not in {strategy.name for strategy in predictable()}, "not every library has it"
 
 
 def test_the_heuristic_never_beats_the_sweep():
@@ -256,13 +249,14 @@ def test_our_own_kernels_are_predicted_where_a_description_has_them():
     pair = Workload(parse_gemm("cb3"), Kind.ALL_GATHER, 896 << 20)
     h200 = named("h200x2")
     own = {strategy.name for strategy in predictable(h200) if strategy.mover is Mover.SM}
-    assert own == {"sm_base", "sm_rp", "sm_sp", "sm_sp_rp", "sm_priority"}
+    assert own == {"sm_rp", "sm_priority"}
     alone = own_gang(h200, pair.collective, pair.nbytes).alone_us
-    turns, apart = (predict(h200, pair, name) for name in ("sm_base", "sm_rp"))
+    second = dataclasses.replace(strategy_named("c3_base"), mover=Mover.SM)
+    turns, apart = (predict(h200, pair, strategy) for strategy in (second, "sm_rp"))
     assert turns.time_us > 0.95 * (turns.gemm_us + alone)
     assert apart.units in (8, 16, 32) and apart.time_us < 0.95 * (apart.gemm_us + alone)
     with pytest.raises(ValueError, match="own kernels"):
-        predict(named("mi300x8"), pair, "sm_base")
+        predict(named("mi300x8"), pair, "sm_rp")
     with pytest.raises(ValueError, match=r"\[kernels\]"):
         own_gang(named("mi300x8"), pair.collective, pair.nbytes)
 

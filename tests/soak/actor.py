@@ -111,11 +111,10 @@ class Actor:
         config = Config(
             timeout_s=episode.timeout_s,
             debug=episode.debug,
-            verify=episode.verify,
             profile="builtin",
         )
         if is_lane:
-            communicator = Communicator(self.first.lane.session.lane())
+            communicator = Communicator(self.first)
         else:
             communicator = Communicator(ranks, device=self.seat.device, config=config)
         self._stack.enter_context(communicator)

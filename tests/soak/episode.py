@@ -54,7 +54,7 @@ class Episode:
         culprit: the rank that ends it.
         within_s: the fault hits that long after the culprit has begun its last calls; None: between two of them.
         groups: groups of ranks; the first is that of all.
-        debug, verify, timeout_s: settings of its communicators.
+        debug, timeout_s: settings of its communicators.
         kind: one of ``KINDS``.
         worlds: of two worlds, the ranks of each in the order of their numbers there.
     """
@@ -69,7 +69,6 @@ class Episode:
     within_s: float | None
     groups: tuple[tuple[int, ...], ...]
     debug: bool
-    verify: bool
     timeout_s: float
     kind: str = PLAIN
     worlds: tuple[tuple[int, ...], ...] = ()
@@ -107,7 +106,6 @@ class Episode:
             kind=kind,
             worlds=(tuple(order[:first]), tuple(order[first:])) if kind == JOINT else (),
             debug=debug,
-            verify=n <= 4 or not setting.on_cpu or draw.random() < 0.3,
             # On GPUs a rank may be compiling a kernel that its peers wait for.
             timeout_s=(6.0 if n <= 4 and setting.on_cpu else 8.0) if ENDINGS[ending].times_out else 40.0,
         )

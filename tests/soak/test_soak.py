@@ -50,7 +50,6 @@ def episode(world_size: int = 2, ending: str = endings.GOOD, **changes: Any) -> 
         "groups": (tuple(range(world_size)),),
         "calls": 60,
         "debug": False,
-        "verify": True,
         "timeout_s": 2.0 if ENDINGS[ending].times_out else 40.0,
         "kind": ENDINGS[ending].kind or PLAIN,
         "worlds": (),
@@ -325,7 +324,7 @@ def test_every_end(ending: str):
 @pytest.mark.parametrize("world_size", [1, long(5)])
 def test_several_communicators(world_size: int):
     groups = (tuple(range(world_size)), (0,), tuple(range(0, world_size, 2)))
-    verdict = run_episode(episode(world_size, calls=150, groups=groups, verify=False))
+    verdict = run_episode(episode(world_size, calls=150, groups=groups))
     assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
     assert verdict.tally.calls.total() >= 150 and verdict.tally.refusals
 

@@ -112,7 +112,7 @@ def test_nodes_that_are_not_modelled_are_refused_by_name(node: TraceNode, proble
         replay(MACHINE, trace(gemm(0, 1.0), node), ("serial",))
 
 
-@pytest.mark.parametrize("strategy", ["conccl_rp", "c3_target", "conccl_left", "nccl_ce", "nothing"])
+@pytest.mark.parametrize("strategy", ["conccl_rp", "conccl_left", "nccl_ce", "nothing"])
 def test_strategies_that_a_trace_can_not_tell_are_refused(strategy: str) -> None:
     with pytest.raises(ValueError, match=strategy):
         replay(MACHINE, LAYERS, (strategy,))

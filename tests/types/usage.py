@@ -19,7 +19,6 @@ from sidelane import (
     Communicator,
     CommunicatorClosedError,
     Config,
-    Lane,
     MismatchError,
     Overlap,
     PeerError,
@@ -27,7 +26,6 @@ from sidelane import (
     Prelaunched,
     ProgramError,
     Report,
-    Session,
     SidelaneError,
     SidelaneGroup,
     SymmetricPool,
@@ -56,7 +54,7 @@ def collectives(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(comm.world_size, int)
     assert_type(comm.device, torch.device)
     assert_type(comm.config, Config)
-    assert_type(comm.lane, Lane)
+    assert_type(comm.name, str)
     assert_type(comm.empty(2, 3, dtype=torch.float32), torch.Tensor)
     assert_type(comm.empty((2, 3)), torch.Tensor)
     assert_type(comm.all_gather(a, b), Work | None)
@@ -87,17 +85,12 @@ def collectives(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     comm.close()
 
 
-def sessions(group: dist.ProcessGroup, a: torch.Tensor) -> None:
-    with Session(group, device="cpu", config=Config(timeout_s=9.0)) as session:
-        assert_type(session.rank, int)
-        assert_type(session.device, torch.device)
-        lane = session.lane()
-        assert_type(lane, Lane)
-        assert_type(lane.name, str)
-        with Communicator(lane) as comm, pool(comm, 1 << 20) as memory:
-            assert_type(memory, SymmetricPool)
-            assert_type(memory.nbytes, int)
-            assert_type(memory.used, int)
+def lanes(group: dist.ProcessGroup, a: torch.Tensor) -> None:
+    first = Communicator(group, device="cpu", config=Config(timeout_s=9.0))
+    with Communicator(first, name="side") as comm, pool(comm, 1 << 20) as memory:
+        assert_type(memory, SymmetricPool)
+        assert_type(memory.nbytes, int)
+        assert_type(memory.used, int)
 
 
 def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -109,7 +102,7 @@ def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     assert_type(choose_overlap(comm, beside, moves).reason, str)
     assert_type(overlap(lambda: a @ b, gather, comm, beside=beside, moves=moves), tuple[torch.Tensor, Work | None])
     step = Overlap(comm)
-    assert_type(step([lambda: a @ b], gather), tuple[list[torch.Tensor], Work | None])
+    assert_type(step(lambda: a @ b, gather), tuple[torch.Tensor, Work | None])
     assert_type(step.times_us, dict[str, float])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from docs.source import Definition, definition_of, definitions, first_line, module_of, signature
 
-INTERNAL = ("disown", "leave", "make_again", "profile_of", "range_name", "renew", "run", "uuid")
+INTERNAL = ("disown", "leave", "repeat_call", "profile_of", "range_name", "renew", "run", "uuid")
 """Methods that the library calls across its own modules. They are no part of the interface."""
 
 
@@ -52,7 +52,7 @@ TASKS = {
             Section(
                 "sidelane",
                 "Communicators and sessions",
-                ("Communicator", "Work", "Batched", "Session", "Lane", "pool", "SymmetricPool"),
+                ("Communicator", "Work", "Batched", "pool", "SymmetricPool"),
             ),
         ),
     ),
@@ -127,7 +127,6 @@ TASKS = {
                 "Embeddings",
                 (
                     "embedding_all_to_all",
-                    "EmbeddingAllToAll",
                     "embedding_all_to_all_backward",
                 ),
             ),
@@ -157,7 +156,7 @@ TASKS = {
             Section(
                 "sidelane.ops",
                 "Modules",
-                ("EmbeddingBagAllToAll", "ExpertCombine", "ExpertDispatch", "RowParallelLinear"),
+                ("EmbeddingBagAllToAll", "RowParallelLinear"),
             ),
         ),
     ),
@@ -173,13 +172,10 @@ TASKS = {
                 (
                     "ScaleOut",
                     "embedding_all_to_all",
-                    "EmbeddingAcrossNodes",
                     "embedding_all_to_all_backward",
-                    "gemm_all_to_all",
-                    "all_to_all_rows",
                 ),
             ),
-            Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport")),
+            Section("sidelane.ops.scale_out", "Transport", ("GroupTransport",)),
         ),
     ),
     "kernels": TaskPage(

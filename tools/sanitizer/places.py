@@ -34,10 +34,10 @@ class Memory(Protocol):
     def arena(self, world_size: int) -> int:
         """Address of an arena (``device/layout.py``) before its first call."""
 
-    def board(self) -> int:
-        """Address of a board."""
+    def status_words(self) -> int:
+        """Address of status words."""
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         """A table on the device."""
 
 
@@ -96,8 +96,8 @@ def set_up(case: Case, memory: Memory) -> Setup:
     addresses = Addresses(buffers, (), tuple(memory.arena(n) for _ in range(n)), pieces)
     launches: list[Launch] = []
     for rank in range(n):
-        site = LaunchSite(rank, addresses.arenas, memory.board(), program.blocks, memory.shared_bytes)
-        launch = kernel_program.arrange(program, site, addresses, lambda values: memory.place_table(values).address)
+        site = LaunchSite(rank, addresses.arenas, memory.status_words(), program.blocks, memory.shared_bytes)
+        launch = kernel_program.arrange(program, site, addresses, lambda values: memory.store_table(values).address)
         assert launch is not None, case
         launches.append(launch)
     inputs, outputs = {}, {}
@@ -183,8 +183,8 @@ class Imagined:
     def arena(self, world_size: int) -> int:
         return self.data(1 << 26, 0)
 
-    def board(self) -> int:
+    def status_words(self) -> int:
         return self.data(256, 0)
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         return DeviceTable(self.data(values.nbytes, 0))

@@ -49,7 +49,7 @@ class DeviceMemory:
     def __init__(self, driver: Driver, missing: int = 0) -> None:
         self._driver, self._missing = driver, missing
         self._held: list[int] = []
-        self._boards: list[object] = []
+        self._status_words: list[object] = []
         self.shared_bytes = driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
     def data(self, nbytes: int, misalignment: int) -> int:
@@ -63,12 +63,12 @@ class DeviceMemory:
         self._driver.call("cuMemsetD8", self._held[-1], 0, zeroed)
         return self._held[-1]
 
-    def board(self) -> int:
-        words = self._driver.host_words(layout.BOARD_WORDS)
-        self._boards.append(words)
+    def status_words(self) -> int:
+        words = self._driver.host_words(layout.STATUS_WORDS)
+        self._status_words.append(words)
         return words.address
 
-    def place_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         self._held.append(self._driver.allocate(values.nbytes))
         self._driver.call("cuMemcpyHtoD", self._held[-1], values.ctypes.data, values.nbytes)
         return DeviceTable(self._held[-1])
@@ -77,7 +77,7 @@ class DeviceMemory:
         for address in self._held:
             self._driver.free(address)
         self._held.clear()
-        self._boards.clear()
+        self._status_words.clear()
 
 
 class Runner:
@@ -139,7 +139,7 @@ class Runner:
             self._launch_apart(setup.launches)
         else:
             joined, table = join(setup.launches, self._folder)
-            address = memory.place_table(table).address
+            address = memory.store_table(table).address
             self.driver.call("cuCtxSynchronize")
             self.start(Launch(joined.kernel, joined.blocks, joined.warps, (address,), joined.constants), len(table))
         self.driver.call("cuCtxSynchronize")

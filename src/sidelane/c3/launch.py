@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
-from sidelane.c3.strategies import LaunchMode, Means, Mover, Order, Strategy
+from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
+from sidelane.c3.strategies import LaunchMode, Mover, Order, Strategy
 from sidelane.choice import choose
 from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
-"""Movers that callers' calls select by a variant."""
 
 
 def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
@@ -40,7 +36,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """
     if not strategy.mover.as_asked:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
-    if strategy.mover in BY_KERNELS:
+    if strategy.mover is Mover.SM:
         if device.type == "cpu":
             return "CPU ranks have no kernels for collectives"
         if torch.version.hip is not None:
@@ -50,26 +46,20 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     if strategy.partition is None:
         return ""
     partitions, absent = partitions_of(device)
-    reason = absent if partitions is None else partitions.objection(strategy.partition)
+    reason = absent if partitions is None else partitions.objection()
     return f"it takes compute units from the computation: {reason}" if reason else ""
-
-
-def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
-    """Return a strategy with each number of units that is worth a try."""
-    if strategy.partition is None:
-        return (LaunchMode(strategy),)
-    partitions, _ = partitions_of(device)
-    units = SMALLEST_SHARE * 2 if partitions is None else partitions.units
-    return tuple(LaunchMode(strategy, one) for one in shares(units))
 
 
 def can_run(mode: LaunchMode, device: torch.device) -> bool:
     """Return True if callers' calls run so on a device; while a graph is captured, if its streams exist."""
-    partition = mode.strategy.partition
-    if partition is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        partitions, _ = partitions_of(device)
-        return partitions is not None and partitions.is_ready(partition, mode.units)
-    return not unsupported_reason(mode.strategy, device) and mode in ways_of(mode.strategy, device)
+    if mode.strategy.partition is None:
+        return not mode.units and not unsupported_reason(mode.strategy, device)
+    partitions, _ = partitions_of(device)
+    if partitions is None or mode.units not in shares(partitions.units):
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return partitions.is_ready(mode.units)
+    return not unsupported_reason(mode.strategy, device)
 
 
 @functools.cache
@@ -78,44 +68,32 @@ def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
     return DevicePartitions.on(device)
 
 
-def run(
-    way: LaunchMode,
-    computes: Sequence[Callable[[], T]],
-    collective: Callable[..., S],
-    on: Sequence[Communicator],
-) -> tuple[list[T], S]:
-    """Run all; the next work on the current stream follows all of them.
+def run(way: LaunchMode, compute: Callable[[], T], collective: Callable[[Any], S], comm: Communicator) -> tuple[T, S]:
+    """Run both; the next work on the current stream follows them.
 
     Args:
         way: strategy and units.
-        computes: one computation or several, see ``overlap``.
+        compute: computation, see ``overlap``.
         collective: function that makes the collectives, see ``overlap``.
-        on: communicators on one device.
+        comm: communicator that it gets.
 
     Raises:
         UnavailableError: no such units here, or no streams of theirs yet and a graph is captured.
-        Exceptions of the computations and the collective.
+        Exceptions of the computation and the collective.
     """
-    device, strategy = on[0].device, way.strategy
-    numbers = range(len(computes))
-    first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and device.type == "cpu")
-    order = (len(computes), *numbers) if first else (*numbers, len(computes))
-    if strategy.concurrent and device.type == "cuda":
-        return _on_streams(way, computes, collective, on, device, order)
-    comms = [StrategyCommunicator(comm, strategy, None) for comm in on]
+    strategy, on_cpu = way.strategy, comm.device.type == "cpu"
+    collective_first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and on_cpu)
+    asked = StrategyCommunicator(comm, strategy)
+    if strategy.concurrent and not on_cpu:
+        return _on_streams(way, compute, functools.partial(collective, asked), comm.device, collective_first)
     try:
-        done = {number: computes[number]() if number < len(computes) else collective(*comms) for number in order}
+        if collective_first:
+            result = collective(asked)
+            return compute(), result
+        return compute(), collective(asked)
     finally:
-        for comm in comms:
-            for work in comm.works:
-                work.wait()
-    return _sorted(done)
-
-
-def _sorted(done: Mapping[int, Any]) -> tuple[list[Any], Any]:
-    """Return the results of the computations, in their order, and of the collective."""
-    *computed, result = (done[number] for number in range(len(done)))
-    return computed, result
+        for work in asked.works:
+            work.wait()
 
 
 class StrategyCommunicator:
@@ -124,11 +102,10 @@ class StrategyCommunicator:
     Args:
         comm: communicator that makes them.
         strategy: strategy of the calls.
-        aside: stream of the calls, if it is not the current one.
     """
 
-    def __init__(self, comm: Communicator, strategy: Strategy, aside: torch.cuda.Stream | None) -> None:
-        self._comm, self._aside, self._strategy = comm, aside, strategy
+    def __init__(self, comm: Communicator, strategy: Strategy) -> None:
+        self._comm, self._strategy = comm, strategy
         self._beside = COMPUTE if strategy.mover is Mover.DMA else NOTHING
         self._async = comm.device.type == "cpu" and strategy.concurrent
         self.works: list[Work] = []
@@ -141,23 +118,19 @@ class StrategyCommunicator:
         if options.pop("async_op", False):
             raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
         options.setdefault("beside", self._beside)
-        if self._strategy.mover in BY_KERNELS and "variant" not in options:
-            size = described(tensors)
-            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *size)
-        if self._aside is not None:
-            self._aside.wait_stream(torch.cuda.current_stream(self._comm.device))
-        with torch.cuda.stream(self._aside):
-            work = function(*tensors, **options, async_op=self._async)
+        if self._strategy.mover is Mover.SM and "variant" not in options:
+            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *described(tensors))
+        work = function(*tensors, **options, async_op=self._async)
         if work is not None:
             self.works.append(work)
 
 
 def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
-    """Return the variant of a call, alike on all ranks.
+    """Return the variant of a call that kernels make, alike on all ranks.
 
     Args:
         comm: communicator that makes it.
-        strategy: strategy whose mover is one of ``BY_KERNELS``.
+        strategy: strategy of the call, for errors.
         kind: kind of the collective.
         nbytes: bytes of its largest tensor; of all, for lists.
         dtype: dtype of its elements.
@@ -165,16 +138,15 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
     Raises:
         ValueError: no kernel of that kind runs the collective here.
     """
-    narrow = strategy.mover is Mover.LIBRARY_CTAS
     found = [one.variant for one in everything(kind, comm.abilities) if one.implementation == SM]
-    found = [name for name in found if Variant.of(name).narrow is narrow and not Variant.of(name).pushes]
+    found = [name for name in found if not Variant.of(name).narrow and not Variant.of(name).pushes]
     if not found:
-        what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
-        allowed = "reduce_scatter, all_reduce" if narrow else "what kernels run on this machine, see sidelane info"
-        raise ValueError(f"overlap: {strategy.name}: there is no {what} here (value={kind}, allowed={allowed})")
+        allowed = "what kernels run on this machine, see sidelane info"
+        absent = f"there is no kernel for {kind} here"
+        raise ValueError(f"overlap: {strategy.name}: {absent} (value={kind}, allowed={allowed})")
     # As if in ordinary memory: the kind of memory must not make ranks choose differently.
     call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
-    if comm.world_size > 1 and not narrow:
+    if comm.world_size > 1:
         table = choose(comm.profile.profile, call, comm.abilities).table
         ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
         return (ranked or found)[0]
@@ -195,103 +167,83 @@ def described(tensors: tuple[object, ...]) -> tuple[int, str]:
 
 def _on_streams(
     way: LaunchMode,
-    computes: Sequence[Callable[[], T]],
-    collective: Callable[..., S],
-    on: Sequence[Communicator],
+    compute: Callable[[], T],
+    collective: Callable[[], S],
     device: torch.device,
-    order: Sequence[int],
-) -> tuple[list[T], S]:
+    collective_first: bool,
+) -> tuple[T, S]:
     caller = torch.cuda.current_stream(device)
-    own = _own_streams(way, device, caller)
-    collectives = _collective_streams(way, device, own, len(on))
-    computing = _computing_streams(device, caller, own, len(computes))
-    limited = contextlib.nullcontext if own is None else own.limited
-    first, *others = collectives
-    comms = [StrategyCommunicator(comm, way.strategy, one) for comm, one in zip(on, (None, *others), strict=True)]
-    released = begun = torch.cuda.Event()
+    streams = _streams_of(way, device, caller)
+    moving = streams.urgent if way.strategy.priority else streams.collective
+    released = torch.cuda.Event()
     released.record(caller)
-    joined = [*collectives, *(stream for stream in computing if stream is not caller)]
+    joined = [moving] if streams.gemm is caller else [moving, streams.gemm]
     for stream in joined:
         stream.wait_event(released)
-    done: dict[int, Any] = {}
+    first, second = (moving, streams.gemm) if collective_first else (streams.gemm, moving)
+    begun = released
+    if first is not caller:
+        begun = torch.cuda.Event()
+        begun.record(first)
+
+    def follow() -> None:
+        if begun is not released:
+            second.wait_event(begun)  # the first has been released, not ended
+
     try:
-        for number in order:
-            stream = computing[number] if number < len(computing) else first
-            if begun is not released:
-                stream.wait_event(begun)  # the one before has been released, not ended
-            if len(done) < len(order) - 1 and (done or stream is not caller):  # the caller's stream has been released
-                begun = torch.cuda.Event()
-                begun.record(stream)
-            if number == len(computing):
-                with torch.cuda.stream(first):
-                    done[number] = collective(*comms)
-            else:
-                with limited():
-                    done[number] = _computed(computes[number], stream, caller)
+        if collective_first:
+            result = _moved(collective, moving)
+            follow()
+            computed = _computed(compute, streams.gemm, caller)
+        else:
+            computed = _computed(compute, streams.gemm, caller)
+            follow()
+            result = _moved(collective, moving)
     finally:
         for stream in joined:
             caller.wait_stream(stream)
-    computed, result = _sorted(done)
-    elsewhere = [one for one, stream in zip(computed, computing, strict=True) if stream is not caller]
-    for part in tree_leaves((result, elsewhere)):
+    for part in tree_leaves((result, computed if streams.gemm is not caller else None)):
         if isinstance(part, torch.Tensor):
             part.record_stream(caller)
     return computed, result
 
 
+def _moved(collective: Callable[[], S], stream: torch.cuda.Stream) -> S:
+    with torch.cuda.stream(stream):
+        return collective()
+
+
 def _computed(compute: Callable[[], T], stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
     if stream is caller:
         return compute()
-    with torch.cuda.stream(stream), kept_for_backward(stream):
+    with torch.cuda.stream(stream), saved_for_backward(stream):
         return compute()
 
 
-def _own_streams(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> PairStreams | None:
-    """Return the streams of a way that takes units; None for one that does not.
+def _streams_of(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> PairStreams:
+    """Return the streams of a way: the computation is on the caller's stream unless units are shut off from it.
 
     Raises:
         UnavailableError: no such units here, or no streams yet while a graph is captured, in which none are made.
     """
-    partition = way.strategy.partition
-    if partition is None or not way.units:
-        return None
+    usual = PairStreams(caller, _side_stream(device, False), _side_stream(device, True))
+    if way.strategy.partition is None or not way.units:
+        return usual
     partitions, absent = partitions_of(device)
     if partitions is None:
         raise UnavailableError(f"overlap: {way}: {absent}")
-    if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(partition, way.units):
+    if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(way.units):
         raise UnavailableError(f"overlap: {way} has no streams yet, and a graph is captured: call it once before")
-    # The computation stays on the caller's stream if no units are shut off from it.
-    usual = PairStreams(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
-    return partitions.streams(partition, way.units, usual, confine=way.strategy.mover.takes_units)
-
-
-def _computing_streams(
-    device: torch.device, caller: torch.cuda.Stream, own: PairStreams | None, count: int
-) -> list[torch.cuda.Stream]:
-    """Return a stream for each computation: the caller's for the first. Those under green contexts share one."""
-    if own is not None and own.gemm is not caller:
-        return [own.gemm] * count
-    return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
-
-
-def _collective_streams(
-    way: LaunchMode, device: torch.device, own: PairStreams | None, count: int
-) -> list[torch.cuda.Stream]:
-    """Return a stream for each communicator. Those that own units have one, on which collectives follow each other."""
-    urgent, partition = bool(way.strategy.priority), way.strategy.partition
-    splits = partition is not None and partition.means is Means.SPLIT
-    if own is not None and splits and way.strategy.mover.takes_units:
-        return [own.urgent if urgent else own.collective] * count
-    return [_side_stream(device, urgent, number) for number in range(count)]
+    return partitions.streams(way.units, usual, confine=way.strategy.mover.takes_units)
 
 
 @functools.cache
-def _side_stream(device: torch.device, urgent: bool, number: int) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
 @contextlib.contextmanager
-def kept_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
+def saved_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
     """Record tensors saved for backward meanwhile on a stream; existing hooks go on working."""
     if not torch.is_grad_enabled():
         yield

@@ -7,14 +7,15 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
-from sidelane.c3.launch import BY_KERNELS, can_run, run, unsupported_reason, ways_of
-from sidelane.c3.strategies import LaunchMode, Mover, choose_strategy, strategies
+from sidelane.c3.launch import can_run, partitions_of, run, unsupported_reason
+from sidelane.c3.partitions import SMALLEST_SHARE, shares
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING
@@ -23,7 +24,7 @@ from sidelane.modes import keep_compilers_out
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
-from sidelane.session.answers import recall, remember
+from sidelane.session.answers import lookup, remember
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -37,8 +38,8 @@ all_gather, the local buffer of the others."""
 _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
-KERNELS = tuple(one.name for one in strategies() if one.mover in BY_KERNELS)
-"""Names of strategies whose bytes kernels move, if a device has them: with all units that they take, or few blocks."""
+KERNELS = tuple(one.name for one in strategies() if one.mover is Mover.SM)
+"""Names of strategies whose bytes kernels move, if a device has them."""
 
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Names of strategies for callers' calls, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
@@ -47,118 +48,76 @@ PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is
 """Names of strategies that take compute units from the computation, if a device can."""
 
 
-@overload
-def overlap(
-    compute: Callable[[], T],
-    collective: Callable[..., S],
-    on: Communicator | Sequence[Communicator],
-    *,
-    strategy: str = ...,
-    units: int | None = ...,
-    beside: Computation | None = ...,
-    moves: SizedCalls = ...,
-) -> tuple[T, S]: ...
-
-
-@overload
-def overlap(
-    compute: Sequence[Callable[[], T]],
-    collective: Callable[..., S],
-    on: Communicator | Sequence[Communicator],
-    *,
-    strategy: str = ...,
-    units: int | None = ...,
-    beside: Computation | None = ...,
-    moves: SizedCalls = ...,
-) -> tuple[list[T], S]: ...
-
-
 @keep_compilers_out
 @explained(Page.OVERLAP)
 def overlap(
-    compute: Callable[[], T] | Sequence[Callable[[], T]],
-    collective: Callable[..., S],
-    on: Communicator | Sequence[Communicator],
+    compute: Callable[[], T],
+    collective: Callable[[Any], S],
+    on: Communicator,
     *,
     strategy: str = NAMES[0],
     units: int | None = None,
     beside: Computation | None = None,
     moves: SizedCalls = (),
-) -> tuple[T | list[T], S]:
+) -> tuple[T, S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
     Args:
         compute: function that launches a computation on the current stream and reads nothing that the collectives
             write. Gradients flow through its result; if units are taken from it, its backward runs without them, too.
-            Or several functions, none of which reads what another writes: the second and following have streams of
-            their own, but for those under green contexts, which follow each other.
-        collective: function that gets a communicator for each of ``on`` and makes collectives on it, without
-            ``async_op``. Those on one follow each other, those on two lanes of a session do not. Its other launches
-            follow the first.
-        on: one communicator, or several.
+        collective: function that gets a communicator and makes collectives on it, without ``async_op``; they follow
+            each other. Its other launches follow the first.
+        on: the communicator.
         strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
-            ``c3_target`` and ``conccl_rp``, which take compute units from the computation (on units of their own
-            collectives follow each other, and a graph can be captured once they have been used); or ``auto``, see
-            :func:`choose_overlap`. ``sm_base``, ``sm_sp``, ``sm_rp`` and so on let Sidelane's kernels move the bytes,
-            whatever is fastest; ``cta_base`` and so on kernels of few thread blocks, which reductions have. The same on
-            all ranks.
+            ``conccl_rp`` and ``sm_rp``, which take compute units from the computation (a graph can be captured once
+            they have been used); or ``auto``, see :func:`choose_overlap`. ``sm_rp`` and ``sm_priority`` let Sidelane's
+            kernels move the bytes, whatever is fastest. The same on all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
         beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
-        Results of both; of several computations a list.
+        Results of both.
 
     Raises:
         ValueError: the strategy is unknown or not available here, no communicator is given, or options conflict.
         UnavailableError: the device does not give these units.
         Exceptions of the two. Work that has begun has ended by then, or follows in the order of the current stream.
     """
-    comms = _several(on)
+    _check_communicator(on)
     if strategy == AUTO:
         if beside is None or not moves or units is not None:
             raise _refused(
-                f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
+                f"overlap: strategy auto takes beside and moves, and no units (value={beside}, {moves}, {units})"
             )
-        way = choose_overlap(comms[0], beside, moves).candidate
+        way = choose_overlap(on, beside, moves).candidate
     else:
         if beside is not None or moves:
-            raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
-        way = possible(strategy, comms[0].device, units)
-    return _run(way, compute, collective, comms)
+            raise _refused(f"overlap: beside and moves need strategy='auto' (value={beside}, {moves})")
+        way = possible(strategy, on.device, units)
+    return _run(way, compute, collective, on)
 
 
-def _run(
-    way: LaunchMode,
-    compute: Callable[[], T] | Sequence[Callable[[], T]],
-    collective: Callable[..., S],
-    comms: Sequence[Communicator],
-) -> tuple[T | list[T], S]:
-    one = callable(compute)
-    computes = [compute] if callable(compute) else list(compute) if isinstance(compute, Sequence) else []
-    if not computes or not all(map(callable, computes)):
-        raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable, or several)")
-    _check_collective(collective, len(comms))
-    computed: list[T]
-    computed, result = run(way, computes, collective, comms)
-    return (computed[0] if one else computed), result
+def _run(way: LaunchMode, compute: Callable[[], T], collective: Callable[[Any], S], comm: Communicator) -> tuple[T, S]:
+    if not callable(compute):
+        raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable)")
+    _check_collective(collective)
+    return run(way, compute, collective, comm)
 
 
-def _check_collective(collective: object, count: int) -> None:
+def _check_collective(collective: object) -> None:
     """Refuse a collective that would fail, or has run already, before the computation begins.
 
     Raises:
-        ValueError: it is not callable, or takes another number of communicators.
+        ValueError: it is not callable, or takes another number of arguments than one.
     """
-    taking = "a communicator" if count == 1 else f"{count} communicators"
-    allowed = f"allowed=a callable that takes {taking}, such as lambda comm: comm.all_gather(output, input))"
+    allowed = "allowed=a callable of one communicator), for example lambda comm: comm.all_gather(output, input)"
     if not callable(collective):
         raise _refused(f"overlap: collective (value={collective!r}, {allowed}")
     if not isinstance(collective, FunctionType) or collective.__code__.co_flags & inspect.CO_VARARGS:
         return  # the signature of other callables is expensive to find out
     code = collective.__code__
-    fewest = code.co_argcount - len(collective.__defaults__ or ())
-    if not fewest <= count <= code.co_argcount:
+    if not code.co_argcount - len(collective.__defaults__ or ()) <= 1 <= code.co_argcount:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
@@ -180,7 +139,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
     """
     pairs = _checked(beside, moves)
     capturing, question = _is_capturing(comm.device), (beside, pairs)
-    found: Selection[LaunchMode] | None = None if capturing else recall(comm, question)
+    found: Selection[LaunchMode] | None = None if capturing else lookup(comm, question)
     if found is None:
         found = choose_strategy(
             beside.us,
@@ -197,7 +156,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
 
 def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
     if not isinstance(beside, Computation):
-        raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
+        raise ValueError(f"overlap: beside must be a result of Communicator.beside (value={beside!r})")
     found = []
     for pair in [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves):
         match pair:
@@ -226,7 +185,7 @@ class Overlap:
     correct results. Inside a graph's capture nothing is timed: it holds the chosen strategy, or the first one.
 
     Args:
-        on: see :func:`overlap`.
+        on: the communicator.
         strategies: names; by default all that take no units from the computation. A strategy that does is tried with
             each power of two of units from 8 to half of them.
         rounds: number of timed runs of each strategy; the median counts.
@@ -241,16 +200,16 @@ class Overlap:
 
     def __init__(
         self,
-        on: Communicator | Sequence[Communicator],
+        on: Communicator,
         *,
         strategies: Sequence[str] = NAMES,
         rounds: int = 5,
     ) -> None:
         if isinstance(strategies, str):
             raise _refused(f"Overlap: strategies (value={strategies!r}, allowed=several names, {NAMES})")
-        self._on, self._rounds = _several(on), rounds
-        device = self._on[0].device
-        self._ways = [way for name in strategies for way in ways_of(possible(name, device).strategy, device)]
+        _check_communicator(on)
+        self._on, self._rounds = on, rounds
+        self._ways = [way for name in strategies for way in _ways_of(possible(name, on.device).strategy, on.device)]
         if not self._ways or rounds < 1:
             raise _refused(
                 f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
@@ -264,25 +223,17 @@ class Overlap:
     def strategy(self) -> str:
         return str(self._best or self._ways[self._trials % len(self._ways)])
 
-    @overload
-    def __call__(self, compute: Callable[[], T], collective: Callable[..., S]) -> tuple[T, S]: ...
-
-    @overload
-    def __call__(self, compute: Sequence[Callable[[], T]], collective: Callable[..., S]) -> tuple[list[T], S]: ...
-
     @keep_compilers_out
-    def __call__(
-        self, compute: Callable[[], T] | Sequence[Callable[[], T]], collective: Callable[..., S]
-    ) -> tuple[T | list[T], S]:
+    def __call__(self, compute: Callable[[], T], collective: Callable[[Any], S]) -> tuple[T, S]:
         """See :func:`overlap`."""
-        capturing = _is_capturing(self._on[0].device)
+        capturing = _is_capturing(self._on.device)
         if self._best is None and not capturing and self._trials == len(self._ways) * (self._rounds + 1):
             self._agree()
         if self._best is not None or capturing:
             return _run(self._best or self._ways[0], compute, collective, self._on)
         round, number = divmod(self._trials, len(self._ways))
         self._trials += 1  # also if this fails: the ranks count alike
-        with _Clock(self._on[0].device) as clock:
+        with _Clock(self._on.device) as clock:
             done = _run(self._ways[number], compute, collective, self._on)
         if round:
             self._clocks[number].append(clock)
@@ -295,7 +246,7 @@ class Overlap:
         return f"{self.strategy}: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.times_us.items())
 
     def _agree(self) -> None:
-        comm = self._on[0]
+        comm = self._on
         medians = [statistics.median(clock.us() for clock in clocks) if clocks else math.inf for clocks in self._clocks]
         times = torch.tensor(medians, dtype=torch.float32, device=comm.device)
         comm.all_reduce(times, op="max")
@@ -318,9 +269,9 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
     if units is None:
-        return ways_of(found, device)[0]
+        return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
     if found.partition is None or units < 1:
-        raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
+        raise _refused(f"overlap: {name} takes no such number of units (value={units})")
     return LaunchMode(found, units)
 
 
@@ -354,11 +305,17 @@ def _refused(text: str) -> ValueError:
     return see(ValueError(text), Page.OVERLAP)
 
 
-def _several(on: Communicator | Sequence[Communicator]) -> tuple[Communicator, ...]:
-    comms = tuple(on) if isinstance(on, Iterable) else (on,)
-    if not comms or not all(isinstance(comm, Communicator) for comm in comms):
-        raise _refused(f"overlap: on (value={on!r}, allowed=a Communicator, or several)")
-    return comms
+def _check_communicator(on: object) -> None:
+    if not isinstance(on, Communicator):
+        raise _refused(f"overlap: on (value={on!r}, allowed=a Communicator)")
+
+
+def _ways_of(strategy: Strategy, device: torch.device) -> list[LaunchMode]:
+    """Return a strategy with each number of units that is worth a try."""
+    partitions, _ = partitions_of(device)
+    if strategy.partition is None or partitions is None:
+        return [LaunchMode(strategy)]
+    return [LaunchMode(strategy, units) for units in shares(partitions.units)]
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from sidelane.c3.strategies import Means, Partition
 from sidelane.errors import SidelaneError
 from sidelane.execute.vendor import make_driver
 
@@ -28,13 +25,11 @@ class PairStreams:
         gemm: stream of the GEMM.
         collective: stream of a collective without priority.
         urgent: stream of a collective that goes before the GEMM.
-        limited: context manager that is entered while the GEMM is launched.
     """
 
     gemm: torch.cuda.Stream
     collective: torch.cuda.Stream
     urgent: torch.cuda.Stream
-    limited: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 class DevicePartitions:
@@ -66,47 +61,34 @@ class DevicePartitions:
         except SidelaneError as problem:
             return None, str(problem)
 
-    def objection(self, partition: Partition) -> str:
-        """Return the reason why there is no such partition, which is found out by making one; empty if there is."""
+    def objection(self) -> str:
+        """Return the reason why there are no partitions, which is found out by making one; empty if there are."""
         try:
-            if partition.means is Means.SPLIT:
-                self._split(SMALLEST_SHARE)
-            elif torch.version.hip is not None:
-                return "hipBLASLt has no target: CU masks are the way to keep a GEMM off some units here"
-            else:
-                with self._limit(SMALLEST_SHARE):
-                    pass
+            self._split(SMALLEST_SHARE)
         except SidelaneError as problem:
             return str(problem)
         return ""
 
-    def streams(self, partition: Partition, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
+    def streams(self, units: int, usual: PairStreams, *, confine: bool) -> PairStreams:
         """Return streams for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these.
 
         Raises:
             UnavailableError, DriverError: no such partition.
         """
-        if partition.means is not Means.SPLIT:
-            return dataclasses.replace(usual, limited=lambda: self._limit(units))
         split = self._split(units)
         gemm = self._stream(split.left.stream)
         if not confine:
             return dataclasses.replace(usual, gemm=gemm)
         return PairStreams(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
 
-    def is_ready(self, partition: Partition, units: int) -> bool:
-        """Return True if its streams need not be made first."""
-        return partition.means is not Means.SPLIT or units in self._splits
+    def is_ready(self, units: int) -> bool:
+        """Return True if the streams of a partition need not be made first."""
+        return units in self._splits
 
     def _split(self, units: int) -> UnitSplit:
         if units not in self._splits:
             self._splits[units] = self._driver.split_units(units)
         return self._splits[units]
-
-    def _limit(self, units: int) -> contextlib.AbstractContextManager[None]:
-        from sidelane.execute.cuda.partition import cublas_target
-
-        return cublas_target(self.units - units)
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(handle, device=self._device)

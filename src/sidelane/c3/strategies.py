@@ -27,13 +27,11 @@ class Mover(StrEnum):
     """Mover of the collective's bytes.
 
     LIBRARY: kernels of the vendor's library; on CPUs its threads.
-    LIBRARY_CTAS: the same kernels with several numbers of workgroups, one after another.
     DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
     DMA_LEFT: DMA for an all-to-all that leaves own parts in the input.
     """
 
     LIBRARY = "library"
-    LIBRARY_CTAS = "nccl_ctas"
     DMA = "dma"
     DMA_LEFT = "dma_left"
     LIBRARY_DMA = "nccl_ce"
@@ -42,7 +40,7 @@ class Mover(StrEnum):
     @property
     def takes_units(self) -> bool:
         """True if it runs on compute units, as the GEMM does."""
-        return self in (Mover.LIBRARY, Mover.LIBRARY_CTAS, Mover.SM)
+        return self in (Mover.LIBRARY, Mover.SM)
 
     @property
     def as_asked(self) -> bool:
@@ -52,28 +50,17 @@ class Mover(StrEnum):
         return self is not Mover.DMA_LEFT
 
 
-class Means(StrEnum):
-    """Way to make a GEMM do without units.
-
-    SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
-    library is asked to count on fewer (cuBLAS); no kernel owns the units.
-    """
-
-    SPLIT = "split"
-    TARGET = "target"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
     """Compute units that the GEMM does without for its whole run: of powers of two the best (ConCCL paper, V-B).
 
+    They are shut off from it (green contexts), and a collective made of kernels runs on them alone.
+
     Attributes:
         memory_bound_only: a GEMM that is limited by its operations keeps all.
-        means: way in which they are taken.
     """
 
     memory_bound_only: bool = False
-    means: Means = Means.SPLIT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,47 +119,9 @@ def named(name: str) -> Strategy:
     return _BY_NAME[name]
 
 
-def _position(strategy: Strategy) -> tuple[object, ...]:
-    movers, orders = list(Mover), list(Order)
-    means = (strategy.priority, strategy.partition is not None, orders.index(strategy.order))
-    return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
-
-
 _BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
-
-_OF_KERNELS = (
-    # Two streams (ConCCL paper, IV-C); schedule prioritisation (V-A); and both with an urgent stream.
-    Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
-    Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
-    Strategy("priority", _BASE, Mover.LIBRARY, "the GEMM first, the collective on an urgent stream", 1, preference=30),
-    # Resource partitioning: units of its own for the collective (V-B).
-    Strategy(
-        *("c3_rp", _BASE, Mover.LIBRARY, "the GEMM first, the collective on units of its own"), partition=Partition()
-    ),
-    Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
-    # The GEMM's library counts on fewer units: no unit is closed to it.
-    Strategy(
-        *("c3_target", _FIRST, Mover.LIBRARY, "the collective first, a GEMM that leaves it units of its own accord"),
-        partition=Partition(means=Means.TARGET),
-    ),
-)
-"""Strategies of collectives by the library's kernels. Each is one of Sidelane's kernels (``sm_``), too.
-
-Without units of its own each is also one of the library's kernels with a varied number of CTAs (``cta_``; NCCL's
-``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the GEMM, and take longer. The GEMM
-may still use their units; under ``cta_target`` it leaves as many units as there are CTAs of its own accord.
-"""
-
-
-def _with_mover(prefix: str, mover: Mover, more: str = "") -> list[Strategy]:
-    return [
-        dataclasses.replace(
-            one, name=prefix + one.name.removeprefix("c3_"), mover=mover, recipe=one.recipe + more, preference=100
-        )
-        for one in _OF_KERNELS
-        if mover is Mover.SM or one.partition is None or one.partition.means is Means.TARGET
-    ]
-
+_URGENT = "the GEMM first, the collective on an urgent stream"
+_OWN_UNITS = "the GEMM first, the collective on units of its own"
 
 # Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
 # would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
@@ -183,17 +132,26 @@ _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on a
 # (``copy_own_part=False``).
 _LEFT = "; an all-to-all leaves own parts where they are"
 
-_ALL = (
-    Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
-    *_OF_KERNELS,
-    *_with_mover("sm_", Mover.SM),
-    *_with_mover("cta_", Mover.LIBRARY_CTAS, "; of the best number of CTAs"),
-    Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
-    Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
-    Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
-    Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
-)
-_BY_NAME = {strategy.name: strategy for strategy in sorted(_ALL, key=_position)}
+_BY_NAME = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
+        # Two streams (ConCCL paper, IV-C); resource partitioning, with units of its own for the collective (V-B);
+        # schedule prioritisation (V-A).
+        Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
+        Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
+        Strategy("c3_rp", _BASE, Mover.LIBRARY, _OWN_UNITS, partition=Partition()),
+        Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
+        Strategy("priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
+        Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
+        Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+        Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
+        Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
+        # Those of Sidelane's kernels that win a result row (tests/wins.toml).
+        Strategy("sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
+        Strategy("sm_priority", _BASE, Mover.SM, _URGENT, 1),
+    )
+}
 
 # The rule of ``auto``. Copy engines move bytes beside a computation and take no units from it. They cannot add, so the
 # sum of a large all-reduce waits for a GEMM that holds all units; kernels on a few units of their own wait for nobody.

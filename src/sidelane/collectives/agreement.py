@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from sidelane.collectives.heap import Location, Region
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.memory.heap import Location, Region
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
 from sidelane.program.resharding import Resharding
@@ -53,17 +53,17 @@ class Request:
         return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
 
     @property
-    def places(self) -> tuple[Location, Location]:
-        """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
+    def locations(self) -> tuple[Location, Location]:
+        """Locations of input and output on which all ranks must agree; None: ordinary memory, or any location."""
         kind = self.collective.kind
         if self.collective.in_place:
             # Each rank's part has its own offset in the whole; it is the whole that must be at one place on all ranks.
-            return self.whole.place, self.whole.place
+            return self.whole.location, self.whole.location
         if kind in REDUCING:
-            return self.input.place, None if kind is Kind.REDUCE_SCATTER else self.output.place
-        output = None if kind is Kind.GATHER else self.output.place
-        # If peers write into the output, nobody but its own rank uses the place of an input.
-        return None if kind is Kind.SCATTER or output is not None else self.input.place, output
+            return self.input.location, None if kind is Kind.REDUCE_SCATTER else self.output.location
+        output = None if kind is Kind.GATHER else self.output.location
+        # If peers write into the output, nobody but its own rank uses the location of an input.
+        return None if kind is Kind.SCATTER or output is not None else self.input.location, output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,28 +73,28 @@ class CallPart:
     Attributes:
         collective: the collective.
         dtype: element type.
-        input_place, output_place: number of the symmetric block and offset in it; None for ordinary memory, and for the
-            arguments that only the root has.
+        input_location, output_location: number of the symmetric block and offset in it; None for ordinary memory, and
+            for the arguments that only the root has.
         resharding: layout of both, if their parts are no contiguous ones.
     """
 
     collective: Collective
     dtype: str
-    input_place: Location
-    output_place: Location
+    input_location: Location
+    output_location: Location
     resharding: Resharding | None = None
 
     @staticmethod
     def of(request: Request) -> CallPart:
         return CallPart(
-            request.collective, str(request.dtype).removeprefix("torch."), *request.places, request.resharding
+            request.collective, str(request.dtype).removeprefix("torch."), *request.locations, request.resharding
         )
 
     def for_engines(self) -> CallPart:
         """Return the part for a program of copy engines, whose reductions always go through staging."""
         if self.collective.kind not in REDUCING:
             return self
-        return dataclasses.replace(self, input_place=None, output_place=None)
+        return dataclasses.replace(self, input_location=None, output_location=None)
 
     @property
     def has_bytes(self) -> bool:
@@ -105,8 +105,8 @@ class CallPart:
     def symmetric(self) -> bool:
         """True if peers reach the output, and for reductions the input. A reduce_scatter needs its input only."""
         kind = self.collective.kind
-        read = kind not in REDUCING or self.input_place is not None
-        return read and (kind is Kind.REDUCE_SCATTER or self.output_place is not None)
+        read = kind not in REDUCING or self.input_location is not None
+        return read and (kind is Kind.REDUCE_SCATTER or self.output_location is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,16 +212,16 @@ class Agreement:
             sizes = "; ".join(map(_words, self.parts))
             return f"{self.batch}, variant {self.variant}{others} #{digest}: {sizes or 'nothing'}"
         (part,) = self.parts
-        places = f"input {_place(part.input_place)}, output {_place(part.output_place)}"
-        return f"{part.collective} of {_elements(part)}, {places}, variant {self.variant}{others} #{digest}"
+        locations = f"input {_location_text(part.input_location)}, output {_location_text(part.output_location)}"
+        return f"{part.collective} of {_elements(part)}, {locations}, variant {self.variant}{others} #{digest}"
 
 
 def _words(part: CallPart) -> str:
     collective = part.collective
-    places = [
-        f"{name} {_place(place)}"
-        for name, place in (("input", part.input_place), ("output", part.output_place))
-        if place is not None
+    locations = [
+        f"{name} {_location_text(location)}"
+        for name, location in (("input", part.input_location), ("output", part.output_location))
+        if location is not None
     ]
     return ", ".join(
         [
@@ -229,7 +229,7 @@ def _words(part: CallPart) -> str:
             *["in place"] * collective.in_place,
             *["own parts stay"] * (not collective.copies_own),
             *[str(part.resharding)] * (part.resharding is not None),
-            *places,
+            *locations,
         ]
     )
 
@@ -238,5 +238,5 @@ def _elements(part: CallPart) -> str:
     return f"{part.collective.largest_buffer // getattr(torch, part.dtype).itemsize} {part.dtype}"
 
 
-def _place(place: Location) -> str:
-    return "ordinary" if place is None else f"symmetric {place[0]}+{place[1]}"
+def _location_text(location: Location) -> str:
+    return "ordinary" if location is None else f"symmetric {location[0]}+{location[1]}"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sidelane.collectives.agreement import Request
-from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.pool_places import PoolPlaces
+from sidelane.collectives.pool_offsets import PoolOffsets
+from sidelane.memory.heap import Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, Buffer, ReduceOp, Reduction
 from sidelane.program.resharding import Resharding, even_parts
@@ -47,17 +47,17 @@ class Arguments:
         rank, world_size: this process and its group.
         device: the only device whose tensors are accepted.
         heap: symmetric memory of the session.
-        places: compares the places of tensors in pools.
+        pool_offsets: compares the offsets of tensors in pools.
     """
 
     rank: int
     world_size: int
     device: torch.device
     heap: SymmetricHeap
-    places: PoolPlaces = dataclasses.field(init=False)
+    pool_offsets: PoolOffsets = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "places", PoolPlaces(self.heap, self.world_size))
+        object.__setattr__(self, "pool_offsets", PoolOffsets(self.heap, self.world_size))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
         """Check an all_gather: ``output`` must hold ``world_size`` times the elements of ``input``."""
@@ -104,12 +104,12 @@ class Arguments:
             if tuple(tensor.shape) != allowed:
                 raise ValueError(
                     f"all_to_all: shape of {name} (value={list(tensor.shape)} on rank {self.rank} of "
-                    f"{self.world_size}, allowed={[*allowed]} with scatter_dim={scatter_dim} by {[*scattered]} and "
-                    f"gather_dim={gather_dim} by {[*gathered]}; input={list(input.shape)}, output={list(output.shape)})"
+                    f"{self.world_size}, allowed={[*allowed]}); scatter_dim={scatter_dim} by {[*scattered]}, "
+                    f"gather_dim={gather_dim} by {[*gathered]}, input={list(input.shape)}, output={list(output.shape)}"
                 )
         output_region, input_region = self.regions("all_to_all", output, input)
         self._apart("all_to_all", output_region, input_region)
-        # A rank without bytes has no place to agree on: a tensor of which there is one counts as ordinary memory.
+        # A rank without bytes has no offset to agree on: a tensor of which there is one counts as ordinary memory.
         if 0 in gathered:
             input_region = Region(input_region.address, input_region.nbytes)
         if 0 in scattered:
@@ -209,7 +209,7 @@ class Arguments:
         if (whole is not None) != (self.rank == root):
             given = "None" if whole is None else "a tensor"
             raise ValueError(
-                f"{function}: {name} on rank {self.rank} (value={given}, allowed=a tensor on the root {root} only)"
+                f"{function}: {name} is passed by the root alone, rank {root} (value={given} on rank {self.rank})"
             )
         region = EMPTY
         if whole is not None:
@@ -243,19 +243,19 @@ class Arguments:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)}, "
-                    "allowed=as tensor.contiguous() has them)"
+                    f"{function}: tensors must be contiguous, as tensor.contiguous() makes them "
+                    f"(strides={tensor.stride()}, shape={tuple(tensor.shape)})"
                 )
         return tuple(self.locate(tensor) for tensor in tensors)
 
     def locate(self, tensor: torch.Tensor) -> Region:
-        """Return the region of a contiguous tensor; in a pool it is symmetric once the ranks have compared places.
+        """Return the region of a contiguous tensor; in a pool it is symmetric once the ranks have compared offsets.
 
         Raises:
             ValueError: as ``SymmetricHeap.locate``.
         """
         region = self.heap.locate(tensor)
-        if region.nbytes and self.heap.pool_at(region.address) is not None and not self.places.alike(tensor):
+        if region.nbytes and self.heap.pool_at(region.address) is not None and not self.pool_offsets.alike(tensor):
             return Region(region.address, region.nbytes)
         return region
 

@@ -11,8 +11,8 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses, Executor, Place, Questions, Repetition, Runnable
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
+from sidelane.execute.base import Addresses, CallerStream, Executor, Questions, Repetition, Runnable
+from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall, KernelProgram
 
@@ -56,7 +56,7 @@ class SubmittedAhead(Protocol):
 class Trigger(Protocol):
     """Flags of this rank that its caller signals while a program is under way."""
 
-    def fire(self, epoch: int, place: Place) -> None:
+    def fire(self, epoch: int, caller: CallerStream) -> None:
         """Signal behind the caller's work so far."""
         ...
 
@@ -68,7 +68,7 @@ class Trigger(Protocol):
 class Arrival(Protocol):
     """Flags of this rank that are signalled while a program is under way, as soon as its caller may read."""
 
-    def follow(self, epoch: int, place: Place, work: Work | None) -> None:
+    def follow(self, epoch: int, caller: CallerStream, work: Work | None) -> None:
         """Let the caller's next work follow the arrival, or the end of ``work``, the whole program."""
         ...
 
@@ -81,11 +81,11 @@ class KernelRunnable(Runnable, Protocol):
         """True if the launch can be repeated with the same arguments, without keeping them alive."""
         ...
 
-    def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
-        """Return the acts of the last :meth:`run` from ``place``, and the words in them that hold arguments' addresses.
+    def following(self, caller: CallerStream, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
+        """Return the acts of the last :meth:`run` from ``caller``, and those words that hold arguments' addresses.
 
         Args:
-            place: where it ran.
+            caller: where it ran.
             arguments: numbers of the arguments, which are tensors or None.
 
         Returns:
@@ -122,8 +122,8 @@ class Backend(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def board(self) -> int:
-        """Address of the board, the words that kernels and the host exchange (``device/layout.py``)."""
+    def status_words(self) -> int:
+        """Address of the status words, which kernels and the host exchange (``device/layout.py``)."""
 
     @abc.abstractmethod
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:
@@ -155,20 +155,20 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         """Return the caller's current stream, and whether it is captured. Called once per call, since it takes time."""
 
-    def capture_of(self, place: Place) -> int:
-        """Return the number of the capture that ``place`` is in, which is never used twice; 0 outside of captures."""
+    def capture_of(self, caller: CallerStream) -> int:
+        """Return the number of the capture that ``caller`` is in, which is never used twice; 0 outside of captures."""
         return 0
 
     @abc.abstractmethod
     def run(
-        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> Work | None:
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
-        ``place``: the caller's stream. If it is being captured, the program was made for a capture.
+        ``caller``: the caller's stream. If it is being captured, the program was made for a capture.
         """
 
     def questions(self) -> Questions | None:

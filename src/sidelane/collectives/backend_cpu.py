@@ -16,17 +16,17 @@ from sidelane.choice import Abilities
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread, FutureWork, Work, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
-from sidelane.execute.base import NO_STREAM, Addresses, Place, Runnable
+from sidelane.execute.base import NO_STREAM, Addresses, CallerStream, Runnable
 from sidelane.execute.cpu import CpuExecutor
-from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
+from sidelane.execute.cpu.kernel_call import CpuKernelCall, StatusWords
 from sidelane.memory import ending
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import ShmMemory
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.record import full_fence
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel import KernelCall
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 
@@ -49,15 +49,15 @@ class CpuBackend(Backend):
         ending.at_exit(self)
 
     @functools.cached_property
-    def _board(self) -> Board:
-        return Board()
+    def _status_words(self) -> StatusWords:
+        return StatusWords()
 
     @property
-    def board(self) -> int:
-        return self._board.address
+    def status_words(self) -> int:
+        return self._status_words.address
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CpuKernelCall:
-        return CpuKernelCall(self.executor, self._board, call)
+        return CpuKernelCall(self.executor, self._status_words, call)
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
         return CpuTrigger(words)
@@ -68,11 +68,11 @@ class CpuBackend(Backend):
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
         return CpuHeld(self, program, addresses)
 
-    def place(self) -> Place:
+    def caller_stream(self) -> CallerStream:
         return NO_STREAM
 
     def run(
-        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> CpuWork | None:
         if async_op:
             # The future keeps the tensors: a caller may drop them before the thread gets there.
@@ -149,7 +149,7 @@ class CpuTrigger:
     def __init__(self, words: Sequence[tuple[int, Value]]) -> None:
         self._words = [(ctypes.c_uint32.from_address(address), value) for address, value in words]
 
-    def fire(self, epoch: int, place: Place) -> None:
+    def fire(self, epoch: int, caller: CallerStream) -> None:
         self.fire_from_host(epoch)
 
     def fire_from_host(self, epoch: int) -> None:
@@ -164,7 +164,7 @@ class CpuArrival:
     The threads that copy share cores with the caller's computation, so that reading early gains nothing.
     """
 
-    def follow(self, epoch: int, place: Place, work: Work | None) -> None:
+    def follow(self, epoch: int, caller: CallerStream, work: Work | None) -> None:
         if work is not None:
             work.wait()
 
@@ -200,7 +200,7 @@ class CpuHeld:
     def wait(self, *, begun: bool) -> None:
         if not begun:
             if not self._fired():
-                raise RuntimeError("wait: not fired (allowed=after trigger(), trigger_from_host() or a kernel's store)")
+                raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
             self.fire()
         elif self._work is not None:
             self._work.wait()

@@ -20,20 +20,20 @@ from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
-from sidelane.execute.base import Addresses, Place, Questions, Runnable
+from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
 from sidelane.execute.cuda.virtual import VirtualMemory
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import EPOCH, Program, Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
-from sidelane.program.transform.prelaunch import held_by
+from sidelane.program.transform import held_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
@@ -91,8 +91,8 @@ class CudaBackend(Backend):
         return self.executor.load_kernel(program, addresses, frozen=frozen)
 
     @property
-    def board(self) -> int:
-        return self.executor.board
+    def status_words(self) -> int:
+        return self.executor.status_words
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CudaKernelCall:
         from sidelane.execute.cuda.kernel_call import CudaKernelCall
@@ -113,20 +113,20 @@ class CudaBackend(Backend):
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
         return CudaHeld(self, program, addresses, host_trigger)
 
-    def place(self) -> Place:
-        return self.executor.driver.place()
+    def caller_stream(self) -> CallerStream:
+        return self.executor.driver.caller_stream()
 
-    def capture_of(self, place: Place) -> int:
-        return self.executor.driver.capture_of(place[0])
+    def capture_of(self, caller: CallerStream) -> int:
+        return self.executor.driver.capture_of(caller[0])
 
     def run(
-        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], place: Place
+        self, loaded: Runnable, epoch: int, async_op: bool, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> CudaWork | None:
         if async_op:
-            return self._run_aside(loaded, epoch, tensors, place)
-        if place[0] != (self._last_captured if place[1] else self.last_stream):
-            self._order_after_last(place)
-        loaded.run(epoch, place)
+            return self._run_aside(loaded, epoch, tensors, caller)
+        if caller[0] != (self._last_captured if caller[1] else self.last_stream):
+            self._order_after_last(caller)
+        loaded.run(epoch, caller)
         return None
 
     def questions(self) -> Questions | None:
@@ -146,20 +146,20 @@ class CudaBackend(Backend):
         return self._aside().run(job)
 
     def _run_aside(
-        self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], place: Place
+        self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> CudaWork:
         side = self._aside()
-        stream, aside = side.stream, (side.handle, place[1])
-        if place[0] != aside[0]:
-            self.executor.order(place[0], aside[0])
+        stream, aside = side.stream, (side.handle, caller[1])
+        if caller[0] != aside[0]:
+            self.executor.order(caller[0], aside[0])
         self._order_after_last(aside)
-        if place[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
+        if caller[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             work: CudaWork = CudaMarkedWork(self, stream, loaded)
-            _keep_for(stream, [tensor for tensor in tensors if tensor is not None])
+            _hold_for(stream, [tensor for tensor in tensors if tensor is not None])
             return work
         loaded.run(epoch, aside)
-        caller = side.caller if place[0] == aside[0] else current_stream(stream.device_index)
-        return CudaWork(self, stream, caller, [tensor for tensor in tensors if tensor is not None])
+        behind = side.caller if caller[0] == aside[0] else current_stream(stream.device_index)
+        return CudaWork(self, stream, behind, [tensor for tensor in tensors if tensor is not None])
 
     def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
         """Return the work of the call on these tensors that was queued last on the stream of asynchronous calls."""
@@ -191,7 +191,7 @@ class CudaBackend(Backend):
         self.executor.synchronize()
 
     def follow_all(self) -> None:
-        current, _ = self.place()
+        current, _ = self.caller_stream()
         others = {*self._allocating, self.last_handle()}
         if self._side is not None:
             others.add(int(self._side.stream.cuda_stream))
@@ -202,7 +202,7 @@ class CudaBackend(Backend):
                     self.executor.order(handle, current)
 
     def note_stream(self) -> None:
-        self._allocating.add(self.place()[0])
+        self._allocating.add(self.caller_stream()[0])
 
     def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
         self.executor.forget_flags(bases, memory)
@@ -220,10 +220,10 @@ class CudaBackend(Backend):
     def close(self) -> None:
         self.executor.close()
 
-    def _order_after_last(self, place: Place) -> None:
+    def _order_after_last(self, caller: CallerStream) -> None:
         # The programs of a communicator share flags and staging, so one must end before the next begins. On one stream
         # they do. A graph under capture cannot wait for work outside, only for what it has captured itself.
-        handle, capturing = place
+        handle, capturing = caller
         last = self._last_captured if capturing else self.last_stream
         if last is not None and last != handle and self.executor.driver.is_capturing(last) == capturing:
             self.executor.order(last, handle)
@@ -281,15 +281,15 @@ class CudaHeld:
         self._backend.follow(self._loaded.home)
 
     def fire(self) -> None:
-        place = self._backend.place()
-        self._trigger.fire(self._epoch, place)
-        self._backend.follow(place[0])  # this stream waits for the end: the next call on it needs no event
+        caller = self._backend.caller_stream()
+        self._trigger.fire(self._epoch, caller)
+        self._backend.follow(caller[0])  # this stream waits for the end: the next call on it needs no event
 
     def fire_from_host(self) -> None:
         self._trigger.fire_from_host(self._epoch)
 
     def wait(self, *, begun: bool) -> None:
-        self._trigger.join(self._epoch, self._backend.place(), begun=begun)
+        self._trigger.join(self._epoch, self._backend.caller_stream(), begun=begun)
 
     def end(self, *, armed: bool) -> None:
         try:
@@ -332,7 +332,7 @@ class CudaWork(Work):
 
     def __del__(self) -> None:
         if self._held and not sys.is_finalizing():
-            _keep_for(self._stream, self._held)
+            _hold_for(self._stream, self._held)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -345,7 +345,7 @@ class CudaWork(Work):
         if held:
             self._held = ()
             if waiting is not self._caller:
-                _keep_for(self._stream, held)
+                _hold_for(self._stream, held)
         if timeout > NO_TIMEOUT:
             until = time.monotonic() + timeout.total_seconds()
             while not self._event.query():
@@ -368,7 +368,7 @@ class CudaWork(Work):
         return self._backend.future_behind(self._event, self.outputs)
 
 
-def _keep_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+def _hold_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
     """Keep the caching allocator from handing out these tensors' bytes again while the stream uses them."""
     for tensor in tensors:
         tensor.record_stream(stream)
@@ -393,17 +393,17 @@ class CudaMarkedWork(CudaWork):
         if not self._unmarked:
             self._capture()
 
-    def mark(self, number: int, place: Place) -> None:
+    def mark(self, number: int, caller: CallerStream) -> None:
         """Let the commands that wait for a trigger follow the caller's work so far. Raises DriverError."""
-        self._loaded.mark(number, place[0])
+        self._loaded.mark(number, caller[0])
         self._unmarked.discard(number)
         if not self._unmarked:
             self._capture()
 
-    def follow(self, number: int, place: Place) -> None:
+    def follow(self, number: int, caller: CallerStream) -> None:
         """Let the caller's next work follow an arrival. Raises as :meth:`wait`, and DriverError."""
         self._require_all_marks()
-        self._loaded.follow(number, place[0])
+        self._loaded.follow(number, caller[0])
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._require_all_marks()

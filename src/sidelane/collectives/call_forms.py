@@ -16,11 +16,11 @@ from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import Arguments, check_tensors, identities
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.calls import compare
-from sidelane.collectives.heap import Location, Region
 from sidelane.collectives.plan import check_variant
-from sidelane.collectives.pool_places import PLACES
+from sidelane.collectives.pool_offsets import OFFSETS
 from sidelane.errors import MismatchError
 from sidelane.memory.control import ControlBlock
+from sidelane.memory.heap import Location, Region
 from sidelane.memory.posts import PostedCall
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind
@@ -153,7 +153,7 @@ class UnevenCall(CallForm):
         return (*self._rows, *(tensor.shape[:1] for tensor in self.tensors), *own_part(self._copies_own))
 
     def requests(self, arguments: Arguments) -> Requests:
-        """Check the tensors and sizes, and return the places of the tensors, with no bytes to send yet."""
+        """Check the tensors and sizes, and return the locations of the tensors, with no bytes to send yet."""
         expected, sent = arguments.split_bytes(self.tensors, self._rows, self._copies_own)
         output, input = map(arguments.locate, self.tensors)
         self._own = json.dumps([sent, expected, _shown(input), _shown(output)], separators=(",", ":"))
@@ -168,15 +168,15 @@ class UnevenCall(CallForm):
     def compared(
         self, control: ControlBlock, number: int, posts: Sequence[PostedCall], requests: Requests
     ) -> tuple[Hashable, Requests]:
-        """Return the split sizes and places that all ranks have posted, and the request with these.
+        """Return the split sizes and locations that all ranks have posted, and the request with these.
 
         Raises:
             PeerError: as ``calls.compare``.
             MismatchError: likewise; also where a rank expects other sizes than its peer sends, or where tensors lie in
-                different places.
+                different locations.
         """
         compare(control, number, posts)
-        own = [json.loads(post.differing.partition(PLACES)[0]) for post in posts]
+        own = [json.loads(post.differing.partition(OFFSETS)[0]) for post in posts]
         sent, expected, inputs, outputs = zip(*own, strict=True)
         (request,) = requests
         for src in range(len(posts)):
@@ -189,7 +189,7 @@ class UnevenCall(CallForm):
                         f"rank {dst}, which expects {there}"
                     )
         output = _common(number, "output", outputs)
-        # If the peers can write into the output, the place of an input does not matter.
+        # If the peers can write into the output, the location of an input does not matter.
         input = None if output is not None else _common(number, "input", inputs)
         counts = tuple(tuple(row) for row in sent)
         collective = define.all_to_all(counts, copies_own=self._copies_own)
@@ -205,27 +205,27 @@ class UnevenCall(CallForm):
 
 
 def _shown(region: Region) -> object:
-    """Return the place of a tensor as peers read it: None without bytes, 0 for ordinary memory, else block, offset."""
-    return None if not region.nbytes else list(region.place) if region.place else 0
+    """Return the location of a tensor for peers: None without bytes, 0 for ordinary memory, else block, offset."""
+    return None if not region.nbytes else list(region.location) if region.location else 0
 
 
-def _at(region: Region, place: Location) -> Region:
-    """Return a region at a place that the ranks have in common; as it is without one."""
-    return region if place is None else dataclasses.replace(region, block=place[0], offset=place[1])
+def _at(region: Region, location: Location) -> Region:
+    """Return a region at a location that the ranks have in common; as it is without one."""
+    return region if location is None else dataclasses.replace(region, block=location[0], offset=location[1])
 
 
 def _common(number: int, name: str, shown: Sequence[Any]) -> Location:
-    """Return the place of a tensor that is the same on all ranks that have bytes in it."""
-    places = {rank: tuple(place) if place else None for rank, place in enumerate(shown) if place is not None}
-    first = next(iter(places.items()), (0, None))
-    for rank, place in places.items():
-        if place != first[1]:
+    """Return the location of a tensor that is the same on all ranks that have bytes in it."""
+    locations = {rank: tuple(where) if where else None for rank, where in enumerate(shown) if where is not None}
+    first = next(iter(locations.items()), (0, None))
+    for rank, location in locations.items():
+        if location != first[1]:
             raise MismatchError(
                 f"call {number}, all_to_all: {name} lies in different places: rank {first[0]}: {_words(first[1])}; "
-                f"rank {rank}: {_words(place)}"
+                f"rank {rank}: {_words(location)}"
             )
     return first[1]
 
 
-def _words(place: Location) -> str:
-    return "ordinary memory" if place is None else f"symmetric memory {place[0]}+{place[1]}"
+def _words(location: Location) -> str:
+    return "ordinary memory" if location is None else f"symmetric memory {location[0]}+{location[1]}"

@@ -17,9 +17,8 @@ from sidelane.program.caching import Once, program_bytes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import PRELAUNCH, CallShape, Variant
 from sidelane.program.transform import freeze, hold, lower, prelaunch
-from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 
@@ -58,7 +57,6 @@ class Planner:
 
     Args:
         capabilities: commands that the executor supports.
-        verify_programs: prove each program before its first run.
         profile: measured times by which ``auto`` chooses, the same on all ranks; None: choose by a heuristic.
         abilities: implementations that the machine supports, the same on all ranks.
         chosen_by: source of the profile, in words, for those who read a choice.
@@ -68,13 +66,11 @@ class Planner:
         self,
         capabilities: Capabilities,
         *,
-        verify_programs: bool,
         profile: Profile | None = None,
         abilities: Abilities = EVERYTHING,
         chosen_by: str = "",
     ) -> None:
         self._capabilities = capabilities
-        self._verify = verify_programs
         self._profile = profile
         self._abilities = abilities
         self._chosen_by = chosen_by
@@ -153,7 +149,7 @@ class Planner:
         return make_program(agreement, candidate, self._capabilities.moves)
 
     def _proved(self, program: P) -> P:
-        if self._verify and isinstance(program, Program):
+        if isinstance(program, Program):
             verify(program)
         return program
 
@@ -199,19 +195,19 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     if candidate.implementation == SM:
         if prelaunched:
             raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
-                f"{PRELAUNCH} is for copy engines)"
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}): "
+                f"{PRELAUNCH} is for copy engines"
             )
         # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
         there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
-        inputs = [part.input_place for part in there]
+        inputs = [part.input_location for part in there]
         return kernel_program(
             agreement.collective,
             candidate.variant,
             symmetric_input=all(
-                place is not None and (agreement.is_listed or place[1] % ALIGNMENT == 0) for place in inputs
+                location is not None and (agreement.is_listed or location[1] % ALIGNMENT == 0) for location in inputs
             ),
-            symmetric_output=all(part.output_place is not None for part in there),
+            symmetric_output=all(part.output_location is not None for part in there),
         )
     if prelaunched and agreement.frozen:
         raise ValueError(
@@ -250,7 +246,9 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         if variant in elsewhere - here:
             allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
-        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
+        raise ValueError(
+            f"{kind}: {what} (value={variant!r}, allowed={allowed}); all except auto also with {PRELAUNCH}"
+        )
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:
@@ -263,9 +261,9 @@ def choose_transport(part: CallPart, variant: str) -> Transport:
     if not part.has_bytes or collective.kind is Kind.REDUCE_SCATTER:
         return Transport.PUSH
     if collective.kind is Kind.ALL_REDUCE:
-        return Transport.PUSH if part.output_place is not None else Transport.STAGED
+        return Transport.PUSH if part.output_location is not None else Transport.STAGED
     if writes_into_outputs(variant):
-        if part.output_place is None and collective.world_size > 1:
+        if part.output_location is None and collective.world_size > 1:
             raise ValueError(
                 f"{collective.kind}: variant {variant!r} writes into the peers' outputs, so output must be "
                 "symmetric memory (value=ordinary memory, allowed=a tensor from Communicator.empty)"
@@ -273,8 +271,8 @@ def choose_transport(part: CallPart, variant: str) -> Transport:
         return Transport.PUSH
     if collective.in_place and collective.kind is Kind.ALL_TO_ALL:
         return Transport.STAGED
-    if part.output_place is not None:
+    if part.output_location is not None:
         return Transport.PUSH
-    if part.input_place is not None:
+    if part.input_location is not None:
         return Transport.PULL
     return Transport.STAGED

@@ -20,14 +20,13 @@ from sidelane.collectives.call_cache import (
     Requests,
     Shape,
     ShapeProgram,
-    places_of,
+    tensor_indices,
 )
-from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.plan import CallProgram, Planner, staging_bytes
 from sidelane.device.layout import arena_bytes
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Pieces, Runnable
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import Region, SymmetricBlock, SymmetricHeap
 from sidelane.program.batch import Batch
 from sidelane.program.caching import Once
 from sidelane.program.collective import Buffer
@@ -74,7 +73,7 @@ class Staging:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_captured = False
-        self._kept: list[SymmetricBlock] = []
+        self._held: list[SymmetricBlock] = []
         self._take(None)
 
     def _take(self, block: SymmetricBlock | None) -> None:
@@ -89,7 +88,7 @@ class Staging:
     def close(self) -> None:
         """Release the memory, including blocks that captured graphs refer to."""
         self._take(None)
-        self._kept.clear()
+        self._held.clear()
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Make sure that a call has enough staging. Collective if it grows.
@@ -114,7 +113,7 @@ class Staging:
             )
         if grows:
             if self._block is not None and self._is_captured:
-                self._kept.append(self._block)
+                self._held.append(self._block)
             elif self._block is not None:
                 # The allocation is collective: when it ends, the calls on the old block have ended on every rank.
                 self._backend.synchronize()
@@ -168,7 +167,7 @@ class Preparer:
             KernelProgram: _SharedMemory(kernels, arenas=self._arena.addresses if self._arena else ()),
         }
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
-        self._kept: list[object] = []
+        self._held: list[object] = []
         self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
 
@@ -179,7 +178,7 @@ class Preparer:
         return found if found is not None and self.planner.known(found.agreement) else None
 
     def prepare_at(
-        self, known: ShapeProgram, shape: Shape, key: Key, *, comes_again: bool
+        self, known: ShapeProgram, shape: Shape, key: Key, *, is_repeated: bool
     ) -> tuple[PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
@@ -187,17 +186,17 @@ class Preparer:
             known: the program of the shape.
             shape: shape and addresses of the call.
             key: cache key of the call, with its addresses.
-            comes_again: the call was made before, by compiled code.
+            is_repeated: the call was made before, by compiled code.
 
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
         loaded = self._load(known.plan.program, known.at(shape.addresses), False)
         prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
-        again = comes_again or self.cache.comes_again(key)
-        if again:
+        repeated = is_repeated or self.cache.has_seen(key)
+        if repeated:
             self.cache.entry(key).prepared = prepared
-        return prepared, again
+        return prepared, repeated
 
     def prepare(
         self,
@@ -228,7 +227,7 @@ class Preparer:
             raise
         if frozen:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
-            self._kept.append(loaded)
+            self._held.append(loaded)
         prepared = PreparedCall(loaded, agreement.text, frozen, plan.choice)
         if not was_known:
             choice = plan.choice
@@ -236,9 +235,9 @@ class Preparer:
         if key is not None:
             self.cache.entry(key).prepared = prepared
         if shape is not None and not agreement.is_listed:
-            places = places_of(requests[0], self._rank, shape.addresses)
-            if places is not None:
-                made = ShapeProgram(plan, addresses, places, agreement)
+            indices = tensor_indices(requests[0], self._rank, shape.addresses)
+            if indices is not None:
+                made = ShapeProgram(plan, addresses, indices, agreement)
                 self.cache.entry(shape.key).shape = made
         return prepared
 
@@ -284,7 +283,7 @@ class Preparer:
         """Forget every loaded program, and release the memory."""
         self.cache.clear()
         self.cache.keepers.clear()
-        self._kept.clear()
+        self._held.clear()
         for program in list(self.own_programs):
             program.close()
         for staging in self._stagings:
@@ -365,6 +364,6 @@ def _in_rows(
         if nbytes:
             yield start, nbytes, address, (nbytes, nbytes)
         return
-    for part in resharding.places(rank, buffer):
+    for part in resharding.parts_at(rank, buffer):
         rows = (part.nbytes, part.nbytes) if part.width in (part.pitch, part.nbytes) else (part.width, part.pitch)
         yield start + part.start, part.nbytes, address + part.origin, rows

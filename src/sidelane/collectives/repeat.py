@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
-from sidelane.execute.base import Place, Questions, Repetition
+from sidelane.execute.base import CallerStream, Questions, Repetition
+from sidelane.memory import heap
 from sidelane.native import Effect
 from sidelane.program.caching import loaded_bytes
 
@@ -67,7 +67,7 @@ class Repeats:
     ) -> None:
         self.backend = backend
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
-        control, posts, lock = calls.control, calls.control.own_posts(), backend.executor.lock
+        control, own, lock = calls.control, calls.control.own, backend.executor.lock
         guards = (
             (calls, "closed", False),
             (calls, "failure", None),
@@ -78,8 +78,8 @@ class Repeats:
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
-            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
-            *(control, control.post_call, posts.lock, lock.acquire, lock.release),
+            *(tuple(own.slots), tuple(record.address for record in own.slots), own.begun_address),
+            *(control, control.post_call, control.lock, lock.acquire, lock.release),
             *(count_writes, torch.Tensor),
         )
         self.run = self._replay.run
@@ -94,9 +94,9 @@ class Repeats:
         self._replay.forget()
 
     @property
-    def comes_again(self) -> bool:
+    def is_repeated(self) -> bool:
         """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
-        return bool(self._replay.again)
+        return bool(self._replay.repeated)
 
     def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
@@ -108,9 +108,9 @@ class Repeats:
         self,
         key: Key,
         prepared: PreparedCall,
-        place: Place,
+        caller: CallerStream,
         *,
-        asked: SingleCall | None = None,
+        call_form: SingleCall | None = None,
         shape: Shape | None = None,
         program: ShapeProgram | None = None,
     ) -> None:
@@ -119,8 +119,8 @@ class Repeats:
         Args:
             key: kind, variant, beside, details, frozen, generation, identities of the tensors.
             prepared: the prepared call that ran.
-            place: the stream on which it ran.
-            asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
+            caller: the stream on which it ran.
+            call_form: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
             shape: shape of the call, to make calls of it again at any addresses; None: only at these.
             program: program of the shape.
         """
@@ -128,27 +128,27 @@ class Repeats:
             return
         form: object = None
         if shape is not None and program is not None:
-            if not self._is_new(shape, program, prepared, place):
+            if not self._is_new(shape, program, prepared, caller):
                 return
-            tensor_of = dict(program.places)
-            repetition = prepared.loaded.repetition(place, [*tensor_of])
+            tensor_of = dict(program.tensor_indices)
+            repetition = prepared.loaded.repetition(caller, [*tensor_of])
             rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
             admits = functools.partial(all_ordinary, self._arguments)
             form = admits, shape.distance is not None, shape.distance or 0, rows
         else:
-            repetition = prepared.loaded.repetition(place)
-        if not self._give(key, prepared, place, repetition, asked, shape=form):
+            repetition = prepared.loaded.repetition(caller)
+        if not self._give(key, prepared, caller, repetition, call_form, shape=form):
             return
         preparer = self._preparer
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
         if not is_there:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
-    def _is_new(self, shape: Shape, program: ShapeProgram, prepared: PreparedCall, place: Place) -> bool:
-        """Return True if compiled code may be given a shape, and was not given it for this place."""
+    def _is_new(self, shape: Shape, program: ShapeProgram, prepared: PreparedCall, caller: CallerStream) -> bool:
+        """Return True if compiled code may be given a shape, and was not given it for this caller."""
         if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
             return False
-        given = (self._forgotten, place)
+        given = (self._forgotten, caller)
         if given in program.repeated:
             return False
         if len(program.repeated) >= MOST_REPEATED:
@@ -159,25 +159,25 @@ class Repeats:
     def launch(
         self,
         prepared: PreparedCall,
-        place: Place,
+        caller: CallerStream,
         tensors: Sequence[torch.Tensor | None],
         arguments: Sequence[int],
         guards: tuple[Guard, ...],
     ) -> Callable[..., bool | None] | None:
         """Return a function that makes a launch again on other tensors of the same layouts; None if only Python can.
 
-        It makes it on the stream of ``place``, and returns False or None as :attr:`run` does. It does not compare
+        It makes it on the stream of ``caller``, and returns False or None as :attr:`run` does. It does not compare
         layouts: only types, and addresses modulo 16 bytes, for which kernels are compiled.
 
         Args:
             prepared: the launch, which has just been made.
-            place: the stream on which it ran.
+            caller: the stream on which it ran.
             tensors: those of its tensors that may be others, plain ones; None for arguments that stay None.
             arguments: their numbers among the kernel's arguments.
             guards: while they pass, the launch can be made.
         """
         payload = self._calls.control.payload(prepared.signature)
-        found = cast("KernelRunnable", prepared.loaded).following(place, arguments)
+        found = cast("KernelRunnable", prepared.loaded).following(caller, arguments)
         if payload is None or found is None or not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
             return None
         repetition, words = found
@@ -187,18 +187,18 @@ class Repeats:
         )
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         launch = self._replay.launch(
-            *(place[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
+            *(caller[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
         )
-        again: Callable[..., bool | None] = launch.run
-        return again
+        run: Callable[..., bool | None] = launch.run
+        return run
 
     def _give(
         self,
         key: Key,
         prepared: PreparedCall,
-        place: Place,
+        caller: CallerStream,
         repetition: Repetition | None,
-        asked: SingleCall | None = None,
+        call_form: SingleCall | None = None,
         *,
         shape: object = None,
     ) -> bool:
@@ -209,15 +209,15 @@ class Repeats:
             return False
         kind, variant, beside, details, _, _, identities = key
         lists = 0
-        if asked is not None:
-            details, lists = asked.details, len(asked.tensors)
+        if call_form is not None:
+            details, lists = call_form.details, len(call_form.tensors)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         if self._nbytes > MOST_BYTES:
             self.forget()  # all: those that come again are passed again
         self._nbytes += loaded_bytes(prepared.loaded.program)
         self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, place[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, caller[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
             *(prepared, shape),
         )

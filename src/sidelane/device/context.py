@@ -37,7 +37,7 @@ from sidelane.device.language import tl, triton
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 RANK = tl.constexpr(layout.RANK)
 WORLD_SIZE = tl.constexpr(layout.WORLD_SIZE)
-BOARD = tl.constexpr(layout.BOARD)
+STATUS = tl.constexpr(layout.STATUS)
 FLAG_COUNT = tl.constexpr(layout.FLAG_COUNT)
 REGIONS = tl.constexpr(layout.REGIONS)
 GENERATION = tl.constexpr(layout.GENERATION)
@@ -262,7 +262,7 @@ def _wait(context, mask, flag, generation):
     region = tl.load(context + REGIONS + rank_of(context))
     # The row before the first flag is never written: a wait for a flag that does not exist ends in a time-out.
     words = _words(region + tl.zeros([MAX_RANKS], tl.int64), tl.where(_exists(context, flag), flag, -1)) + lane
-    wait_for_words(words, mask, generation, tl.load(context + BOARD), tl.full((), 0, tl.int32), MOST_AHEAD)
+    wait_for_words(words, mask, generation, tl.load(context + STATUS), tl.full((), 0, tl.int32), MOST_AHEAD)
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _wait_for_sum(context, peer, flag, value, AHEAD: tl.constexpr):
     lane = tl.arange(0, MAX_RANKS)
     region = tl.load(context + REGIONS + rank_of(context))
     words = _words(region + tl.zeros([MAX_RANKS], tl.int64), tl.where(_exists(context, flag), flag, -1)) + lane
-    wait_for_words(words, lane == peer, value, tl.load(context + BOARD), tl.full((), 0, tl.int32), AHEAD, True)
+    wait_for_words(words, lane == peer, value, tl.load(context + STATUS), tl.full((), 0, tl.int32), AHEAD, True)
 
 
 @triton.jit

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from sidelane.device import layout
 from sidelane.device.context import put_weak
-from sidelane.device.flags import POLLS, say_who_is_late, told_to_give_up
+from sidelane.device.flags import POLLS, abort_word, report_late
 from sidelane.device.language import tl, triton
 
-BOARD = tl.constexpr(layout.BOARD)
+STATUS = tl.constexpr(layout.STATUS)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
@@ -55,7 +55,7 @@ def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
         mask: cells to wait for, int1[W].
         generation: generation of this launch.
     """
-    board = tl.load(context + BOARD)
+    status = tl.load(context + STATUS)
     found = tl.load(cells + index, mask=mask, other=0, volatile=True)
     late = _late(found, mask, generation)
     spent = tl.full((), 0, tl.int32)
@@ -66,8 +66,8 @@ def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
         polls += 1
         if polls % POLLS == 0:
             lane = tl.arange(0, MAX_RANKS)
-            say_who_is_late(board, lane, ((lane == sender) & (late != 0)).to(tl.int32), generation)
-            spent = told_to_give_up(board)
+            report_late(status, lane, ((lane == sender) & (late != 0)).to(tl.int32), generation)
+            spent = abort_word(status)
     return found.to(tl.int32)
 
 
@@ -82,21 +82,21 @@ def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
         mask: cells to wait for, int1[R, W].
         generation: generation of this launch.
     """
-    board = tl.load(context + BOARD)
+    status = tl.load(context + STATUS)
     places = cells + index
     found = tl.load(places, mask=mask, other=0, volatile=True)
     # The loop carries whether any rank is late, not which ones: Triton 3.6 cannot compile the latter.
-    missing = tl.max(_late_ranks(found, mask, generation))
+    missing = tl.max(late_flags(found, mask, generation))
     spent = tl.full((), 0, tl.int32)
     polls = 0
     while (missing != 0) & (spent == 0):
         found = tl.load(places, mask=mask, other=0, volatile=True)
-        late = _late_ranks(found, mask, generation)
+        late = late_flags(found, mask, generation)
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
-            say_who_is_late(board, tl.arange(0, late.shape[0]), late, generation)
-            spent = told_to_give_up(board)
+            report_late(status, tl.arange(0, late.shape[0]), late, generation)
+            spent = abort_word(status)
     return found.to(tl.int32)
 
 
@@ -107,7 +107,8 @@ def cells_of(words, generation):
 
 
 @triton.jit
-def _late_ranks(found, mask, generation):
+def late_flags(found, mask, generation):
+    """Return 1 for each rank with a missing word, int32[R]."""
     return tl.max((mask & ((found >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
 
 

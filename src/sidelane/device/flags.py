@@ -5,7 +5,7 @@
 
 Legend: P = 8 lanes, one for each rank (``MAX_RANKS``); lanes beyond the number of ranks do nothing. Addresses are
 64-bit integers; ``arenas`` are int64[P], in any order; ``rank`` is the rank of this kernel. ``spent`` is 0 until the
-host has told the kernel to give up; from then on waits return at once.
+host has abort the kernel to give up; from then on waits return at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 
 from sidelane.device import layout
-from sidelane.device.language import tl, triton
-from sidelane.device.target import is_nvidia
+from sidelane.device.language import is_nvidia, tl, triton
 
 COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
 FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
@@ -32,7 +31,7 @@ ACQUIRING_POLLS = tl.constexpr(64)
 """Polls of a wait that acquire. Those behind them are plain loads, and one more load acquires."""
 
 POLLS = tl.constexpr(32 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
-"""Polls between two loads of the board: some milliseconds. All warps of a block load it, over PCIe, and this traffic
+"""Polls between two loads of the abort word: some milliseconds. All warps of a block load it, over PCIe, which
 delays the fences of signals: with a load every 256 polls, one late rank made all others late (docs/lab/kernels.md).
 A poll takes the interpreter a thousand times as long."""
 
@@ -99,68 +98,68 @@ def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def wait(arena, generation, board, spent, phase, N: tl.constexpr):
+def wait(arena, generation, status, spent, phase, N: tl.constexpr):
     """Wait until each of N ranks has reached ``phase`` of ``generation``, or of the next one (modulo 2**32).
 
     Acquires at system scope, for all threads of the block.
 
     Returns:
-        ``spent``, not 0 if the host has told the kernel to give up.
+        ``spent``, not 0 if the host has abort the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
-    return wait_for_words(flags, lane < N, generation, board, spent, MOST_AHEAD)
+    return wait_for_words(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
 @triton.jit
-def wait_for_rank(arena, sender, generation, board, spent, phase):
+def wait_for_rank(arena, sender, generation, status, spent, phase):
     """Wait as :func:`wait` does, for one rank."""
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
-    return wait_for_words(flags, lane == sender, generation, board, spent, MOST_AHEAD)
+    return wait_for_words(flags, lane == sender, generation, status, spent, MOST_AHEAD)
 
 
 @triton.jit
-def relaxed_wait(arena, generation, board, spent, PHASE: tl.constexpr, N: tl.constexpr):
+def relaxed_wait(arena, generation, status, spent, PHASE: tl.constexpr, N: tl.constexpr):
     """Wait as :func:`wait` does, without acquiring; warps go on one by one.
 
     It is for a block that only needs to know that the kernels of all ranks run, and that ends after it.
     """
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
-    _poll(flags, lane < N, generation, board, spent, MOST_AHEAD)
+    _poll(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
 @triton.jit
-def wait_for_words(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
+def wait_for_words(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
     """Wait until the word of each rank in ``mask`` is ``generation``, or less than AHEAD beyond it.
 
     Acquires at system scope, for all threads of the block. ``flags`` are pointers[P] to the words of the ranks; AHEAD
     is a power of two. COUNTS: words are sums, for which 0 is valid; for generations 0 means never signalled.
 
     Returns:
-        ``spent``, not 0 if the host has told the kernel to give up.
+        ``spent``, not 0 if the host has abort the kernel to give up.
     """
     if is_nvidia():
-        spent = _poll_acquire(flags, mask, generation, board, spent, AHEAD, COUNTS)
+        spent = _poll_acquire(flags, mask, generation, status, spent, AHEAD, COUNTS)
         tl.debug_barrier()  # each thread has acquired what some rank wrote; from here on all have
         return spent
-    spent = _poll(flags, mask, generation, board, spent, AHEAD, COUNTS)
-    # Plain loads poll; the addition of 0 acquires. Each warp has polled for itself, so that some may have been told to
+    spent = _poll(flags, mask, generation, status, spent, AHEAD, COUNTS)
+    # Plain loads poll; the addition of 0 acquires. Each warp has polled for itself, so that some may have been abort to
     # give up and others not. From here on all warps decide by the same values, since they meet at barriers.
     missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
     while missing != 0:
         missing = tl.max(_late(_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
-        told = told_to_give_up(board)
-        missing = tl.where(told != 0, 0, missing)
-        spent = tl.where(told != 0, told, spent)
+        abort = abort_word(status)
+        missing = tl.where(abort != 0, 0, missing)
+        spent = tl.where(abort != 0, abort, spent)
     tl.debug_barrier()
     return spent
 
 
 @triton.jit
-def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
-    """Load the words until no rank is late. Return ``spent``, not 0 if the host has told this warp to give up."""
+def _poll(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
+    """Load the words until no rank is late. Return ``spent``, not 0 if the host has abort this warp to give up."""
     lane = tl.arange(0, MAX_RANKS)
     missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD, COUNTS))
     polls = 0
@@ -169,13 +168,13 @@ def _poll(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
-            say_who_is_late(board, lane, late, generation)
-            spent = tl.load(board.to(tl.pointer_type(tl.int32)), volatile=True)
+            report_late(status, lane, late, generation)
+            spent = tl.load(status.to(tl.pointer_type(tl.int32)), volatile=True)
     return spent
 
 
 @triton.jit
-def _poll_acquire(flags, mask, generation, board, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
+def _poll_acquire(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
     """Poll as :func:`_poll` does, and acquire at system scope by a load instead of an atomic operation.
 
     It saves 0.2 to 0.4 us a wait (docs/lab/kernels.md): an atomic operation begins only when a plain load has found the
@@ -188,7 +187,7 @@ def _poll_acquire(flags, mask, generation, board, spent, AHEAD: tl.constexpr, CO
         missing = tl.max(_late(_load_acquire(flags, mask), mask, generation, AHEAD, COUNTS))
         polls += 1
     if missing != 0:
-        spent = _poll(flags, mask, generation, board, spent, AHEAD, COUNTS)
+        spent = _poll(flags, mask, generation, status, spent, AHEAD, COUNTS)
         _load_acquire(flags, mask)
     return spent
 
@@ -212,19 +211,19 @@ def _load_acquire(pointers, mask):
 
 
 @triton.jit
-def say_who_is_late(board, ranks, late, generation):
-    """Write to the board which of ``ranks`` are late."""
-    words = board.to(tl.pointer_type(tl.int32)) + WAITING
+def report_late(status, ranks, late, generation):
+    """Write to the status words which of ``ranks`` are late."""
+    words = status.to(tl.pointer_type(tl.int32)) + WAITING
     tl.store(words + ranks, tl.zeros_like(late) + generation, mask=late != 0)
 
 
 @triton.jit
-def told_to_give_up(board):
+def abort_word(status):
     """Return the abort word of the host, 0 to go on, the same for all threads of a block.
 
     Each thread loads it, and the largest value counts.
     """
-    return tl.max(tl.load(board.to(tl.pointer_type(tl.int32)) + tl.zeros([MOST_THREADS], tl.int32), volatile=True))
+    return tl.max(tl.load(status.to(tl.pointer_type(tl.int32)) + tl.zeros([MOST_THREADS], tl.int32), volatile=True))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class LaunchSite:
     Attributes:
         rank: rank of this process.
         arenas: address of each rank's arena (see ``layout``).
-        board: address of the board of this rank's host.
+        status: address of the status words of this rank's host.
         most_blocks: largest number of thread blocks of a launch; the same on every rank.
         shared_bytes: largest shared memory of a block in bytes.
 
@@ -44,7 +44,7 @@ class LaunchSite:
 
     rank: int
     arenas: tuple[int, ...]
-    board: int
+    status: int
     most_blocks: int
     shared_bytes: int = 0
 

@@ -31,10 +31,10 @@ LL_PAYLOAD_BYTES = 256 << 10
 LL_SLOT_BYTES = LL_PAYLOAD_BYTES // CELL_PAYLOAD_BYTES * CELL_BYTES
 
 ABORT, WAITING = 0, 1
-"""Words of the board in pinned host memory: a value other than 0 in ``ABORT`` makes kernels give up. From ``WAITING``
+"""Status words in pinned host memory: a value other than 0 in ``ABORT`` makes kernels give up. From ``WAITING``
 on there is a word for each rank, to which a kernel that has long polled for that rank writes its generation."""
 
-BOARD_WORDS = 1 + MAX_RANKS
+STATUS_WORDS = 1 + MAX_RANKS
 
 BLOCK_SLOT_BYTES = 512 << 10
 """Largest number of bytes that a rank sends to a peer in one generation with block flags."""
@@ -47,7 +47,7 @@ def arena_bytes(world_size: int) -> int:
 
 # --- the context of the user's own kernels (device/context.py) --------------------------------------------------------
 
-RANK, WORLD_SIZE, BOARD, FLAG_COUNT, REGIONS = range(5)
+RANK, WORLD_SIZE, STATUS, FLAG_COUNT, REGIONS = range(5)
 """Indices of the context's 64-bit words. From ``REGIONS`` on: the address of each rank's region of this kernel."""
 
 CONTEXT_WORDS = REGIONS + MAX_RANKS

@@ -142,15 +142,15 @@ class Addresses:
         return None if base is None else base + offset
 
 
-Place = tuple[int, bool]
-"""Place of a call in the work of its caller: the handle of a stream, and whether it is being captured."""
+CallerStream = tuple[int, bool]
+"""The stream from which a call is made: its handle, and whether it is being captured."""
 
-NO_STREAM: Place = (0, False)
-"""Place of all calls on a device without streams."""
+NO_STREAM: CallerStream = (0, False)
+"""Stream of all calls on a device without streams."""
 
 
 class Questions(NamedTuple):
-    """Functions that find the place of a caller on GPU ``device``, for compiled code.
+    """Functions that find the stream of a caller on GPU ``device``, for compiled code.
 
     Attributes:
         stream_of: returns the handle of a device's current stream.
@@ -170,8 +170,8 @@ DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]
 """A prepared call: the address of a C function of integers, or a Python function; its arguments; an object that keeps
 the memory to which they point. The function returns an int, 0 for success (a Python function may return None)."""
 
-Places = tuple[int, int, int]
-"""Places of one 32-bit word: first address, distance in bytes, number."""
+StridedWords = tuple[int, int, int]
+"""The 32-bit words that hold one value: first address, distance in bytes, number."""
 
 
 class Follower(NamedTuple):
@@ -194,18 +194,18 @@ class Follower(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repetition:
-    """The acts of :meth:`Runnable.run` from one place, as data for compiled code that repeats them.
+    """The acts of :meth:`Runnable.run` from one stream, as data for compiled code that repeats them.
 
     Attributes:
         steps: calls to the driver, in order, all with the executor's lock held.
-        words: words to store before the steps, which depend on the call number: (base, increment per call, places).
+        words: words to store before the steps, which depend on the call number: (base, increment per call, addresses).
         notes: side effects on Python objects after the steps.
         failed: raises; called with the index of a step and the error that it returned or raised.
         followers: values that follow addresses of buffers that may move; no other code uses the steps then.
     """
 
     steps: tuple[DriverCall, ...]
-    words: tuple[tuple[int, int, Places], ...]
+    words: tuple[tuple[int, int, StridedWords], ...]
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]
     followers: tuple[Follower, ...] = ()
@@ -217,22 +217,22 @@ class Runnable(Protocol):
     @property
     def program(self) -> Program | KernelProgram | KernelCall: ...
 
-    def run(self, epoch: int, place: Place) -> None:
-        """Run this rank's queues once, after the earlier work of ``place`` and before its later work.
+    def run(self, epoch: int, caller: CallerStream) -> None:
+        """Run this rank's queues once, after the earlier work of ``caller`` and before its later work.
 
         Devices with streams return at once, others when it has ended.
 
         Args:
             epoch: number of the invocation, from 1, the same on every rank, growing by any step.
-            place: the caller's stream, and whether it is captured; ``NO_STREAM`` on a device without streams.
+            caller: the caller's stream, and whether it is captured; ``NO_STREAM`` on a device without streams.
         """
         ...
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
-        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None.
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+        """Return the acts of the last :meth:`run` from ``caller``, if later runs repeat them; else None.
 
         Args:
-            place: the stream of that run.
+            caller: the stream of that run.
             moving: buffers that may lie elsewhere in later runs, which have ``followers`` then; None: none may.
         """
         ...

@@ -23,6 +23,7 @@ from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.lifetime import GroupLifetime
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.program.collective import Kind
@@ -32,7 +33,7 @@ from sidelane.sizes import format_bytes
 SMALL_BYTES = 4096
 """Bytes of asynchronous calls up to which their works are kept a while."""
 
-MOST_KEPT = 256
+MOST_CACHED = 256
 
 STAGED_BYTES = 48 << 20
 """Bytes from which NCCL makes an all-to-all of ordinary tensors: staging takes longer. On two H200s, 64 MB take 137 us
@@ -62,10 +63,10 @@ class GroupDispatcher:
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
-        self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
+        self._held: collections.deque[dist.Work] = collections.deque(maxlen=MOST_CACHED)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
-        life.forgets = (self._kept.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
+        life.forgets = (self._held.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         forks.in_copies_of(self, GroupDispatcher.forget_repeated)
@@ -146,7 +147,7 @@ class GroupDispatcher:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if is_async and nbytes <= SMALL_BYTES:
-            self._kept.append(work)
+            self._held.append(work)
         if observed is not None:
             observed.maker = self._maker(tensors)
         return work
@@ -154,7 +155,7 @@ class GroupDispatcher:
     def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
         """Return the calls of the communicator of such tensors; None if there is none yet."""
         made = self.life.communicators.get(tensors[0].device.type if tensors else "cpu")
-        return None if made is None else made.lane.calls
+        return None if made is None else made.calls
 
     def _captures(self) -> bool:
         """Return True if the current stream is captured into a graph."""
@@ -183,7 +184,7 @@ class GroupDispatcher:
         if self._coalescing is not None:
             self._coalescing.append(work)
         if call.is_async and call.nbytes <= SMALL_BYTES:
-            self._kept.append(work)
+            self._held.append(work)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
         return work
@@ -198,11 +199,8 @@ class GroupDispatcher:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self.life.nodes.spans:
             return ""
-        from sidelane.integrations.nodes.choose import FLAT, choose_steps
-
         flat = call.operation.flat
-        kind = None if flat else Kind(call.operation.kind)
-        choice = choose_steps(kind, call.nbytes, self.life.nodes, without=flat)
+        choice = choose_steps(None if flat else Kind(call.operation.kind), call.nbytes, self.life.nodes, without=flat)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason
@@ -223,10 +221,10 @@ class GroupDispatcher:
         made = self.life.communicator(call.tensors[0].device)
         if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
             return ""
-        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.lane.arguments, call.tensors):
+        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.arguments, call.tensors):
             return ""
         if text not in self._agreed:
-            made.lane.agree(call.operation.name, text)
+            made.agree(call.operation.name, text)
             self._agreed.add(text)
         return f"ordinary tensors of {format_bytes(STAGED_BYTES)} and more; in a sidelane.pool Sidelane makes it"
 
@@ -260,11 +258,11 @@ class GroupDispatcher:
         """Raise for a call that the graph under capture would not hold; no step has run."""
         maker = self.names.get(device, "none") if call.refusal else SIDELANE
         if device == "cpu":
-            why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
+            why = "tensors of the CPU, which replays would not touch: make it before the capture or after it"
         elif maker not in (SIDELANE, "nccl"):
             why = f"{maker} makes it, on the host ({call.refusal})"
         elif maker == SIDELANE and device not in self.life.communicators:
-            why = "the group's first call that Sidelane makes (allowed=one before the capture)"
+            why = "the group's first call that Sidelane makes: make one before the capture"
         else:
             return
         raise UnavailableError(f"{call.operation.name}: not while a graph is captured: {why}")
@@ -283,8 +281,6 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if not isinstance(communicator, Communicator):
-            from sidelane.integrations.nodes.choose import HIERARCHICAL
-
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
         choice = communicator.last_choice()
@@ -305,11 +301,11 @@ class GroupDispatcher:
                 args, copies = calls.contiguous_arguments(call)
             work = getattr(self.life.other, call.operation.method)(*args)
         except RuntimeError as error:
-            self.life.witness.explain(error, needed)
+            self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""

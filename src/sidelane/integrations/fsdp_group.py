@@ -12,19 +12,18 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import dtype_name
 from sidelane.integrations.ledger import SIDELANE, Ledger
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes, choose_steps
 from sidelane.integrations.ring import Ring
+from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.program.collective import Kind
-from sidelane.session import Communicator, Session
+from sidelane.session import Communicator
 
 FsdpLane = Communicator | NodesCommunicator
 LANES = ("gather", "scatter")
@@ -144,12 +143,12 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
     nodes = exchanged_nodes(exchange, "fsdp.enable", config)
     with contextlib.ExitStack() as stack:
         if not nodes.spans:
-            session = Session(group, device=device, config=config)
-            stack.callback(session.close)
-            lanes = [Communicator(session.lane(f"fsdp {name}")) for name in LANES]
+            first = Communicator(group, device=device, config=config, name=f"fsdp {LANES[0]}")
+            stack.callback(first.close)
+            lanes = [first, *(Communicator(first, name=f"fsdp {name}") for name in LANES[1:])]
             stack.pop_all()
-            allocate, buffers = functools.partial(lanes[0].empty, dtype=torch.uint8), FsdpBuffers(lanes[0])
-            return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[session.close])
+            allocate, buffers = functools.partial(first.empty, dtype=torch.uint8), FsdpBuffers(first)
+            return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[first.close])
         if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
         store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
-from sidelane.collectives.side_stream import SideStream
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.integrations.fallback import Witness, kinds
+from sidelane.integrations.fallback import FailedPeers, kinds
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.order import HostOrder, StreamOrder
+from sidelane.integrations.works import absent_ranks
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
 
@@ -38,14 +38,15 @@ class GroupLifetime:
     Args:
         group: group that torch knows; this object does not keep it alive.
         other: group behind it.
-        witness: knows the processes that have died.
-        ranks: ranks of the group, in the world.
-        nodes: nodes of the ranks.
-        timeout: time-out of Sidelane's calls.
+        failed_peers: knows the processes that have died.
+        here: ranks of the group; their settings have the time-out of Sidelane's calls.
 
     Attributes:
-        other, ranks, nodes, witness, timeout: see above.
+        other, failed_peers: see above.
+        ranks: ranks of the group, in the world.
         rank: number of this rank in the group.
+        nodes: nodes of the ranks.
+        timeout: time-out of Sidelane's calls.
         name: name that torch gives the group.
         names: names of the other group's backends, by device.
         asked: devices and backends that the caller asked torch for, short and in full, both as torch writes them; None
@@ -58,24 +59,22 @@ class GroupLifetime:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        other: dist.ProcessGroup,
-        witness: Witness,
-        ranks: Sequence[int],
-        nodes: Nodes,
-        timeout: timedelta,
+        self, group: dist.ProcessGroup, other: dist.ProcessGroup, failed_peers: FailedPeers, here: NodeRanks
     ) -> None:
-        self._whose, self.rank, self.other = weakref.ref(group), group.rank(), other
-        self.witness, self.ranks, self.nodes, self.timeout = witness, tuple(ranks), nodes, timeout
+        self._whose, self.other, self.failed_peers, self._here = weakref.ref(group), other, failed_peers, here
+        self.ranks, self.rank, self.nodes = here.liveness.ranks, here.rank, here.nodes
+        self.timeout = timedelta(seconds=here.config.timeout_s)
         self.name = "undefined"
         self.names = {device.type: str(backend.name()).lower() for device, (_, backend) in kinds(other).items()}
-        self.asked: tuple[str, str] | None = None
+        self.requested: tuple[str, str] | None = None
         self.owner = forks.Owner("process group")
         self._ended = ""  # words for its end
         # Only weak references here: connections and threads end with a group, not when garbage is collected.
         own = weakref.proxy(self)
-        self.orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(own), "cuda": StreamOrder(own)}
+        self.orders: dict[str, HostOrder | StreamOrder] = {
+            "cpu": HostOrder(own),
+            "cuda": StreamOrder(lambda: own.communicators["cuda"]),
+        }
         self.communicators: dict[str, Communicator | NodesCommunicator] = {}
         self.refusals: dict[str, str] = {}
         self.forgets: tuple[Callable[[], None], ...] = ()
@@ -97,9 +96,9 @@ class GroupLifetime:
     def check(self) -> None:
         """Raise a PeerError, which the peers receive, if the group has ended and waiting for peers is useless."""
         if self._ended:
-            raise self._told()
+            raise self._ending_error()
 
-    def _told(self) -> PeerError:
+    def _ending_error(self) -> PeerError:
         return PeerError(f"process group {self.name} {self._ended} on rank {self.rank}", (self.rank,))
 
     def require(self) -> None:
@@ -113,7 +112,7 @@ class GroupLifetime:
             raise self._refusal(self._ended)
 
     def _refusal(self, why: str) -> CommunicatorClosedError:
-        return CommunicatorClosedError(f"process group {self.name} {why} (allowed=calls before that, and a new group)")
+        return CommunicatorClosedError(f"process group {self.name} {why}: a new group can make calls")
 
     def finish(self) -> None:
         """Wait for the calls under way, and release everything."""
@@ -130,13 +129,13 @@ class GroupLifetime:
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
-            self.witness.liveness.leave(str(self._told()))
+            self.failed_peers.liveness.leave(str(self._ending_error()))
         for forget in self.forgets:
             forget()
         communicators, self.communicators = self.communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                _leave(communicator, self._told())
+                _leave(communicator, self._ending_error())
             communicator.close()
 
     def explain(self, error: Exception) -> None:
@@ -146,12 +145,12 @@ class GroupLifetime:
         if self.ranks != tuple(range(len(self.ranks))):
             error.add_note(f"ranks of {self.name} are, in the world: {list(self.ranks)}")
 
-    def what_was_asked(self) -> tuple[str, str]:
-        """Return the devices and backends of the group; see ``asked``."""
-        if self.asked is None:  # torch notes it after it has made the group
+    def requested_backends(self) -> tuple[str, str]:
+        """Return the devices and backends of the group; see ``requested``."""
+        if self.requested is None:  # torch notes it after it has made the group
             group = self.group
-            self.asked = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
-        return self.asked
+            self.requested = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
+        return self.requested
 
     def uses(self, device: str) -> str:
         """Return the reason why Sidelane does not take tensors of such a device; "" if it does."""
@@ -166,8 +165,8 @@ class GroupLifetime:
             return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self.orders:
             return f"Sidelane does not know {device}"
-        asked, config = self.what_was_asked()
-        if asked == SIDELANE:
+        requested, config = self.requested_backends()
+        if requested == SIDELANE:
             is_control = device == "cpu" and "cuda" in self.names
             return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
         names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
@@ -207,9 +206,7 @@ class GroupLifetime:
         """Set the time-out of calls, of existing communicators and of those to come."""
         self.timeout = timeout
         for communicator in list(self.communicators.values()):
-            communicator.lane.set_timeout(timeout.total_seconds())
-            if not isinstance(communicator, Communicator):
-                communicator.status.timeout_s = timeout.total_seconds()
+            communicator.set_timeout(timeout.total_seconds())
 
     def communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""
@@ -240,12 +237,8 @@ class GroupLifetime:
         if not self.nodes.spans:
             return Communicator(self.group, device=device, config=config)
         from sidelane.integrations.nodes.communicator import NodesCommunicator
-        from sidelane.integrations.nodes.groups import NodeRanks
 
-        group = self.group
-        store, liveness = group.get_group_store(), self.witness.liveness
-        ranks = NodeRanks(store, group.rank(), self.nodes, liveness, config, group.group_name)
-        return NodesCommunicator(ranks, device)
+        return NodesCommunicator(dataclasses.replace(self._here, config=config, name=self.group.group_name), device)
 
     def late(self) -> tuple[str, Sequence[int]]:
         """Describe the ranks that have not come to the call that this rank is in."""
@@ -254,26 +247,18 @@ class GroupLifetime:
             return "", ()
         if not isinstance(communicator, Communicator):
             return communicator.late()
-        control = communicator.lane.control
-        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
-        return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
+        return absent_ranks(communicator.control)
 
     def leave(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, whose thread would wait on, because of this rank, and tell its peers."""
         if (communicator := self.communicators.get("cpu")) is not None:
             _leave(communicator, error)
 
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """Return the work of a call that is queued on a stream, which uses these tensors."""
-        backend: Any = self.communicators["cuda"].lane.backend
-        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
-        return work
-
 
 def _leave(communicator: Communicator | NodesCommunicator, error: PeerError | KeyboardInterrupt) -> None:
     """End a communicator because of this rank, and tell its peers."""
     if isinstance(communicator, Communicator):
-        communicator.lane.calls.fail(error)
+        communicator.calls.fail(error)
     else:
         communicator.leave(error)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class RepeatedCall:
         dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
+        backend: device of the communicator.
         calls: calls of the communicator, which have the choice of the last one.
         choice: choice that ``row`` is of; None before the first call.
         row: row of the report for calls of that choice.
@@ -62,7 +63,8 @@ class RepeatedCall:
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
-        self.calls = communicator.lane.calls
+        self.backend: Any = communicator.backend
+        self.calls = communicator.calls
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
 
@@ -186,11 +188,12 @@ class StreamOrder:
     them, run in one order, as those of one NCCL communicator do.
 
     Args:
-        guard: maker of the works that asynchronous calls return.
+        communicator: function that returns the communicator on the GPU, with which the works of asynchronous calls
+            wait.
     """
 
-    def __init__(self, guard: WaitGuard) -> None:
-        self._guard = guard
+    def __init__(self, communicator: Callable[[], Any]) -> None:
+        self._communicator = communicator
         self._side: SideStream | None = None
 
     def run(
@@ -210,7 +213,8 @@ class StreamOrder:
         if self._side is None:
             self._side = SideStream(tensors[0].device)
         self._side.run(job)
-        return self._guard.work_on(self._side, tensors, outputs)
+        made: dist.Work = self._communicator().backend.work_on(self._side, tensors, tuple(outputs))
+        return made
 
     def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one, in compiled code if that remembers it.
@@ -231,12 +235,13 @@ class StreamOrder:
         if not is_async:
             if side is not None:
                 _wait_for(side)
-            if call.communicator.make_again(call.kind, given, call.details, 0):
+            if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return EndedWork(tensors[:1])
         elif side is not None:
             side.follow()
-            if call.communicator.make_again(call.kind, given, call.details, side.handle):
-                return self._guard.work_on(side, tensors, tensors[:1])
+            if call.communicator.repeat_call(call.kind, given, call.details, side.handle):
+                made: dist.Work = call.backend.work_on(side, tensors, (tensors[0],))
+                return made
         if not are_plain(tensors, call.dtype, call.device):
             return None
         return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)

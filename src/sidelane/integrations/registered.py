@@ -14,9 +14,9 @@ from typing import Any
 
 from sidelane import log
 from sidelane.errors import UnavailableError
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.posts import SPLITS
-from sidelane.memory.release import Kept
+from sidelane.memory.release import DeferredRelease
 from sidelane.memory.storage import bytes_at
 from sidelane.session.communicator import Communicator
 
@@ -35,7 +35,7 @@ class Registration:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._heap, self._numbers = communicator.lane.session.heap, list[int]()
+        self._heap, self._numbers = communicator.session.heap, list[int]()
         self.nbytes, self.why = 0, ""
 
     def add(self, number: int, nbytes: int) -> None:
@@ -61,12 +61,12 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
         UnavailableError: a graph is being captured.
         PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    lane, device = communicator.lane, communicator.device
-    if (exported := lane.backend.exported) is not None:  # addresses do not tell the order
+    backend, device = communicator.backend, communicator.device
+    if (exported := backend.exported) is not None:  # addresses do not tell the order
         segments = sorted(segments, key=lambda segment: exported.number_of(segment[0]))
     sizes = [nbytes for _, nbytes in segments]
     shown = [len(sizes), sum(sizes), zlib.crc32(repr(sizes).encode())]  # the sizes of many do not fit into a post
-    lane.path.agree("register", lambda: (None, "registration of a memory pool"))
+    communicator.path.agree("register", lambda: (None, "registration of a memory pool"))
     made, posted = Registration(communicator), _exchange(communicator, shown)
     if any(other != shown for other in posted):
         made.why = f"the ranks have other segments (number and bytes on each rank: {[each[:2] for each in posted]})"
@@ -77,8 +77,8 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
             made.why = found
             continue
         starts, mappings = found
-        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, Kept((mappings, owner), device))
-        made.add(lane.memory.adopt(block), nbytes)
+        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, DeferredRelease((mappings, owner), device))
+        made.add(communicator.allocations.adopt(block), nbytes)
     if made.why:
         log.calls.warning("a memory pool is not symmetric, and calls on it are staged: %s", made.why)
     return made
@@ -86,7 +86,7 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
 
 def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[int, ...], list[Any]] | str:
     """Return the addresses of a segment of each rank, and the mappings that hold them; or why some rank has none."""
-    exported, rank = communicator.lane.backend.exported, communicator.rank
+    exported, rank = communicator.backend.exported, communicator.rank
     found = "this device exports no memory" if exported is None else exported.allocation_of(address, nbytes)
     shown = found if isinstance(found, str) else (found.name, found.handle, address - found.start)
     starts: list[int] = []
@@ -110,7 +110,7 @@ def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[i
 
 def _exchange(communicator: Communicator, given: Any) -> list[Any]:
     """Exchange a short value with all ranks, as JSON. Return those of all of them."""
-    calls = communicator.lane.calls
+    calls = communicator.calls
     number = calls.number()
     with calls.failing_for_good():
         calls.control.post_call(number, f"registration of a memory pool{SPLITS}{json.dumps(given)}")

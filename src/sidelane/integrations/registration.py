@@ -61,7 +61,7 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """
     from sidelane.integrations.torch_world import put_in_front
     from sidelane.memory.exchange import require_own
-    from sidelane.session.session import group_for
+    from sidelane.session.making import group_for
 
     inner = group_for("wrap", group)
     require_own(inner, "wrap")

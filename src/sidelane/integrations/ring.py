@@ -111,21 +111,21 @@ class RingPart:
         return cls(torch.empty(0, dtype=torch.uint8, device=device), lambda: None)
 
 
-def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[RingPart]:
+def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[RingPart]:
     """Cut a buffer into parts.
 
     Args:
         whole: the buffer.
-        places: offset of each part in bytes.
+        offsets: offset of each part in bytes.
         sizes: size of each part in bytes; 0 for parts without memory.
         free: function called when all parts were given back.
     """
     count = _Countdown(sum(map(bool, sizes)), free)
     made = []
-    for place, nbytes in zip(places, sizes, strict=True):
+    for offset, nbytes in zip(offsets, sizes, strict=True):
         if nbytes:
             once = _Once(count)
-            made.append(RingPart(storage_of(whole, place, nbytes, once), once))
+            made.append(RingPart(storage_of(whole, offset, nbytes, once), once))
         else:
             made.append(RingPart.empty(whole.device))
     return made

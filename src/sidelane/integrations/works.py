@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
-from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, FutureWork, Work, timed_out
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError, anew
+from sidelane.memory.control import ControlBlock
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
 
@@ -66,9 +66,11 @@ class WaitGuard(Protocol):
         """Make waiting calls fail, here and on the other ranks: by Ctrl-C, or because the interpreter exits."""
         ...
 
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """Return the work of everything queued on a stream, which uses these tensors."""
-        ...
+
+def absent_ranks(control: ControlBlock) -> tuple[str, list[int]]:
+    """Return the ranks that have not come to the call that this rank is in: text for a time-out, and their numbers."""
+    ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
+    return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks
 
 
 class HostWork(FutureWork):

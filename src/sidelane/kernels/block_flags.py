@@ -29,7 +29,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
-from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
+from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of, fetch_tile
 from sidelane.program.collective import Reduction
 
 LL_OFFSET = tl.constexpr(layout.LL_OFFSET)
@@ -53,7 +53,7 @@ def arrange(site: LaunchSite, tiles: Tiles, reduction: Reduction | None, *, dist
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **tiles.constants, **reduction_constants(reduction)}
-    arguments = (*tiles.arguments, site.rank, site.board, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, site.status, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -69,7 +69,7 @@ def arrange_broadcast(site: LaunchSite, tiles: Tiles, root: int) -> Launch:
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, **tiles.constants}
-    arguments = (*tiles.arguments, site.rank, root, site.board, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, root, site.status, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags_broadcast, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -93,7 +93,7 @@ def block_slot(arena, generation, sender, N: tl.constexpr):
 
 @triton.jit
 def _block_flags(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, DISTINCT: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
@@ -106,7 +106,7 @@ def _block_flags(
     each_tile(_send, (peers, rank, generation, 0, N, DISTINCT), call, 0, 1,
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(addresses_of(peers, N), rank, generation, 0, N)
-    wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
+    wait(p0, generation, status, tl.full((), 0, tl.int32), 0, N)
     if OP == "":
         each_tile(_copy, (p0, generation, N, TABLE), call, 0, 1, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)
     else:
@@ -117,7 +117,7 @@ def _block_flags(
 
 @triton.jit
 def _block_flags_broadcast(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr,
@@ -130,9 +130,9 @@ def _block_flags_broadcast(
         each_tile(_send, (peers, rank, generation, 1, N, False), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(addresses_of(peers, N), rank, generation, 0, N)
-    wait(p0, generation, board, tl.full((), 0, tl.int32), 0, N)
+    wait(p0, generation, status, tl.full((), 0, tl.int32), 0, N)
     if rank != root:
-        each_tile(_receive, (block_slot(p0, generation, root, N),), call, 0, 1,
+        each_tile(fetch_tile, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     end_generation(p0, generation)
 
@@ -143,15 +143,15 @@ def _send(
     peers, rank, generation, FIRST: tl.constexpr, N: tl.constexpr, DISTINCT: tl.constexpr,
 ):  # fmt: skip
     """Send a tile of each part to peers ``FIRST`` to N - 1; the first is this rank itself, so that all lie together."""
-    input, _, place, stride, _, _, _ = part
+    input, _, sent_offset, stride, _, _, _ = part
     if DISTINCT:
         for turn in tl.static_range(FIRST, N):
             values = get(input + (rank + turn) % N * stride, tile, nbytes, UNIT, TILE, WHOLE)
-            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
     else:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
         for turn in tl.static_range(FIRST, N):
-            put(block_slot(peers[turn], generation, rank, N) + place, values, tile, nbytes, UNIT, TILE, WHOLE)
+            put(block_slot(peers[turn], generation, rank, N) + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -163,10 +163,10 @@ def _copy(
 
     With a table, whose ends are in registers, units of one or two bytes would take too many of them.
     """
-    _, output, place, _, stride, _, _ = part
+    _, output, sent_offset, _, stride, _, _ = part
     tiles = ()
     for sender in tl.static_range(N):
-        values = get(block_slot(arena, generation, sender, N) + place, tile, nbytes, UNIT, TILE, WHOLE)
+        values = get(block_slot(arena, generation, sender, N) + sent_offset, tile, nbytes, UNIT, TILE, WHOLE)
         if UNIT >= 4 or not TABLE:
             tiles = tiles + (values,)
         else:
@@ -183,23 +183,14 @@ def _reduce(
     FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tile of every slot, in the order of the ranks."""
-    _, output, place, _, _, _, _ = part
+    _, output, sent_offset, _, _, _, _ = part
     lanes = tl.arange(0, TILE // ELEMENT_BYTES)
     mask = None if WHOLE else lanes < count_in(tile, nbytes, UNIT, ELEMENT_BYTES, TILE)
     slots = ()
     for sender in tl.static_range(N):
-        slots = slots + (block_slot(arena, generation, sender, N) + place + tile * TILE,)
+        slots = slots + (block_slot(arena, generation, sender, N) + sent_offset + tile * TILE,)
     result = load_combined(slots, lanes, mask, N, OP, DTYPE, FLOAT, True)
     tl.store(pointer(output + tile * TILE, DTYPE, ALIGNED) + lanes, result, mask=mask)
-
-
-@triton.jit
-def _receive(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, source,
-):  # fmt: skip
-    """Copy a tile of one slot."""
-    _, output, place, _, _, _, _ = part
-    put(output, get(source + place, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 KERNELS = (_block_flags, _block_flags_broadcast)

@@ -48,7 +48,7 @@ from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels import block_flags
 from sidelane.kernels.block_flags import block_slot
-from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, peer_address
+from sidelane.kernels.tile_table import FIRST_GROUP, Tiles, at_tile, call_of, ends_of, fetch_tile, peer_address
 from sidelane.program.kernel_chunks import MOST_CHUNKS, broadcast_rounds
 
 TILE_BYTES = 16384
@@ -75,7 +75,7 @@ def arrange_push(site: LaunchSite, tiles: Tiles, root: int, stagings: tuple[int,
     constants = {"N": n, "STAGED": staged, **tiles.constants}
     blocks = site.blocks(tiles.count)  # the same on all ranks, as the tiles that each block moves in a chunk
     rounds = broadcast_rounds(tiles.count, blocks, n, staged=staged)
-    arguments = (*tiles.arguments, rounds, site.rank, root, (site.rank - root) % n, site.board)
+    arguments = (*tiles.arguments, rounds, site.rank, root, (site.rank - root) % n, site.status)
     targets = tiles.addresses(0) if stagings is None else padded(from_root(stagings, root))
     addresses = padded(site.rotated(site.arenas)) + targets
     return Launch(_broadcast_push, blocks, WARPS, arguments + addresses, constants)
@@ -99,7 +99,7 @@ def arrange_relay(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch
     part = -(-nbytes // ((n - 1) * RELAYED_TILE_BYTES)) * RELAYED_TILE_BYTES
     constants = {"N": n, "UNIT": unit_bytes(data, nbytes), "TILE": RELAYED_TILE_BYTES}
     blocks = block_flags.blocks_of(site, part // RELAYED_TILE_BYTES, part)
-    arguments = (data, nbytes, part, site.rank, root, (site.rank - root) % n, site.board)
+    arguments = (data, nbytes, part, site.rank, root, (site.rank - root) % n, site.status)
     return Launch(_broadcast_relay, blocks, block_flags.WARPS, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -110,7 +110,7 @@ def from_root(addresses: tuple[int, ...], root: int) -> tuple[int, ...]:
 
 @triton.jit
 def _broadcast_push(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rounds, rank, root, behind, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rounds, rank, root, behind, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     t0, t1, t2, t3, t4, t5, t6, t7,
     N: tl.constexpr, STAGED: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
@@ -129,7 +129,7 @@ def _broadcast_push(
         turn = rounds * 0
         chunk = rounds * 0
         relaxed_signal(arenas, rank, generation, 0, N)
-        spent = wait(p0, generation, board, spent, 0, N)
+        spent = wait(p0, generation, status, spent, 0, N)
         if rank == root:
             while chunk < chunks:
                 end = tl.minimum(tiles, (chunk + 1) * step)
@@ -143,7 +143,7 @@ def _broadcast_push(
             relaxed_signal(arenas, rank, generation, DONE, N)
         else:
             while chunk < chunks:
-                spent = wait_for_rank(p0, root, generation, board, spent, 1 + chunk)
+                spent = wait_for_rank(p0, root, generation, status, spent, 1 + chunk)
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:
                     if (N > 2 or STAGED) and _owner_of(turn, N) == behind:
@@ -154,13 +154,13 @@ def _broadcast_push(
                 chunk += 1
             if N > 2:
                 signal(arenas, rank, generation, DONE, N)
-                spent = wait(p0, generation, board, spent, DONE, N)
+                spent = wait(p0, generation, status, spent, DONE, N)
                 if STAGED:
                     tile = tl.program_id(0).to(tl.int64)
                     turn = rounds * 0
                     while tile < tiles:
                         if _owner_of(turn, N) != behind:
-                            at_tile(_take_tile, (address_of(targets, behind, N),), call, tile,
+                            at_tile(fetch_tile, (address_of(targets, behind, N),), call, tile,
                                     TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                         turn += 1
                         tile += tl.num_programs(0)
@@ -210,17 +210,8 @@ def _relay_tile(
 
 
 @triton.jit
-def _take_tile(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, staging,
-):  # fmt: skip
-    """Copy a tile of another owner out of the staging."""
-    values = get(staging + part[2], tile, nbytes, UNIT, TILE, WHOLE)
-    put(part[1], values, tile, nbytes, UNIT, TILE, WHOLE)
-
-
-@triton.jit
 def _broadcast_relay(
-    data, nbytes, part, rank, root, behind, board,
+    data, nbytes, part, rank, root, behind, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +230,7 @@ def _broadcast_relay(
             tile += tl.num_programs(0)
         signal(arenas, rank, generation, 0, N)
     else:
-        spent = wait_for_rank(p0, root, generation, board, spent, 0)
+        spent = wait_for_rank(p0, root, generation, status, spent, 0)
         there = nbytes - (behind - 1) * part
         while tile < tiles:
             values = get(block_slot(p0, generation, root, N), tile, there, UNIT, TILE, False)
@@ -248,7 +239,7 @@ def _broadcast_relay(
                     put(block_slot(peers[turn], generation, rank, N), values, tile, there, UNIT, TILE, False)
             tile += tl.num_programs(0)
     signal(arenas, rank, generation, 1, N)
-    wait(p0, generation, board, spent, 1, N)
+    wait(p0, generation, status, spent, 1, N)
     if rank != root:
         tile = tl.program_id(0).to(tl.int64)
         while tile < tiles:

@@ -86,7 +86,7 @@ def arrange_push(site: LaunchSite, tiles: Tiles, *, distinct: bool) -> Launch:
         distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **tiles.constants}
-    arguments = (*tiles.arguments, site.rank, site.board, *padded(site.rotated(site.arenas)), *tiles.addresses(0))
+    arguments = (*tiles.arguments, site.rank, site.status, *padded(site.rotated(site.arenas)), *tiles.addresses(0))
     return Launch(_direct_push, site.blocks(tiles.count), WARPS, arguments, constants)
 
 
@@ -113,7 +113,7 @@ def arrange(site: LaunchSite, tiles: Tiles, largest: int, reduction: Reduction, 
         warps = PAIR_GATHER_WARPS if gather else PAIR_WARPS
     constants = {"N": n, "GATHER": gather, **tiles.constants, **reduction_constants(reduction), "STAGES": stages}
     addresses = padded(site.rotated(site.arenas)) + tiles.addresses(0) + tiles.addresses(1)
-    arguments = (*tiles.arguments, site.rank, site.board, *addresses)
+    arguments = (*tiles.arguments, site.rank, site.status, *addresses)
     return Launch(_direct_reduce, site.blocks(largest), warps, arguments, constants)
 
 
@@ -151,12 +151,12 @@ def arrange_send(
     sizes = (shard_bytes // element, total_bytes // element, chunks.peer_bytes, chunks.rounds)
     everyone = (site.arenas, stagings, outputs)
     addresses = tuple(address for each in everyone for address in padded(site.rotated(each)))
-    return Launch(_direct_send, chunks.blocks, WARPS, (input, *sizes, site.rank, site.board, *addresses), constants)
+    return Launch(_direct_send, chunks.blocks, WARPS, (input, *sizes, site.rank, site.status, *addresses), constants)
 
 
 @triton.jit
 def _direct_push(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     o0, o1, o2, o3, o4, o5, o6, o7,
     N: tl.constexpr, DISTINCT: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
@@ -168,14 +168,14 @@ def _direct_push(
     ends = ends_of(table, TABLE)
     spent = tl.full((), 0, tl.int32)
     relaxed_signal(arenas, rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    spent = wait(p0, generation, status, spent, 0, N)
 
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
     each_tile(_push_tile, (outputs, rank, N, DISTINCT, TABLE), call, 0, 1,
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
 
     signal(arenas, rank, generation, 1, N)
-    spent = wait(p0, generation, board, spent, 1, N)
+    spent = wait(p0, generation, status, spent, 1, N)
     end_generation(p0, generation)
 
 
@@ -197,7 +197,7 @@ def _push_tile(
 
 @triton.jit
 def _direct_reduce(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     i0, i1, i2, i3, i4, i5, i6, i7,
     o0, o1, o2, o3, o4, o5, o6, o7,
@@ -212,7 +212,7 @@ def _direct_reduce(
     ends = ends_of(table, TABLE)
     spent = tl.full((), 0, tl.int32)
     signal(arenas, rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    spent = wait(p0, generation, status, spent, 0, N)
 
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
     each_tile(_reduce_tile, (inputs, outputs, N, GATHER, TABLE, OP, DTYPE, ELEMENT_BYTES, FLOAT),
@@ -220,7 +220,7 @@ def _direct_reduce(
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, STAGES)  # fmt: skip
 
     signal(arenas, rank, generation, 1, N)
-    spent = wait(p0, generation, board, spent, 1, N)
+    spent = wait(p0, generation, status, spent, 1, N)
     end_generation(p0, generation)
 
 
@@ -249,7 +249,7 @@ def _reduce_tile(
 
 @triton.jit
 def _direct_send(
-    input, shard, total, peer_bytes, rounds, rank, board,
+    input, shard, total, peer_bytes, rounds, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
     o0, o1, o2, o3, o4, o5, o6, o7,
@@ -262,7 +262,7 @@ def _direct_send(
     generation = next_generation(p0)
     spent = tl.full((), 0, tl.int32)
     relaxed_signal(arenas, rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    spent = wait(p0, generation, status, spent, 0, N)
 
     tiles = (shard + TILE - 1) // TILE
     step = tl.num_programs(0) * rounds
@@ -273,16 +273,16 @@ def _direct_send(
                     N, DTYPE, ELEMENT_BYTES, INPUT_ALIGNED, TILE)  # fmt: skip
         signal(arenas, rank, generation, 1 + chunk, N)
         if chunk > 0:
-            spent = wait(p0, generation, board, spent, chunk, N)
+            spent = wait(p0, generation, status, spent, chunk, N)
             _reduce_chunk(outputs, s0, input, chunk - 1, rounds, shard, total, peer_bytes, rank,
                           N, OP, DTYPE, ELEMENT_BYTES, FLOAT, INPUT_ALIGNED, OUTPUT_ALIGNED, TILE)  # fmt: skip
         chunk += 1
-    spent = wait(p0, generation, board, spent, chunks, N)
+    spent = wait(p0, generation, status, spent, chunks, N)
     _reduce_chunk(outputs, s0, input, chunks - 1, rounds, shard, total, peer_bytes, rank,
                   N, OP, DTYPE, ELEMENT_BYTES, FLOAT, INPUT_ALIGNED, OUTPUT_ALIGNED, TILE)  # fmt: skip
 
     signal(arenas, rank, generation, DONE, N)
-    spent = wait(p0, generation, board, spent, DONE, N)
+    spent = wait(p0, generation, status, spent, DONE, N)
     end_generation(p0, generation)
 
 

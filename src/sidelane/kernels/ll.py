@@ -38,16 +38,16 @@ block has more tiles; WHOLE if all tiles are full; OP is empty where bytes only 
 from __future__ import annotations
 
 from sidelane.device import layout
-from sidelane.device.flagged import cells_of
+from sidelane.device.flagged import cells_of, late_flags
 from sidelane.device.flags import (
     POLLS,
+    abort_word,
     addresses_of,
     end_generation,
     next_generation,
     relaxed_signal,
     relaxed_wait,
-    say_who_is_late,
-    told_to_give_up,
+    report_late,
 )
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
@@ -83,7 +83,7 @@ def arrange(
     """
     blocks, warps, constants = _tiles(site, part_bytes, unit_bytes(output, input, part_bytes))
     constants |= {"DISTINCT": distinct, **reduction_constants(reduction)}
-    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
+    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.status)
     return Launch(_ll, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -101,7 +101,7 @@ def arrange_broadcast(site: LaunchSite, data: int, nbytes: int, root: int) -> La
     """
     blocks, warps, constants = _tiles(site, nbytes, unit_bytes(data, nbytes))
     del constants["PEERS"], constants["ONE"]
-    arguments = (data, nbytes, site.rank, root, site.board)
+    arguments = (data, nbytes, site.rank, root, site.status)
     return Launch(_ll_broadcast, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -170,7 +170,7 @@ def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit
 def _ll(
-    output, input, part_bytes, stride, rank, board,
+    output, input, part_bytes, stride, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
@@ -211,7 +211,7 @@ def _ll(
         mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
         if OP != "":
             own = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
-        words, spent = _wait(ll_slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent)
+        words, spent = _wait(ll_slot(p0, generation, 0, N), senders, index[None, :], mask, generation, status, spent)
         if OP == "":
             store_words(
                 output + senders * part_bytes, index[None, :], words, part_bytes, mask, UNIT, False, WHOLE
@@ -229,7 +229,7 @@ def _ll(
 
 @triton.jit
 def _ll_broadcast(
-    data, nbytes, rank, root, board,
+    data, nbytes, rank, root, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -254,10 +254,10 @@ def _ll_broadcast(
         while start < count:
             index = start + tl.arange(0, WORDS)[None, :]
             there = words_there(index, count, WHOLE)
-            words, spent = _wait(ll_slot(p0, generation, 0, N), sender, index, there, generation, board, spent)
+            words, spent = _wait(ll_slot(p0, generation, 0, N), sender, index, there, generation, status, spent)
             store_words(data, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
             start += step
-    relaxed_wait(p0, generation, board, spent, 0, N)
+    relaxed_wait(p0, generation, status, spent, 0, N)
     end_generation(p0, generation)
 
 
@@ -268,7 +268,7 @@ def _put(slot_address, index, words, generation, mask):
 
 
 @triton.jit
-def _wait(slot_address, ranks, index, mask, generation, board, spent):
+def _wait(slot_address, ranks, index, mask, generation, status, spent):
     """Wait for flagged words ``index`` (int[1, W]) from ``ranks`` (int[R, 1]), and return their data, int32[R, W].
 
     Relaxed: other memory is not ordered. Elements outside of ``mask`` are undefined, and all are undefined if the host
@@ -279,22 +279,16 @@ def _wait(slot_address, ranks, index, mask, generation, board, spent):
     """
     places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (LL_SLOT_BYTES // 8) + index
     cells = tl.load(places, mask=mask, other=0, volatile=True)
-    late = _late(cells, mask, generation)
+    late = late_flags(cells, mask, generation)
     polls = 0
     while (tl.max(late) != 0) & (spent == 0):
         cells = tl.load(places, mask=mask, other=0, volatile=True)
-        late = _late(cells, mask, generation)
+        late = late_flags(cells, mask, generation)
         polls += 1
         if polls % POLLS == 0:
-            say_who_is_late(board, tl.reshape(ranks, late.shape), late, generation)
-            spent = told_to_give_up(board)  # the warps decide together: they computed late together
+            report_late(status, tl.reshape(ranks, late.shape), late, generation)
+            spent = abort_word(status)  # the warps decide together: they computed late together
     return cells.to(tl.int32), spent
-
-
-@triton.jit
-def _late(cells, mask, generation):
-    """Return 1 for each rank with a missing word, int32[R]."""
-    return tl.max((mask & ((cells >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
 
 
 @triton.jit

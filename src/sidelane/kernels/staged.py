@@ -27,7 +27,7 @@ from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_in, get, pointer, put
 from sidelane.kernels.arithmetic import load_combined, reduction_constants
-from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of
+from sidelane.kernels.tile_table import Tiles, call_of, each_tile, ends_of, fetch_tile
 from sidelane.program.collective import Reduction
 
 MOVED_TILE_BYTES, REDUCED_TILE_BYTES = 16384, 8192
@@ -71,7 +71,7 @@ def arrange(
         **tiles.constants,
         **reduction_constants(reduction),
     }
-    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.board)
+    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.status)
     addresses = padded(site.rotated(site.arenas)) + padded(site.rotated(stagings) if reduction is None else stagings)
     owned = -(-tiles.count // n) if gather and constants["TABLE"] else tiles.count
     return Launch(_staged, site.blocks(owned), WARPS, arguments + addresses, constants)
@@ -79,7 +79,7 @@ def arrange(
 
 @triton.jit
 def _staged(
-    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, board,
+    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, status,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
     N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr,
@@ -100,7 +100,7 @@ def _staged(
     each_tile(_stage, (own, staged, rank, total, SHARDS, RAGGED, OP == ""), call, 0, 1,
               TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
     signal(arenas, rank, generation, 0, N)
-    spent = wait(p0, generation, board, spent, 0, N)
+    spent = wait(p0, generation, status, spent, 0, N)
 
     shard = rank * staged if SHARDS > 1 else rank * 0
     if OP == "":
@@ -116,13 +116,13 @@ def _staged(
         each_tile(_reduce, (own, stagings, shard, N, GATHER, OP, DTYPE, ELEMENT_BYTES, FLOAT), reduced, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
     signal(arenas, rank, generation, 1, N)
-    spent = wait(p0, generation, board, spent, 1, N)
+    spent = wait(p0, generation, status, spent, 1, N)
 
     if GATHER:
         if TABLE:
             for turn in tl.static_range(1, N):
                 owner = (rank + turn) % N
-                each_tile(_fetch_result, (address_of(stagings, owner, N),), call, owner, N,
+                each_tile(fetch_tile, (address_of(stagings, owner, N),), call, owner, N,
                           TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
         else:
             results = ()
@@ -132,7 +132,7 @@ def _staged(
             each_tile(_fetch_shards, (results, total, rank, N), call, 0, 1,
                       TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
         signal(arenas, rank, generation, 2, N)
-        spent = wait(p0, generation, board, spent, 2, N)
+        spent = wait(p0, generation, status, spent, 2, N)
     end_generation(p0, generation)
 
 
@@ -142,11 +142,11 @@ def _stage(
     staging, staged, rank, total, SHARDS: tl.constexpr, RAGGED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Stage a tile of each part; where bytes only move, the part that stays here is written to its place at once."""
-    input, output, place, stride, output_stride, _, _ = part
+    input, output, sent_offset, stride, output_stride, _, _ = part
     for shard in tl.static_range(SHARDS):
         length = tl.minimum(total - shard * nbytes, nbytes) if RAGGED else nbytes
         values = get(input + shard * stride, tile, length, UNIT, TILE, WHOLE)
-        put(staging + shard * staged + place, values, tile, length, UNIT, TILE, WHOLE)
+        put(staging + shard * staged + sent_offset, values, tile, length, UNIT, TILE, WHOLE)
         if MOVES and (SHARDS == 1 or shard == rank):
             put(output + rank * output_stride, values, tile, length, UNIT, TILE, WHOLE)
 
@@ -160,10 +160,10 @@ def _fetch(
 
     With units of one or two bytes that would spill registers to local memory, which takes up to a gigabyte of the GPU.
     """
-    _, output, place, _, stride, _, _ = part
+    _, output, sent_offset, _, stride, _, _ = part
     tiles = ()
     for turn in tl.static_range(1, N):
-        values = get(stagings[turn] + shard + place, tile, nbytes, UNIT, TILE, WHOLE)
+        values = get(stagings[turn] + shard + sent_offset, tile, nbytes, UNIT, TILE, WHOLE)
         if UNIT >= 4:
             tiles = tiles + (values,)
         else:
@@ -180,26 +180,17 @@ def _reduce(
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tile of the stagings of all ranks, in the order of the ranks."""
-    _, output, place, _, _, _, _ = part
+    _, output, sent_offset, _, _, _, _ = part
     begin = tile * TILE
     lanes = tl.arange(0, TILE // ELEMENT_BYTES)
     mask = None if WHOLE else lanes < count_in(tile, nbytes, UNIT, ELEMENT_BYTES, TILE)
     sources = ()
     for rank in tl.static_range(N):
-        sources = sources + (stagings[rank] + shard + place + begin,)
+        sources = sources + (stagings[rank] + shard + sent_offset + begin,)
     result = load_combined(sources, lanes, mask, N, OP, DTYPE, FLOAT, True)
     tl.store(pointer(output + begin, DTYPE, ALIGNED) + lanes, result, mask=mask)
     if GATHER:
-        tl.store(pointer(own + shard + place + begin, DTYPE, True) + lanes, result, mask=mask)
-
-
-@triton.jit
-def _fetch_result(
-    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, staging,
-):  # fmt: skip
-    """Read the result of a tile from its owner."""
-    _, output, place, _, _, _, _ = part
-    put(output, get(staging + place, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
+        tl.store(pointer(own + shard + sent_offset + begin, DTYPE, True) + lanes, result, mask=mask)
 
 
 @triton.jit

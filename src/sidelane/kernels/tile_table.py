@@ -5,11 +5,11 @@
 
 Every piece (a tensor, or a pair of input and output) is cut into tiles, the last of which may be smaller. Thread blocks
 take tiles in turn. The tiles of a table are numbered across its pieces; a block finds the piece that holds its tile,
-and the addresses in the row of that piece. Ranks agree on sizes and places, so that a tile number means the same tile
+and the addresses in the row of that piece. Ranks agree on sizes and offsets, so that a tile number means the same tile
 on all of them; addresses are each rank's own::
 
     ends of the pieces, as numbers of tiles | row 0 | row 1 | ...
-    row   input | output | bytes | input stride | output stride | place | wide | first tile | 8 addresses | 8 more
+    row   input | output | bytes | input stride | output stride | sent offset | wide | first tile | 8 addresses | 8 more
 
 ``wide``: addresses and strides are multiples of 16, so that whole tiles move in accesses of 16 bytes. Rows end where
 a kernel needs no more: the groups of addresses, one for each rank, are for tensors that peers read or write.
@@ -30,9 +30,10 @@ import numpy.typing as npt
 
 from sidelane.device.language import tl, triton
 from sidelane.device.launch import padded, unit_bytes
+from sidelane.device.memory import get, put
 from sidelane.program.kernel import MOST_LISTED
 
-INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, PLACE, WIDE, FIRST_TILE, FIRST_GROUP, SECOND_GROUP = map(
+INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, SENT_OFFSET, WIDE, FIRST_TILE, FIRST_GROUP, SECOND_GROUP = map(
     tl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 )
 
@@ -52,7 +53,7 @@ class KernelPiece:
         nbytes: bytes from rank to rank, at least 1 in a table.
         input_stride: distance of the parts for successive ranks; 0 if all get the same.
         output_stride: distance of the parts from successive ranks; 0 for a result.
-        place: offset among the bytes that a rank sends to another one, a multiple of 16.
+        sent_offset: offset among the bytes that a rank sends to another one, a multiple of 16.
         groups: addresses on all ranks, two groups at most; the kernel defines their meaning and order.
     """
 
@@ -61,7 +62,7 @@ class KernelPiece:
     nbytes: int
     input_stride: int = 0
     output_stride: int = 0
-    place: int = 0
+    sent_offset: int = 0
     groups: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -96,7 +97,7 @@ class Tiles:
         """Return the tiles of one piece.
 
         Args:
-            piece: the piece, without a place.
+            piece: the piece, without an offset.
             tile_bytes: bytes of a tile.
             reads: access size in bytes for what moves or is read; 0 for that of the whole piece.
             stores: access size in bytes for results; 0 for that of the whole piece.
@@ -104,16 +105,16 @@ class Tiles:
         """
         unit, stored = reads or piece.unit_bytes, stores or piece.unit_bytes
         narrow, count = unit_bytes(unit, piece.nbytes, total), -(-piece.nbytes // tile_bytes)
-        place = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride)
+        row = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride)
         constants = {"TABLE": 0, "WORDS": 0, "UNIT": unit, "NARROW": narrow, "ALIGNED": stored == 16}
-        return Tiles(count, piece.nbytes, (0, count, *place), piece.groups, {**constants, "TILE": tile_bytes})
+        return Tiles(count, piece.nbytes, (0, count, *row), piece.groups, {**constants, "TILE": tile_bytes})
 
     @staticmethod
     def of_reduction(piece: KernelPiece, tile_bytes: int, total: int, *, gather: bool) -> Tiles:
         """Return the tiles of one piece to be reduced, whose input and output may be aligned differently.
 
         Args:
-            piece: the piece, without a place.
+            piece: the piece, without an offset.
             tile_bytes: bytes of a tile.
             total: bytes of an input.
             gather: results are also moved to the output.
@@ -149,7 +150,7 @@ class TileTable:
         # The last tiles of pieces count, too: their sizes need not be multiples of 16.
         narrow = min(unit_bytes(piece.unit_bytes, piece.nbytes) for piece in pieces)
         constants = {"TABLE": room, "WORDS": rows.shape[1], "UNIT": 16, "NARROW": narrow, "ALIGNED": True}
-        count, nbytes = int(ends[-1]), max(piece.place + piece.nbytes for piece in pieces)
+        count, nbytes = int(ends[-1]), max(piece.sent_offset + piece.nbytes for piece in pieces)
         tiles = Tiles(count, nbytes, (0, count, 0, 0, 0, 0, 0), (), {**constants, "TILE": tile_bytes})
         return TileTable(np.concatenate([ends, padding, rows.ravel()]), tiles)
 
@@ -160,7 +161,7 @@ class TileTable:
 
 def _row(piece: KernelPiece, first_tile: int) -> npt.NDArray[np.int64]:
     row = np.zeros(FIRST_GROUP.value * (1 + len(piece.groups)), np.int64)
-    where = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride, piece.place)
+    where = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride, piece.sent_offset)
     row[: FIRST_GROUP.value] = (*where, piece.unit_bytes == 16, first_tile)
     for group, first in zip(piece.groups, (FIRST_GROUP.value, SECOND_GROUP.value), strict=False):
         row[first : first + len(group)] = group
@@ -245,19 +246,28 @@ def call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stri
 
 @triton.jit
 def part_of(row, offset):
-    """Return input, output, place, input stride, output stride of a tile, and its row and offset for ``peer_address``.
+    """Return input, output, offset, input stride, output stride of a tile, and its row and offset for ``peer_address``.
 
     What a kernel does not use of it is not loaded.
     """
     return (
         value(row, INPUT) + offset,
         value(row, OUTPUT) + offset,
-        value(row, PLACE) + offset,
+        value(row, SENT_OFFSET) + offset,
         value(row, INPUT_STRIDE),
         value(row, OUTPUT_STRIDE),
         row,
         offset,
     )
+
+
+@triton.jit
+def fetch_tile(
+    part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, source,
+):  # fmt: skip
+    """Copy a tile from its place behind ``source``, such as a slot or the staging of its owner, to the output."""
+    _, output, sent_offset, _, _, _, _ = part
+    put(output, get(source + sent_offset, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -268,7 +278,7 @@ def peer_address(part, index, GROUP: tl.constexpr):
 
 @triton.jit
 def _find_tile(table, ends, tile, TABLE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
-    """Find the place of a tile.
+    """Find the row of a tile.
 
     Returns:
         Address of the row of its piece, its offset in there, its bytes, and whether it moves in accesses of 16 bytes.

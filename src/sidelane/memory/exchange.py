@@ -2,12 +2,12 @@
 
 Values are exchanged through the store of the process group, never by its collectives: these have one order for all
 users of the group, while two communicators of one group, each used by its own thread, have two. Keys consist of the
-group, the place of the communicator among those of this group, the number of the exchange in it, and the rank. So an
+group, the slot of the communicator among those of this group, the number of the exchange in it, and the rank. So an
 exchange meets those of the same communicator with the same number, and their subjects are compared.
 
 The outcome of an exchange is decided in the store, once, by the first rank that knows it: all ranks have met, or one
-has given up. So ranks never disagree about it, however late they come. If the first exchange at a place was decided
-without some rank, this rank goes on to the next place, where the others come again, whatever this process has made
+has given up. So ranks never disagree about it, however late they come. If the first exchange at a slot was decided
+without some rank, this rank goes on to the next slot, where the others come again, whatever this process has made
 before (decision 10). A later exchange that one rank gave up has failed for all of them.
 
 A rank that cannot take part posts its reason under its key, and the others raise it at once. A rank that does not come
@@ -69,7 +69,7 @@ class Exchange:
         group: group of ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
         warn_s: seconds after which the log names the ranks that have not come.
-        again: the store may hold values of an earlier group of this name, which are skipped. It costs a round trip.
+        skips_earlier: skip values that an earlier group of this name has left in the store. It costs a round trip.
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
@@ -86,7 +86,7 @@ class Exchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, again: bool = False
+        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, skips_earlier: bool = False
     ) -> None:
         require_own(group, "Communicator")
         self.rank, self.world_size, self.ranks = group.rank(), group.size(), ranks_of(group)
@@ -95,15 +95,15 @@ class Exchange:
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = dist.HashStore() if self.world_size == 1 else store_of(group)
         self._store: dist.Store | None = None
-        said = dist.PrefixStore(f"sidelane/{self._group}", self.store)
-        self.liveness: Liveness = liveness_of(group, said, self.rank, self.ranks)
+        shared = dist.PrefixStore(f"sidelane/{self._group}", self.store)
+        self.liveness: Liveness = liveness_of(group, shared, self.rank, self.ranks)
         with _counting:
-            self._places = _places.setdefault(group, itertools.count(1))
+            self._slots = _slots.setdefault(group, itertools.count(1))
         self._go_on()
         self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
-        self._deciding, self._again, self._read_each_at = False, again, 0.0
+        self._deciding, self._skips_earlier, self._read_each_at = False, skips_earlier, 0.0
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
         """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
@@ -140,12 +140,12 @@ class Exchange:
         if other is not None:
             raise MismatchError(
                 f"exchange {self._number} of communicator {self.name}: rank {self.rank} is about: {what}; "
-                f"rank {other}: {found[other].what} (allowed=the same calls, in the same order)"
+                f"rank {other}: {found[other].what}. All ranks make the same calls in the same order"
             )
         own = self._posted.item
         unlike = [rank for rank, post in enumerate(found) if not alike(own, post.item)]
         if unlike:
-            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, allowed=as {own!r:.{SHOWN}}"
+            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, here={own!r:.{SHOWN}}"
             raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
         if self._number > 1:
             return [post.item for post in found]
@@ -183,7 +183,7 @@ class Exchange:
             time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
     def _title(self, what: str, text: str) -> str:
-        """Return the text of an error: the user's call, the text, and the place for those who know the inside."""
+        """Return the text of an error: the user's call, the text, and the slot for those who know the inside."""
         return f"{users_call() or what}: {text} ({what}, exchange {self._number} of communicator {self.name})"
 
     def refuse(self, error: BaseException, *, grace_s: float = 0.0) -> None:
@@ -202,15 +202,15 @@ class Exchange:
             time.sleep(_HEARD_S if grace_s else 0)
 
     def _go_on(self) -> None:
-        """Take the next place among the communicators of this group."""
-        self.name = f"{self._group}/{next(self._places)}"
+        """Take the next slot among the communicators of this group."""
+        self.name = f"{self._group}/{next(self._slots)}"
         if self.world_size > 1:
             self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
     def _meet(self, what: str, item: Any) -> list[Post]:
-        """Run an exchange: the first one at the first place where all ranks meet, later ones at that place."""
+        """Run an exchange: the first one at the first slot where all ranks meet, later ones at that slot."""
         is_first = self._number == 1
-        if is_first and self._again:
+        if is_first and self._skips_earlier:
             self._go_past(what)
         while True:
             outcome, failure = self._take_part(what, item)
@@ -279,7 +279,7 @@ class Exchange:
             del error  # which keeps this frame
 
     def _go_past(self, what: str, *, missed: bool = True) -> None:
-        """Skip places that are decided; with ``missed``, also those that were given up for want of this rank."""
+        """Skip slots that are decided; with ``missed``, also those that were given up for want of this rank."""
         with self._reaching_the_store(what):
             while (over := self._decided()) is not None and (missed or self.rank not in over.ranks):
                 self._go_on()
@@ -287,7 +287,7 @@ class Exchange:
     def _refuse(self, what: str, error: BaseException) -> None:
         if self._store is None:
             return
-        if self._number == 1:  # a place that the others gave up for want of this rank is the one that it refuses
+        if self._number == 1:  # a slot that the others gave up for want of this rank is the one that it refuses
             self._go_past(what, missed=False)
         self._post(Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
 
@@ -367,7 +367,7 @@ class Exchange:
             if _KEEPS_NOTHING in str(error):
                 raise UnavailableError(
                     f"{users_call() or what}: the group's store keeps no values, as that of torch's fake groups, whose "
-                    "ranks cannot meet (allowed=groups with a TCPStore, FileStore or HashStore)"
+                    "ranks cannot meet (allowed=groups of a TCPStore, FileStore, HashStore)"
                 ) from None
             gone = self.liveness.gone(range(self.world_size), within_s=DYING_S)
             why = "".join(f"{how}; " for how in gone.values())
@@ -390,7 +390,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
             f"Communicator: the group has no store (allowed=groups of torch.distributed): {error}"
         ) from error
     if store is None:
-        raise UnavailableError("Communicator: the group has no store (allowed=groups that were made with one)")
+        raise UnavailableError("Communicator: the group was made without a store, and needs one")
     # Its own connection: a wait for a key occupies a connection as long as it lasts. If the store ended with a rank,
     # attempts to connect take long.
     liveness = known(group)
@@ -446,8 +446,8 @@ def _inherit() -> None:
             _inherited.setdefault(group, os.getppid())
 
 
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Counters of the places of communicators, by group: ranks that have made different groups before agree on them."""
+_slots: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Counters of the slots of communicators, by group: ranks that have made different groups before agree on them."""
 _counting = forks.rlock()
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Groups that this process has inherited by fork, with the process id of the parent."""

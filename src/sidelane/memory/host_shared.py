@@ -2,27 +2,31 @@
 
 It is an anonymous file (memfd) that the peers open through ``/proc/<pid>/fd/<fd>``: it never has a name, the kernel
 frees it with the last process that maps it, however that process ends, and the size of /dev/shm does not matter.
+
+The kernel overcommits shared memory, and kills a process later: so what is available is looked up before, and pages are
+reserved when the memory is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import itertools
 import mmap
 import os
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
-from sidelane.memory.available import available_bytes, lacking
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import ProcessIdentity
+from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.liveness import Liveness
 from sidelane.user_files import open_regular
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
@@ -31,6 +35,16 @@ _MEMFD = "sidelane"
 """Name of the anonymous files."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of an anonymous file: nobody can change its size, or its seals."""
+
+_LIMITS = {
+    errno.EMFILE: "files that this process may have open (ulimit -n)",
+    errno.ENFILE: "files that this machine may have open (/proc/sys/fs/file-max)",
+    errno.ENOSPC: "memory, or room where the file lies",
+    errno.ENOMEM: "memory, or mappings (/proc/sys/vm/max_map_count)",
+    errno.EDQUOT: "room for this user",
+    errno.EACCES: "permissions of this user",
+    errno.EPERM: "permissions of this user",
+}
 
 
 class SharedBytes:
@@ -51,14 +65,15 @@ class SharedBytes:
 
     def __init__(self, exchange: Exchange, nbytes: int) -> None:
         self.rank, self.world_size = exchange.rank, exchange.world_size
-        self.nbytes = nbytes
+        self.nbytes, self._liveness = nbytes, exchange.liveness
         # Parts begin on page boundaries: the kernel places a page near the rank that touches it first.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with contextlib.ExitStack() as opened:  # the file of rank 0, open while the others attach
-            told = exchange("shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened))
-            offers = [each._replace(process=ProcessIdentity(*each.process)) for each in itertools.starmap(_Offer, told)]
-            _agree(offers)
-            self.peers = tuple(each.process for each in offers)
+            posted = exchange(
+                "shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened)
+            )
+            offers = list(itertools.starmap(_Offer, posted))
+            _agree(offers, self._liveness)
             mapped: mmap.mmap | None = None
 
             def attach() -> str:
@@ -86,16 +101,19 @@ class SharedBytes:
     def _attach(self, first: _Offer) -> tuple[mmap.mmap | None, str]:
         """Map the file of rank 0, and reserve this rank's part of it. Return the mapping, or None and the problem."""
         total_bytes = self._stride * self.world_size
+        maker, own = self._liveness.process(0), self._liveness.process(self.rank)
+        # So that a post can name open files of its rank only.
+        path = f"/proc/{maker.pid}/fd/{first.descriptor}"
         try:
-            descriptor = open_regular(first.path, os.O_RDWR)
+            descriptor = open_regular(path, os.O_RDWR)
         except OSError as error:
             hint = ""
-            if first.process.namespace != ProcessIdentity.own().namespace:
+            if maker.namespace != own.namespace:
                 hint = "; its pid namespace is another one: start the ranks in one container, or share the namespace"
-            return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {lacking(error)}{hint}"
+            return None, f"cannot open the memory of rank 0 (pid {maker.pid}): {lacking(error)}{hint}"
         try:
             if why := first.why_not(descriptor, total_bytes):
-                return None, f"{first.path} is not the file of rank 0: {why}"
+                return None, f"{path} is not the file of rank 0: {why}"
             _reserve(descriptor, self.offset(self.rank), self._stride)
             # mmap keeps a duplicate of the descriptor for resizing, where it cannot be told not to.
             untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -147,16 +165,10 @@ class ShmMemory:
 class _Offer(NamedTuple):
     """The post of a rank before the memory is mapped; only rank 0 sets descriptor and inode."""
 
-    process: ProcessIdentity
     nbytes: int
     descriptor: int = -1
     inode: tuple[int, int] = (0, 0)
     problem: str = ""
-
-    @property
-    def path(self) -> str:
-        """Path of the file, built so that a post can name open files of its rank only."""
-        return f"/proc/{self.process.pid}/fd/{self.descriptor}"
 
     def why_not(self, descriptor: int, nbytes: int) -> str:
         """Return the reason why an open file is none that rank 0 makes for so many bytes; "" if it is one.
@@ -175,12 +187,11 @@ class _Offer(NamedTuple):
 
 
 def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStack) -> _Offer:
-    process = ProcessIdentity.own()
     if rank or nbytes <= 0:
-        return _Offer(process, nbytes)
+        return _Offer(nbytes)
     room = available_bytes()
     if room is not None and total_bytes > room:
-        return _Offer(process, nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
+        return _Offer(nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
     try:
         descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         forks.in_copies_of(opened.enter_context(io.FileIO(descriptor, "r+")), io.FileIO.close)
@@ -189,15 +200,15 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStac
         status = os.fstat(descriptor)
     except (OSError, OverflowError) as error:
         why = lacking(error) if isinstance(error, OSError) else str(error)
-        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {why}")
-    return _Offer(process, nbytes, descriptor, (status.st_dev, status.st_ino))
+        return _Offer(nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {why}")
+    return _Offer(nbytes, descriptor, (status.st_dev, status.st_ino))
 
 
-def _agree(offers: list[_Offer]) -> None:
+def _agree(offers: list[_Offer], liveness: Liveness) -> None:
     """Raise on every rank alike if the ranks cannot share memory."""
-    machines = {offer.process.machine for offer in offers}
-    if len(machines) > 1:
-        places = ", ".join(f"rank {rank} on {offer.process.host}" for rank, offer in enumerate(offers))
+    processes = [liveness.process(rank) for rank in range(len(offers))]
+    if len({process.machine for process in processes}) > 1:
+        places = ", ".join(f"rank {rank} on {process.host}" for rank, process in enumerate(processes))
         raise UnavailableError(f"SharedBytes: the ranks of the group must be on one machine: {places}")
     sizes = [offer.nbytes for offer in offers]
     if len(set(sizes)) > 1:
@@ -213,3 +224,58 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
     """Let the kernel commit the pages now: a page that it lacks later would be a SIGBUS in the middle of a copy."""
     for start in range(offset, offset + nbytes, _RESERVE_BYTES):
         os.posix_fallocate(descriptor, start, min(_RESERVE_BYTES, offset + nbytes - start))
+
+
+def available_bytes() -> int | None:
+    """Return the bytes that can be allocated without swapping or exceeding a container's limit; None if unknown."""
+    limits = [value for value in (_machine(), *_control_groups()) if value is not None]
+    return min(limits, default=None)
+
+
+def lacking(error: OSError) -> str:
+    """Return the text of a system error, with the resource that is exhausted.
+
+    >>> lacking(OSError(errno.EMFILE, "Too many open files"))
+    'no more files that this process may have open (ulimit -n): [Errno 24] Too many open files'
+    """
+    limit = _LIMITS.get(error.errno or 0)
+    return str(error) if limit is None else f"no more {limit}: {error}"
+
+
+def _machine() -> int | None:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _control_groups() -> list[int | None]:
+    """Return the free bytes in the memory control groups of this process: versions 2 and 1, from outside and inside."""
+    rooms: list[int | None] = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            folders, names = ("/sys/fs/cgroup" + path, "/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            folders = ("/sys/fs/cgroup/memory" + path, "/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        rooms.extend(_room(Path(folder), *names) for folder in folders)
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+    if not (limit.isdigit() and usage.isdigit()):  # "max", or no such group
+        return None
+    # Inactive file pages count as usage, but the kernel drops them when memory is allocated.
+    statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if line.count(" ") == 1)
+    return max(0, int(limit) - int(usage) + int(statistics.get("inactive_file", 0)))
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,16 +1,26 @@
-"""Storages over a part of other memory, which report their deletion; and storages that exchange memory."""
+"""Memory of tensors: parts of other memory, which report their deletion; storages that exchange memory; persistent
+tensors.
+
+``torch.compile(mode="reduce-overhead")`` runs compiled code once in the memory pool of the graph that it captures next,
+and refuses tensors that remain there and are no outputs. Tensors that an operator makes at its first call and keeps
+(contexts, counters, addresses) would remain. Such pools serve allocations of their own thread, on its stream. So
+another thread allocates persistent tensors (:func:`persistent`).
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from sidelane.modes import outside_of_modes
+
+T = TypeVar("T")
 
 
 class MemoryBytes:
@@ -128,3 +138,38 @@ def _exchange_words(one: torch.UntypedStorage, other: torch.UntypedStorage) -> N
     first, second = _words(one), _words(other)
     for word in range(len(first)):
         first[word], second[word] = second[word], first[word]
+
+
+def persistent(device: torch.device, make: Callable[[], T]) -> T:
+    """Return the tensors that ``make`` returns, allocated outside of any memory pool of the calling thread.
+
+    Their content is written: the other thread waits for it on a stream of its own, since a default stream may wait for
+    peers that wait for this rank. They are no inference tensors even if the first call is made in
+    ``torch.inference_mode``, since later calls could not write to them.
+
+    Args:
+        device: device on which ``make`` allocates. On CPUs the caller's thread calls ``make``; also in a capture,
+            whose mode may forbid allocations of other threads.
+        make: makes the tensors on this device, not on torch's default device.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):  # the mode is thread-local: other threads need not leave it
+            return make()
+
+    # Found here, since another thread has its own current device.
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def apart() -> T:
+        stream = _stream_of(index)
+        with torch.cuda.device(index), torch.cuda.stream(stream):
+            made = make()
+            stream.synchronize()
+            return made
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(apart).result()
+
+
+@functools.cache
+def _stream_of(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)

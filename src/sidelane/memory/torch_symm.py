@@ -24,7 +24,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,32 +40,20 @@ from sidelane.errors import (
     PeerTimeoutError,
     UnavailableError,
 )
-from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.persistent import lasting
-from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
+from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.release import DeferredRelease, deferred_bytes, lanes, release_dropped
+from sidelane.memory.storage import persistent
 
 _POLL_S = 500e-6
 
 
-class LockTimeoutError(Exception):
-    """The lock of a process did not become free in time.
-
-    Attributes:
-        pid: process id.
-    """
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(f"process {pid} was in the middle of another one")
-        self.pid = pid
-
-
 @contextlib.contextmanager
-def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
-    """Hold the locks of processes, taken in the order of process ids, so that there is no deadlock.
+def alone_in(pids: Sequence[int], timeout_s: float) -> Iterator[None]:
+    """Hold the locks of the processes of all ranks, taken in the order of process ids, so that there is no deadlock.
 
     Raises:
-        LockTimeoutError: one did not become free within ``timeout_s``.
+        PeerTimeoutError: one did not become free within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
@@ -74,7 +62,8 @@ def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
             forks.in_copies_of(lock, socket.socket.close)  # a forked copy would keep the lock
             while not _took(lock, pid):
                 if time.monotonic() > deadline:
-                    raise LockTimeoutError(pid)
+                    text = f"allocate: process {pid} was in the middle of another one"
+                    raise PeerTimeoutError(text, (pids.index(pid),))
                 time.sleep(_POLL_S)
         yield
 
@@ -119,7 +108,12 @@ class TorchSymmetricMemory:
         self._timeout_s = timeout_s
         # Rank 0 names the instance: torch keeps groups by name, in all of the process.
         name = exchange("symmetric memory", lambda: f"sidelane/{os.getpid()}/{next(_instances)}")[0]
-        self._alias = _Alias(name, exchange)
+        self._name = name
+        wait_for = functools.partial(exchange.wait_for, "allocate: map")
+        self._store = RenumberingStore(dist.PrefixStore(name, exchange.store), wait_for)
+        self._group = dist.ProcessGroup(self._store, self._rank, self._world_size)  # the group, under that name
+        _c10d()._register_process_group(name, self._group)
+        self._is_known = False
         lanes.add(self)
 
     def allocate(self, nbytes: int) -> SymmetricBlock:
@@ -137,7 +131,7 @@ class TorchSymmetricMemory:
             raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
         if nbytes <= 0:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
-        give_back()
+        release_dropped()
         tensor: torch.Tensor | None = None
 
         def take() -> tuple[int, str, int]:
@@ -155,43 +149,68 @@ class TorchSymmetricMemory:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
-            return SymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
+            return SymmetricBlock(deferred_bytes(tensor), (tensor.data_ptr(),), None)
         handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
         addresses = tuple(base + offset for base in handle.buffer_ptrs)
-        return SymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
+        return SymmetricBlock(deferred_bytes(tensor), addresses, DeferredRelease(handle, self._device))
 
     def close(self) -> None:
         """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
         if self._exchange is not None:
-            self._alias.close()
+            _c10d()._unregister_process_group(self._name)
         self._exchange = None
         lanes.discard(self)
-        give_back()
+        release_dropped()
 
     def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
         """Map the memory of all ranks while none of their processes makes another rendezvous; return torch's handle."""
         assert self._exchange is not None
+        handle: Any = None
+
+        def map_all() -> None:
+            nonlocal handle
+            rendezvous = functools.partial(self._rendezvous, tensor)
+            handle = persistent(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
+
         with contextlib.ExitStack() as stack:
 
             def take_turn() -> None:
                 if self._rank == 0:
                     stack.enter_context(alone_in(pids, self._timeout_s / 2))  # the others wait meanwhile
 
-            handle: Any = None
-
-            def map_all() -> None:
-                nonlocal handle
-                rendezvous = functools.partial(self._alias.rendezvous, tensor)
-                handle = lasting(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
-
-            try:
-                self._exchange("allocate: one at a time", take_turn)
-            except LockTimeoutError as error:
-                raise PeerTimeoutError(f"allocate: {error}", (pids.index(error.pid),)) from error
+            self._exchange("allocate: one at a time", take_turn)
             self._exchange("allocate: map", map_all)
         return handle
+
+    def _rendezvous(self, tensor: torch.Tensor) -> Any:
+        """Map the memory of all ranks. Collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not come. PeerError: a rank died or failed in another way.
+        """
+        symmetric_memory = _symmetric_memory()
+        self._store.begin_round()
+        try:
+            with _set_in_environment():
+                try:
+                    return symmetric_memory.rendezvous(tensor, self._name)
+                except RuntimeError as error:
+                    # Some versions of torch look groups up in a separate table. Other versions compare allocation
+                    # counts for groups in that table, which may differ between ranks: so it is filled only if torch
+                    # misses the group.
+                    if "no group info" not in str(error) or self._is_known:
+                        raise
+                self._is_known = True
+                symmetric_memory.set_group_info(self._name, self._rank, self._world_size, self._store)
+                return symmetric_memory.rendezvous(tensor, self._name)
+        except PeerError:
+            raise  # raised by the store
+        except dist.DistError as error:
+            raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
+        except RuntimeError as error:
+            raise UnavailableError(f"allocate: the peers' memory cannot be mapped: {error}") from error
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
         """Allocate zeroed memory that peers can map. Return it, or None and the problem."""
@@ -207,51 +226,6 @@ class TorchSymmetricMemory:
         except RuntimeError as error:
             return None, str(error).splitlines()[0]
         return tensor, ""
-
-
-class _Alias:
-    """The group under a unique name of Sidelane, with the renumbering store."""
-
-    def __init__(self, name: str, exchange: Exchange) -> None:
-        self._name, self._rank, self._world_size = name, exchange.rank, exchange.world_size
-        wait_for = functools.partial(exchange.wait_for, "allocate: map")
-        self._store = RenumberingStore(dist.PrefixStore(name, exchange.store), wait_for)
-        self._group = dist.ProcessGroup(self._store, self._rank, self._world_size)
-        _c10d()._register_process_group(name, self._group)
-        self._told = False
-
-    def rendezvous(self, tensor: torch.Tensor) -> Any:
-        """Map the memory of all ranks. Collective.
-
-        Raises:
-            PeerTimeoutError: a rank did not come. PeerError: a rank died or failed in another way.
-        """
-        self._store.begin_round()
-        try:
-            with _told_in_the_environment():
-                return self._map(tensor)
-        except PeerError:
-            raise  # raised by the store
-        except dist.DistError as error:
-            raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
-        except RuntimeError as error:
-            raise UnavailableError(f"allocate: the peers' memory cannot be mapped: {error}") from error
-
-    def close(self) -> None:
-        _c10d()._unregister_process_group(self._name)
-
-    def _map(self, tensor: torch.Tensor) -> Any:
-        symmetric_memory = _symmetric_memory()
-        try:
-            return symmetric_memory.rendezvous(tensor, self._name)
-        except RuntimeError as error:
-            # Some versions of torch look groups up in a separate table. Other versions compare allocation counts for
-            # groups in that table, which may differ between ranks: so it is filled only if torch misses the group.
-            if "no group info" not in str(error) or self._told:
-                raise
-        self._told = True
-        symmetric_memory.set_group_info(self._name, self._rank, self._world_size, self._store)
-        return symmetric_memory.rendezvous(tensor, self._name)
 
 
 class RenumberingStore(dist.Store):
@@ -301,7 +275,7 @@ class RenumberingStore(dist.Store):
 
 
 @contextlib.contextmanager
-def _told_in_the_environment() -> Iterator[None]:
+def _set_in_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _FOR_TORCH}
     os.environ.update(_FOR_TORCH)
     try:
@@ -323,8 +297,8 @@ def _c10d() -> Any:
 def _graphs_may_be_compiled() -> bool:
     """Return True if ``torch.compile`` may be running this code in the memory pool of a graph.
 
-    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: ``lasting``
-    then makes it on another thread, which costs time otherwise.
+    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: then
+    ``persistent`` makes it on another thread, which costs time otherwise.
     """
     return "torch._inductor.cudagraph_trees" in sys.modules
 

@@ -108,7 +108,7 @@ typedef struct {
     unsigned next_victim;
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
-    int again; /* the last call has a shape, and was made at its addresses before */
+    int repeated; /* the last call has a shape, and was made at its addresses before */
 } Replay;
 
 static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
@@ -207,7 +207,7 @@ static void leave_entry(Entry *entry)
 }
 
 /* Where to look first; an error of a strange variant's hash is none of a place. */
-static unsigned place_of(const Request *request, long long stream)
+static unsigned home_of(const Request *request, long long stream)
 {
     Py_hash_t variant = PyObject_Hash(request->variant);
     if (variant == -1)
@@ -357,7 +357,7 @@ static int read_shape(Entry *entry, PyObject *given)
    error set, nowhere. */
 static unsigned choose_target(Replay *self, const Entry *entry)
 {
-    unsigned home = place_of(&entry->request, entry->stream), free = TABLE;
+    unsigned home = home_of(&entry->request, entry->stream), free = TABLE;
     for (unsigned probe = 0; probe < PROBES; probe++) {
         unsigned place = (home + probe) % TABLE;
         Entry *other = self->table[place];
@@ -522,7 +522,7 @@ static long long find_stream(Replay *self, long long aside)
 /* The remembered call of a form, with a user more; NULL if there is none, or with an error set. */
 static Entry *find(Replay *self, const Request *request, const Shape *form, long long stream)
 {
-    unsigned home = place_of(request, stream);
+    unsigned home = home_of(request, stream);
     for (unsigned probe = 0; probe < PROBES; probe++) {
         Entry *entry = self->table[(home + probe) % TABLE];
         if (entry == NULL || entry->stream != stream || entry->generation != PyList_GET_ITEM(self->generation, 0))
@@ -554,7 +554,7 @@ static uint64_t *seen_at(Replay *self, const Entry *entry, const Request *reques
    again at these addresses, or with an error set. */
 static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors, long long stream)
 {
-    Tensor places[2] = {{0}};
+    Tensor offsets[2] = {{0}};
     Request moved = *request;
     Shape form = {self->tensor_type, 0, 0, 0, NULL};
     if (request->lists || request->tensors > 2)
@@ -562,16 +562,16 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
     for (Py_ssize_t i = 0; i < request->tensors; i++) {
         if (!request->tensor[i].address || !request->tensor[i].nbytes)
             return NULL;
-        places[i] = request->tensor[i], places[i].address %= UNIT;
+        offsets[i] = request->tensor[i], offsets[i].address %= UNIT;
     }
-    moved.tensor = places;
+    moved.tensor = offsets;
     relate(request, &form);
     Entry *entry = find(self, &moved, &form, stream);
     if (entry == NULL)
         return NULL;
     uint64_t mark, *seen = seen_at(self, entry, request, &mark);
-    self->again = *seen == mark;
-    int admitted = self->again ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
+    self->repeated = *seen == mark;
+    int admitted = self->repeated ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
     *seen = mark;
     /* Python may have let other threads run. */
     int open = admitted == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
@@ -903,7 +903,7 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     long long aside = count == 6 ? PyLong_AsLongLong(arguments[5]) : 0;
     if (aside == -1 && PyErr_Occurred())
         return NULL;
-    self->again = 0;
+    self->repeated = 0;
     PyObject *given = arguments[1];
     Request request = {arguments[0], arguments[2], arguments[3], arguments[4], aside, 0, 0, NULL};
     PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
@@ -937,17 +937,17 @@ typedef struct {
 
 static PyTypeObject LaunchType;
 
-static int read_places(Entry *entry, PyObject *places)
+static int read_tensors(Entry *entry, PyObject *tensors)
 {
     Request *request = &entry->request;
-    request->tensors = PyTuple_GET_SIZE(places);
+    request->tensors = PyTuple_GET_SIZE(tensors);
     request->tensor = PyMem_Calloc(request->tensors + 1, sizeof(Tensor));
     entry->shape.follower = PyMem_Calloc(request->tensors + 1, sizeof(Follower));
     if (request->tensor == NULL || entry->shape.follower == NULL)
         return PyErr_NoMemory(), -1;
     for (int i = 0; i < request->tensors; i++) {
         unsigned long long address, word;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "OKK", &request->tensor[i].dtype, &address, &word))
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "OKK", &request->tensor[i].dtype, &address, &word))
             return -1;
         request->tensor[i].address = address % UNIT;
         if (word)
@@ -956,28 +956,28 @@ static int read_places(Entry *entry, PyObject *places)
     return 0;
 }
 
-PyDoc_STRVAR(launch_doc, "launch(stream, signature, payload, steps, notes, failed, guards, places)\n--\n\n"
+PyDoc_STRVAR(launch_doc, "launch(stream, signature, payload, steps, notes, failed, guards, tensors)\n--\n\n"
                          "Return a launch that can be made again; see sidelane.collectives.repeat.");
 
 static PyObject *replay_launch(Replay *self, PyObject *all)
 {
-    PyObject *steps, *notes, *guards, *places;
+    PyObject *steps, *notes, *guards, *tensors;
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
     if (!PyArg_ParseTuple(all, "LOSO!O!OO!O!", &entry->stream, &entry->signature, &entry->payload, &PyTuple_Type, &steps,
-                          &PyTuple_Type, &notes, &entry->failed, &PyTuple_Type, &guards, &PyTuple_Type, &places))
+                          &PyTuple_Type, &notes, &entry->failed, &PyTuple_Type, &guards, &PyTuple_Type, &tensors))
         goto fail;
-    if (PyBytes_GET_SIZE(entry->payload) > self->room || PyTuple_GET_SIZE(places) > MOST_TENSORS) {
+    if (PyBytes_GET_SIZE(entry->payload) > self->room || PyTuple_GET_SIZE(tensors) > MOST_TENSORS) {
         PyErr_Format(PyExc_ValueError, "launch: bytes of a payload, tensors (value=%zd, %zd, allowed=..%zd, ..%d)",
-                     PyBytes_GET_SIZE(entry->payload), PyTuple_GET_SIZE(places), self->room, MOST_TENSORS);
+                     PyBytes_GET_SIZE(entry->payload), PyTuple_GET_SIZE(tensors), self->room, MOST_TENSORS);
         goto fail;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guards); i++)
         if (!is_guard(PyTuple_GET_ITEM(guards, i)))
             goto fail;
-    if (read_steps(entry, steps) || read_notes(entry, notes) || read_places(entry, places))
+    if (read_steps(entry, steps) || read_notes(entry, notes) || read_tensors(entry, tensors))
         goto fail;
     Launch *launch = PyObject_GC_New(Launch, &LaunchType);
     if (launch == NULL)
@@ -1163,7 +1163,7 @@ static PyObject *replay_count(Replay *self, void *unused)
     return PyLong_FromLong(count);
 }
 
-static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
+static PyObject *replay_repeated(Replay *self, void *unused) { return PyBool_FromLong(self->repeated); }
 
 static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
 
@@ -1177,7 +1177,7 @@ static PyMethodDef replay_methods[] = {
 
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
-    {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
+    {"repeated", (getter)replay_repeated, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

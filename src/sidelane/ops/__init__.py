@@ -7,12 +7,12 @@ from sidelane.ops.attention import (
     sequence_positions,
 )
 from sidelane.ops.dispatch_gemm import all_to_all_gemm
-from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
+from sidelane.ops.embedding import embedding_all_to_all
 from sidelane.ops.embedding_backward import embedding_all_to_all_backward
 from sidelane.ops.experts import ExpertRoutes, combine_tokens, dispatch_tokens, route_experts
 from sidelane.ops.gemm import gemm_all_to_all
 from sidelane.ops.gemv import gemv_all_reduce
-from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
+from sidelane.ops.modules import EmbeddingBagAllToAll, RowParallelLinear
 from sidelane.ops.operator import explain
 from sidelane.ops.pipelined_gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from sidelane.ops.rms_norm import all_reduce_rms_norm
@@ -20,10 +20,7 @@ from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.timeline import Timeline
 
 __all__ = [
-    "EmbeddingAllToAll",
     "EmbeddingBagAllToAll",
-    "ExpertCombine",
-    "ExpertDispatch",
     "ExpertRoutes",
     "RowParallelLinear",
     "Timeline",

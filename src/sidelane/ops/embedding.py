@@ -6,21 +6,18 @@
 Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
 [local batch, tables x dim] (``unfused_bags``; the fused operators paper, section III.A, Figure 6).
 
-Any block of two ranks, ``remote_first``; s signals a slice after its last bag::
+Any block of two ranks, ``remote_first``::
 
-    rank 0   first: ready | wait for 1 | bags for 1 -> 1, s.. | wait for 0 | bags for 0, s.. | last: done, wait for all
-    rank 1   first: ready | wait for 0 | bags for 0 -> 0, s.. | wait for 1 | bags for 1, s.. | last: done, wait for all
+    rank 0   first: ready | wait for 1 | bags for 1 -> 1 | wait for 0 | bags for 0 | last: done, wait for all
+    rank 1   first: ready | wait for 0 | bags for 0 -> 0 | wait for 1 | bags for 1 | last: done, wait for all
 
 ``ready``: this rank's output is free, since all work in front of its launch has passed. The first running block
 signals it, and the last one that ends waits for the others' ``done``: a block waits only for signals that a running
 block is about to give, so that any grid will do, however many of its blocks fit on the GPU. No block waits for a bag of
 another rank, so ranks may have different orders.
 
-Bags of one table that go to one rank make slices, of a given number of samples. The block that ends the last bag of a
-slice signals it, so that a consumer which runs meanwhile may begin.
-
-Example (Figure 6): 2 ranks, batch 4, slices of 2: samples 0 and 1 go to rank 0, 2 and 3 to rank 1; each table of a rank
-has one slice for each rank. Of the bags for rank 1, number 3 is sample 1 there (3 in the batch) of table 1.
+Example (Figure 6): 2 ranks, batch 4: samples 0 and 1 go to rank 0, 2 and 3 to rank 1. Of the bags for rank 1, number 3
+is sample 1 there (3 in the batch) of table 1.
 
 Legend: N ranks; B samples of all ranks, b of a rank (the first ones have more); T tables of this rank, A of all; D
 elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``indices`` [all bags], ``offsets``
@@ -30,7 +27,7 @@ elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -52,7 +49,6 @@ from sidelane.device.context import (
     put_weak,
     rank_of,
     signal_all_release,
-    signal_release,
     wait_acquire,
     wait_all_acquire,
     world_size_of,
@@ -61,32 +57,23 @@ from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding_tables import (
     MEAN,
-    MODES,
     NAME,
     SUM,
     UNIT_WARPS,
     EmbeddingTables,
-    batch_of,
-    check_bags,
-    check_offsets,
-    check_sizes,
-    checked,
-    require_unmoved,
+    check_call,
     sizes_of,
     threads_of,
     words_of_tables,
 )
 from sidelane.ops.handle import (
     KernelHandle,
-    check_choice,
-    check_tensor,
-    kept,
+    cached_object,
     power_of_two,
     programs_of,
-    telling_refusals,
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
@@ -121,130 +108,55 @@ _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}
 """Codes of the orders. They are an argument, so that one binary serves both: two binaries differed by 8% on one rank,
 where both orders are the same. The codes are not 0 and 1, because Triton makes constants of a 1."""
 
-_PLACES = 3, 4, 5
-"""Places of indices, offsets and weights among the kernel's arguments behind the context."""
-
-READY, DONE, SLICES = range(3)
-"""Numbers of flags; those of slices follow. Numbers of counters: first program, last program, slices."""
+_ARGUMENT_INDICES = 3, 4, 5
+"""Positions of indices, offsets and weights among the kernel's arguments behind the context."""
 
 
 class EmbeddingAllToAll(KernelHandle):
-    """Flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
+    """Flags, counters and output of :func:`embedding_all_to_all` for some checked tables. Collective.
 
     Args:
         comm: communicator of the ranks.
-        tables: tables of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
-            different numbers of them; D and the dtype are the same on all.
-        batch: number of samples of all ranks, one for each and more. Rank r gets ``batch // N`` of them, and one more
-            if ``r < batch % N``.
+        tables: tables of this rank, [rows, D] each.
+        batch: number of samples of all ranks. Rank r gets ``batch // N`` of them, and one more if ``r < batch % N``.
         mode: ``sum`` or ``mean``.
-        slice_bags: number of samples of a slice; None for no flags of slices.
         per_unit: number of programs on each compute unit; None takes as many as have room.
-
-    Attributes:
-        tables: tables of this rank, next to those of the other ranks.
-        context: context of the kernel, for consumers of slices.
-
-    Raises:
-        ValueError, TypeError: wrong tables or sizes.
-        UnavailableError: inside a capture, or more than 8 ranks.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        tables: Sequence[torch.Tensor],
-        batch: int,
-        *,
-        mode: str = SUM,
-        slice_bags: int | None = None,
-        per_unit: int | None = None,
+        self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int, mode: str, per_unit: int | None = None
     ) -> None:
-        with telling_refusals(comm, NAME):
-            check_choice(NAME, "mode", mode, MODES)
-            self._checked = checked(comm, tables)
-            check_sizes(comm, tables, batch, slice_bags)
-            self._warps, self._rows_at_a_time = threads_of(tables[0].shape[1], tables[0].element_size())
-            per_unit = max(1, UNIT_WARPS // self._warps) if per_unit is None else per_unit
-            if per_unit < 1:
-                raise ValueError(f"{NAME}: per_unit (value={per_unit}, allowed=1 and more)")
-        self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
-        self.tables = EmbeddingTables.kept(comm, tables, batch)
-        counts, samples = self.tables.counts, self.tables.samples
+        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.cached(comm, tables, batch)
+        self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
+        samples, per_unit = self.tables.samples, per_unit or max(1, UNIT_WARPS // self._warps)
         self._order: str | None = None
-        self._slices = -(-samples[0] // slice_bags) if slice_bags else 0  # of a table, for one rank
-        self._programs = programs_of(comm, max(counts) * batch, per_unit)
-        own_slices = comm.world_size * len(tables) * self._slices
-        self._counters = lasting(
-            comm.device, lambda: torch.zeros(SLICES + own_slices, dtype=torch.int32, device=comm.device)
-        )
+        self._programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
+        self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
-        self._place = self.place_of(self._output)
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)
-        self.context = self._kernel.context
-
-    def flag_of_slice(self, table: int, sample: int) -> int:
-        """Return the flag by which a slice's owner tells this rank that the slice has arrived.
-
-        A kernel that is launched once for each call has the same generations, and waits by
-        ``wait_acquire(context, owner, flag, generation)``, with the context of this handle.
-
-        Args:
-            table: number of the table among those of its owner.
-            sample: number of the sample among those of this rank.
-        """
-        if not self.slice_bags:
-            raise ValueError(f"{NAME}: slices (value=None, allowed=a handle with slice_bags)")
-        return SLICES + table * self._slices + sample // self.slice_bags
-
-    def __call__(
-        self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        *,
-        per_sample_weights: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        order: str = AUTO,
-    ) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
-        with telling_refusals(self.comm, NAME):
-            require_unmoved(self.comm, self._checked)
-            check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
-            check_offsets(self.tables, offsets)
-        return self.run(order, None, indices, offsets, per_sample_weights, out)
+        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
 
     def run(
         self,
         order: str,
-        again: RepeatedLaunch | None,
+        repeated: RepeatedLaunch | None,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments; only the symmetric offset of ``out`` is still unchecked.
-
-        ``again``: launch of calls with these layouts and this order, without ``out``.
-        """
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts and this order."""
         comm, tables = self.comm, self.tables
-        again = again if out is None else None
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return self._output
-        output, place = self._output, self._place
-        if out is not None:
-            with telling_refusals(comm, NAME):
-                output, place = out, self.place_of(out)
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
             self._order = choose_order(comm.world_size, sizes).candidate
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
-            self._addresses if out is None else comm.peers(output),
+            self._addresses,
             self._counters,
             tables.addresses,
             *tensors,
@@ -252,50 +164,20 @@ class EmbeddingAllToAll(KernelHandle):
             len(tables.tables),
             sum(tables.counts[: comm.rank]),
             tables.width,
-            self._slices,
             _ORDERS[self._order if order == AUTO else order],
             stamps,
-            again=None if again is None or stamps is not None else (again, tensors),
-            alike=f"batch {tables.batch}, output at {place}{stamped}",
+            repeated=None if repeated is None or stamps is not None else (repeated, tensors),
+            alike=f"batch {tables.batch}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
             DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
-            ALIGNED=tables.are_aligned and place[1] % 16 == 0,
+            ALIGNED=tables.are_aligned,
             MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,
-            SLICE=self.slice_bags or 0,
             num_warps=self._warps,
         )
-        return output
-
-    def run_unfused(
-        self,
-        tables: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run the unfused equivalent. Only the symmetric offset of ``out`` is still unchecked."""
-        if out is not None:
-            with telling_refusals(self.comm, NAME):
-                self.place_of(out)
-        with torch.no_grad():  # as the kernel
-            bags = indices, offsets, self.tables.counts
-            result = unfused_bags(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
-            return result if out is None else out.copy_(result)
-
-    def place_of(self, output: torch.Tensor) -> tuple[int, int]:
-        """Return the place of a result that peers write. Raises ValueError and TypeError for invalid ones."""
-        shape = self.tables.output_shape
-        check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
-        if output.shape != shape or not output.is_contiguous():
-            raise ValueError(f"{NAME}: shape of out (value={tuple(output.shape)}, allowed={shape}, contiguous)")
-        place = self.comm.place(output)
-        if place is None:
-            raise ValueError(f"{NAME}: peers write out (value=ordinary memory, allowed=tensors of Communicator.empty)")
-        return place
+        return self._output
 
 
 def embedding_all_to_all(
@@ -306,34 +188,32 @@ def embedding_all_to_all(
     *,
     mode: str = SUM,
     per_sample_weights: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     order: str = AUTO,
-    slice_bags: int | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
     """Run ``embedding_bag`` of all local tables, all-to-all and layout copy in one kernel. A call of the communicator.
 
-    Sums are float32, rounded once. The first call with some tables and a batch makes its resources
-    (:class:`EmbeddingAllToAll`), with all ranks; later ones may be captured into a graph.
+    Sums are float32, rounded once. The first call with some tables and a batch makes its resources, with all ranks;
+    later ones may be captured into a graph.
 
     Args:
         comm: communicator of the ranks.
-        tables: see :class:`EmbeddingAllToAll`. A new list of tables is a new handle, on all ranks together.
+        tables: tables of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
+            different numbers of them; D and the dtype are the same on all. A new list of tables has resources of its
+            own, which all ranks make together.
         indices: rows of the bags of all local tables, table by table, sample by sample of the global batch; int32 or
             int64. On the device they are checked only with ``Config(debug=True)``.
         offsets: begin of each bag, and end of the last one: [T * B + 1]; int32 or int64.
         mode: ``sum`` or ``mean``; an empty bag is 0.
         per_sample_weights: factor of each index, of the tables' dtype or float32, with ``sum`` only. On all ranks, or
             on none.
-        out: result [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next
-            call overwrites.
         order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: by the
             pooling of this rank's first call (``ops.explain``). Ranks may have different orders.
-        slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 
     Returns:
-        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order.
+        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order. The next call with the
+        tables overwrites it.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing has been moved.
@@ -342,40 +222,35 @@ def embedding_all_to_all(
     """
 
     def check() -> OperatorCall:
-        kind = checked(comm, tables).key
-        check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
-        batch = batch_of(tables, offsets)
-        check_sizes(comm, tables, batch, slice_bags)
-        if slice_bags and method == UNFUSED:
-            raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
-        key = (NAME, batch, mode, slice_bags, *kind)
+        batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode, order)
+        key = (NAME, mode, *kind)
 
-        def handle() -> EmbeddingAllToAll:
-            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
+        def fused(pieces: int) -> CachedLaunch:
+            handle = cached_object(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
+            return functools.partial(handle.run, order, RepeatedLaunch(_ARGUMENT_INDICES))
 
-        # The handle has what the unfused method needs, too.
-        make: dict[str, Callable[[int], CachedLaunch]] = {
-            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_PLACES)),
-            UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
-        }
-        return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
+        def unfused(pieces: int) -> CachedLaunch:
+            counts, own = EmbeddingTables.cached(comm, tables, batch).counts, [*tables]
+            return functools.partial(unfused_bags, comm, own, counts, mode)
 
-    words = words_of_tables(comm, (mode, order, slice_bags), tables, indices, offsets, per_sample_weights)
-    method = FUSED if slice_bags and method == AUTO else method
+        sizes, make = sizes_of(tables, batch, indices, offsets), {FUSED: fused, UNFUSED: unfused}
+        return OperatorCall(key, sizes, tables[0].element_size(), make)
+
+    words = words_of_tables(comm, (mode, order), tables, indices, offsets, per_sample_weights)
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
-    found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
+    found: torch.Tensor = launch(indices, offsets, per_sample_weights)
     return found
 
 
+@torch.no_grad()  # as the kernel
 def unfused_bags(
     comm: Communicator,
     tables: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    mode: str,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    counts: Sequence[int],
-    *,
-    mode: str = SUM,
-    per_sample_weights: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run one ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`embedding_all_to_all`.
 
@@ -444,9 +319,9 @@ def _pooled(
 @triton.jit
 def _embedding_all_to_all(
     context, outputs, counters, tables, indices, offsets, weights,
-    batch, table_count, first_table, width, slices, order, stamps,
+    batch, table_count, first_table, width, order, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -472,11 +347,6 @@ def _embedding_all_to_all(
             place = sample.to(tl.int64) * width + (first_table + table) * D
             stamp(stamps, SEND, peer)
             put_weak(outputs, peer, place + lane, values.to(DTYPE), lane < D, ALIGNED)
-            if SLICE > 0:
-                slice = table * slices + sample // SLICE
-                parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
-                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts):
-                    signal_release(context, peer, 2 + slice, generation)
             number += programs
         number -= bags
     stamp(stamps, WAIT)

@@ -14,7 +14,7 @@ Block b of two ranks; it scatters the gradients of all blocks b, its own rank's 
 ``ready``: the workspace of this block is free, since the launch before has ended. A block waits only for blocks with
 its own number; a grid has no more of them than fit on the GPU.
 
-Legend: as in ``embedding``. ``grads`` [b, A * D] of this rank's samples; ``places`` [T, B, D], workspace into which
+Legend: as in ``embedding``. ``grads`` [b, A * D] of this rank's samples; ``arrived`` [T, B, D], workspace into which
 peers store; ``table_grads`` float32 [rows of all local tables, D], or with SPARSE [all indices, D] of the dtype of
 tables.
 """
@@ -41,22 +41,19 @@ from sidelane.device.language import real
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.persistent import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
     SUM,
     UNIT_WARPS,
     EmbeddingTables,
-    batch_of,
-    check_bags,
-    check_sizes,
-    checked,
+    check_call,
     refuse_atomics,
     threads_of,
     words_of_tables,
 )
-from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import KernelHandle, cached_object, check_tensor, power_of_two, programs_of, reporting_refusals
 from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -72,18 +69,18 @@ class EmbeddingBackward(KernelHandle):
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
-        self.comm, self.tables = comm, EmbeddingTables.kept(comm, tables, batch)
+        self.comm, self.tables = comm, EmbeddingTables.cached(comm, tables, batch)
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
-        self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
-        self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
+        self._starts = persistent(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
+        self._first_rows = persistent(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
         self._rows = rows
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         per_unit = max(1, UNIT_WARPS // self._warps)
         self._programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
-        self._places = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
-        self._addresses = comm.peers(self._places)  # now, as the first launch may be captured
+        self._arrived = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
+        self._addresses = comm.peers(self._arrived)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
 
     def run(
@@ -106,7 +103,7 @@ class EmbeddingBackward(KernelHandle):
         self._kernel.launch(
             (self._programs,),
             self._addresses,
-            self._places,
+            self._arrived,
             grad.contiguous(),
             indices,
             offsets,
@@ -185,15 +182,12 @@ def embedding_all_to_all_backward(
     """
 
     def make() -> CachedLaunch:
-        with telling_refusals(comm, NAME):
-            kind = checked(comm, tables).key
-            check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
-            batch = batch_of(tables, offsets)
-            check_sizes(comm, tables, batch)
+        with reporting_refusals(comm, NAME):
+            batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
             if not sparse:
                 refuse_atomics(comm, f"{NAME} backward")
-        handle = kept(comm, ("backward", batch, *kind), lambda: EmbeddingBackward(comm, tables, batch))
-        with telling_refusals(comm, NAME):
+        handle = cached_object(comm, ("backward", *kind), lambda: EmbeddingBackward(comm, tables, batch))
+        with reporting_refusals(comm, NAME):
             dtype, shape = handle.tables.dtype, handle.tables.output_shape
             check_tensor(NAME, "grad", grad, comm.device, (dtype,), (2,))
             if grad.shape != shape:
@@ -233,15 +227,15 @@ def _scatter(
         if SPARSE:
             tl.store(table_grads + (at + line)[:, None] * D + lane[None, :], parts.to(DTYPE), mask=mask)
         else:
-            places = table_grads + (first_row + index)[:, None] * D + lane[None, :]
-            tl.atomic_add(places, parts, mask=mask, sem="relaxed", scope="gpu")
+            pointers = table_grads + (first_row + index)[:, None] * D + lane[None, :]
+            tl.atomic_add(pointers, parts, mask=mask, sem="relaxed", scope="gpu")
         at += L
 
 
 @triton.jit
 def _embedding_backward(
-    context, places_of, places, grads, indices, offsets, weights, tables, starts, first_rows, table_grads, weight_grads,
-    batch, table_count, width, stamps,
+    context, arrived_of, arrived, grads, indices, offsets, weights, tables, starts, first_rows, table_grads,
+    weight_grads, batch, table_count, width, stamps,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +259,7 @@ def _embedding_backward(
             column = (first_table + table) * D
             values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask)
             to = (table.to(tl.int64) * batch + own_first + sample) * D
-            put_weak(places_of, peer, to + lane, values, mask, ALIGNED)
+            put_weak(arrived_of, peer, to + lane, values, mask, ALIGNED)
         signal_release(context, peer, programs + program, generation)  # sent
     for turn in range(ranks):
         sender = (rank + turn) % ranks
@@ -282,7 +276,7 @@ def _embedding_backward(
                 column = (tl.load(starts + rank) + table) * D
                 values = tl.load(grads + sample.to(tl.int64) * width + column + lane, mask=mask, other=0)
             else:
-                values = tl.load(places + bag * D + lane, mask=mask, other=0)
+                values = tl.load(arrived + bag * D + lane, mask=mask, other=0)
             _scatter(values.to(tl.float32), bag, tl.load(first_rows + table), tables, table, indices, offsets, weights,
                      table_grads, weight_grads, D, DP, L, DTYPE, MEAN, WEIGHTED, SPARSE)  # fmt: skip
     stamp(stamps, END)

@@ -12,8 +12,8 @@ import torch
 
 from sidelane.choice.fused import ORDERS
 from sidelane.errors import Page, UnavailableError, in_no_order
-from sidelane.memory.persistent import lasting
-from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
+from sidelane.memory.storage import persistent
+from sidelane.ops.handle import FLOATS, cached_object, check_choice, check_tensor, power_of_two
 from sidelane.ops.operator import AUTO
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
@@ -73,7 +73,7 @@ class EmbeddingTables:
         self.samples = split_evenly(batch, n)
         self.width = sum(self.counts) * self.dim
         addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64, device="cpu")
-        self.addresses = lasting(device, lambda: addresses.to(device))
+        self.addresses = persistent(device, lambda: addresses.to(device))
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -81,10 +81,10 @@ class EmbeddingTables:
         return self.samples[self.comm.rank], self.width
 
     @classmethod
-    def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
+    def cached(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
         """Return this communicator's tables; all ranks make them together if they are new."""
         key = NAME, batch, *checked(comm, tables).key
-        return kept(comm, key, lambda: cls(comm, tables, batch))
+        return cached_object(comm, key, lambda: cls(comm, tables, batch))
 
 
 class CheckedTables(NamedTuple):
@@ -116,27 +116,11 @@ class CheckedTables(NamedTuple):
 _shape_of = operator.attrgetter("shape")
 
 
-def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
-    """Return the samples of all ranks. Raises ValueError if the tables have different numbers of bags."""
-    batch, rest = divmod(offsets.numel() - 1, len(tables))
-    if rest or batch < 0:
-        allowed = f"a multiple of {len(tables)}, and 1"
-        raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
-    return batch
-
-
 def sizes_of(
     tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[int, int, int]:
     """Return batch, tables and pooling, by which this rank's times are looked up."""
     return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
-
-
-def check_offsets(tables: EmbeddingTables, offsets: torch.Tensor) -> None:
-    """Refuse offsets of another batch. Raises ValueError."""
-    wanted = len(tables.tables) * tables.batch + 1
-    if offsets.numel() != wanted:
-        raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={wanted}, tables x batch + 1)")
 
 
 def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables:
@@ -147,8 +131,8 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         TypeError, ValueError: the tables are not of one kind.
     """
     if not isinstance(tables, Sequence) or not tables:
-        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
-    before: dict[int, CheckedTables] = comm.kept.setdefault(checked, {})
+        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a non-empty list of tensors)")
+    before: dict[int, CheckedTables] = comm.cache.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):
         _check_tables(comm, tables)
@@ -157,15 +141,9 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         addresses, shapes = [table.data_ptr() for table in tables], [table.shape for table in tables]
         each = (part for address, shape in zip(addresses, shapes, strict=True) for part in (address, *shape))
         key = tables[0].dtype, *each
-        identity = comm.kept.setdefault((checked, key), object())
+        identity = comm.cache.setdefault((checked, key), object())
         known = before[id(tables[0])] = CheckedTables(tuple(tables), addresses, shapes, key, identity)
     return known
-
-
-def require_unmoved(comm: Communicator, before: CheckedTables) -> None:
-    """Refuse tables that have other memory than when a handle was made for them. Raises ValueError."""
-    if checked(comm, before.tables).key != before.key:
-        raise ValueError(f"{NAME}: memory of the tables (value=moved, allowed=that of this handle)")
 
 
 def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
@@ -178,16 +156,6 @@ def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"{NAME}: strides of table {number} (value={table.stride()}, allowed=contiguous)")
     if not 1 <= tables[0].shape[1] <= MOST_DIM:
         raise ValueError(f"{NAME}: dim of the tables (value={tables[0].shape[1]}, allowed=1..{MOST_DIM})")
-
-
-def check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, slice_bags: int | None = None) -> None:
-    """Refuse invalid batches and slices. Raises ValueError."""
-    if batch < comm.world_size:
-        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
-    if batch * len(tables) > MOST_BAGS:
-        raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
-    if slice_bags is not None and slice_bags < 1:
-        raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
 
 
 def words_of_tables(
@@ -214,7 +182,7 @@ def words_of_tables(
     return (*words, known.identity, *bags)
 
 
-def check_bags(
+def check_call(
     comm: Communicator,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -222,12 +190,15 @@ def check_bags(
     weights: torch.Tensor | None,
     mode: str,
     order: str = AUTO,
-) -> None:
-    """Refuse invalid bags of these tables. With ``Config(debug=True)``, check every index on the host.
+) -> tuple[int, tuple[object, ...]]:
+    """Return the number of samples of all ranks, and the key of the tables and this number.
+
+    With ``Config(debug=True)``, check every index on the host.
 
     Raises:
-        TypeError, ValueError: the bags are invalid.
+        TypeError, ValueError: tables, bags or sizes are invalid.
     """
+    kind = checked(comm, tables).key
     check_choice(NAME, "mode", mode, MODES)
     check_choice(NAME, "order", order, (AUTO, *ORDERS))
     for what, tensor in (("indices", indices), ("offsets", offsets)):
@@ -239,8 +210,17 @@ def check_bags(
         if mode != "sum" or weights.shape != indices.shape or not weights.is_contiguous():
             given, allowed = f"{tuple(weights.shape)}, mode {mode}", f"{tuple(indices.shape)}, contiguous, mode sum"
             raise ValueError(f"{NAME}: per_sample_weights (value={given}, allowed={allowed})")
+    batch, rest = divmod(offsets.numel() - 1, len(tables))
+    if rest or batch < 0:
+        allowed = f"a multiple of {len(tables)}, and 1"
+        raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
+    if batch < comm.world_size:
+        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more): each rank has a sample")
+    if batch * len(tables) > MOST_BAGS:
+        raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
     if comm.config.debug:
         _check_indices(tables, indices, offsets)
+    return batch, (batch, *kind)
 
 
 def _check_indices(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor) -> None:

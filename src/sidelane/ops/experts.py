@@ -12,9 +12,9 @@ the kernel of ``all_to_all_rows``, and one that sums rows of one's own::
     combine    sums over the experts of a rank -> the token's rank          | sums over ranks
 
 Each is the other's transpose, and so its backward. No host waits, and a graph may hold the calls while routing changes:
-every rank finds its places on its own, in three kernels. A rank has T places for the tokens of each rank, and those
+every rank finds its slots on its own, in three kernels. A rank has T slots for the tokens of each rank, and those
 that it does not want stay empty: counts are constant, whatever the routing. Tokens may travel in float8
-(``float8_rows``).
+(``rows``).
 
 Example: 2 ranks with 2 experts each, 1 token a rank, top-2: token 0 wants experts 1 and 2, token 1 wants 2 and 3. Rank
 0 gets token 0 for expert 1; rank 1 gets both, and has rows of tokens 0 and 1 for expert 2, and of token 1 for expert 3.
@@ -37,22 +37,21 @@ from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.device.triton_language import tl, triton
-from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import NO_ROOM, ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import (
     FLOATS,
     BufferLock,
     buffer_lock,
+    cached_object,
     check_tensor,
     compare_shapes,
-    kept,
     power_of_two,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
 from sidelane.ops.operator import CachedLaunch
-from sidelane.ops.rows import MOST_TERMS, send_rows
+from sidelane.ops.rows import MOST_TERMS, dequantized_rows, quantized_rows, send_rows
 from sidelane.session import Communicator
 
 ROUTE, DISPATCH, COMBINE = "route_experts", "dispatch_tokens", "combine_tokens"
@@ -66,7 +65,7 @@ ROWS, COLS = 4, 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertRoutes:
-    """Places of tokens and of experts' rows on this rank for one routing, all on the device.
+    """Slots of tokens and of experts' rows on this rank for one routing, all on the device.
 
     Attributes:
         gates: gates of all ranks' tokens, float32[N * T, k], with gradients.
@@ -76,7 +75,7 @@ class ExpertRoutes:
         rows: row that arrived for each expert's row, int32[C, 1]; -1 for none.
         results: experts' rows of each row that arrived, int32[N * T, k]; -1 for none, ``NO_ROOM`` (-2) for one of this
             rank's that has no room: a row of which all are so comes back as zeros, since the token's rank awaits it.
-        counts: number of places of each rank at each other, int32[N, N].
+        counts: number of slots of each rank at each other, int32[N, N].
     """
 
     gates: Tensor
@@ -91,7 +90,7 @@ class ExpertRoutes:
 def route_experts(
     comm: Communicator, chosen: Tensor, gates: Tensor, *, experts: int, most_rows: int | None = None
 ) -> ExpertRoutes:
-    """Find the places of all tokens for a routing, without the host: one all-gather, and work on the device. Numbers of
+    """Find the slots of all tokens for a routing, without the host: one all-gather, and work on the device. Numbers of
     tokens and experts that are not those of the last call are compared with the peers' hosts.
 
     Args:
@@ -107,13 +106,13 @@ def route_experts(
         ValueError, TypeError: an argument is wrong.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, ROUTE):
+    with reporting_refusals(comm, ROUTE):
         chosen = check_tensor(ROUTE, "chosen", chosen, comm.device, (torch.int32, torch.int64), (2,))
         gates = check_tensor(ROUTE, "gates", gates, comm.device, FLOATS, (2,))
         tokens, k = chosen.shape
         if gates.shape != chosen.shape or not tokens or not 1 <= k <= MOST_TERMS:
             text = (
-                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=alike, 1..{MOST_TERMS} experts of a token"
+                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=one shape, 1..{MOST_TERMS} experts a token"
             )
             raise ValueError(f"{ROUTE}: shapes of chosen and gates ({text})")
         room = comm.world_size * tokens * min(k, max(1, experts))
@@ -137,7 +136,7 @@ def dispatch_tokens(
     Args:
         comm: communicator of the ranks.
         tokens: this rank's tokens, [T, H]; float32, float16 or bfloat16.
-        routes: places for this routing.
+        routes: slots for this routing.
         wire: dtype in which tokens travel, ``torch.float8_e4m3fn`` with a float32 scale for each 128 elements; None for
             their own. Gradients travel in their own.
 
@@ -149,13 +148,13 @@ def dispatch_tokens(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, DISPATCH):
+    with reporting_refusals(comm, DISPATCH):
         tokens = check_tensor(DISPATCH, "tokens", tokens, comm.device, FLOATS, (2,))
         if len(tokens) != len(routes.returned):
             raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
         if wire not in (None, torch.float8_e4m3fn):
             raise ValueError(f"{DISPATCH}: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
-    found: Tensor = tokens_to_experts(number_of(comm), tokens, _places(routes), wire is not None, len(routes.ends))
+    found: Tensor = tokens_to_experts(number_of(comm), tokens, _slots(routes), wire is not None, len(routes.ends))
     return found
 
 
@@ -169,18 +168,18 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
         comm: communicator of the ranks.
         rows: results of this rank's experts, [C, H], in the order of :func:`dispatch_tokens`; what lies behind
             ``routes.ends[-1]`` is not read.
-        routes: places for this routing.
+        routes: slots for this routing.
 
     Returns:
         Tensor [T, H].
 
     Raises the same errors as :func:`dispatch_tokens`.
     """
-    with telling_refusals(comm, COMBINE):
+    with reporting_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
         if len(rows) != len(routes.rows):
             raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")
-    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, _places(routes), len(routes.ends))
+    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, _slots(routes), len(routes.ends))
     return found
 
 
@@ -198,7 +197,7 @@ def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Te
     return output
 
 
-def _places(routes: ExpertRoutes) -> list[Tensor]:
+def _slots(routes: ExpertRoutes) -> list[Tensor]:
     return [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
 
 
@@ -207,7 +206,7 @@ def _exchanged(
     number: int,
     sent: Tensor,
     terms: Tensor,
-    places: list[Tensor],
+    slots: list[Tensor],
     experts: int,
     read: Callable[[Tensor], Tensor],
     factors: Tensor | None = None,
@@ -219,7 +218,7 @@ def _exchanged(
     Each shape has a handle of its own, since its output is read behind each call, and each number of experts has one,
     so that ranks that differ in it never take each other's rows for theirs.
     """
-    comm, (most_rows, k), counts = communicator(number), places[3].shape, places[4]
+    comm, (most_rows, k), counts = communicator(number), slots[3].shape, slots[4]
     shape = most_rows, sent.shape[1], sent.dtype, experts, k
     # By dtype: tokens that leave in float8 come back, as gradients, in their own dtype, in each step anew.
     compare_shapes(comm, f"{name} of {sent.dtype}", shape)
@@ -227,7 +226,7 @@ def _exchanged(
     def make() -> tuple[GemmAllToAll, BufferLock]:
         return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), buffer_lock(comm)
 
-    handle, turn = kept(comm, (_exchanged, *shape), make)
+    handle, turn = cached_object(comm, (_exchanged, *shape), make)
 
     def sender() -> CachedLaunch:
         alike = f", {experts} experts of a rank, {k} of a token"
@@ -238,67 +237,67 @@ def _exchanged(
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm, _, places, _, ctx.experts = inputs
-    ctx.save_for_backward(*places)
+    ctx.comm, _, slots, _, ctx.experts = inputs
+    ctx.save_for_backward(*slots)
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    places = list(ctx.saved_tensors)
-    return None, experts_to_tokens(ctx.comm, grad, None, places, ctx.experts), [None] * len(places), None, None
+    slots = list(ctx.saved_tensors)
+    return None, experts_to_tokens(ctx.comm, grad, None, slots, ctx.experts), [None] * len(slots), None, None
 
 
 @operator(
-    lambda comm, tokens, places, *_: tokens.new_empty(len(places[2]), tokens.shape[1]),
+    lambda comm, tokens, slots, *_: tokens.new_empty(len(slots[2]), tokens.shape[1]),
     _dispatch_backward,
     _dispatch_saves,
 )
-def tokens_to_experts(comm: int, tokens: Tensor, places: list[Tensor], quantized: bool, experts: int) -> Tensor:
-    """See :func:`dispatch_tokens`; ``places``: :func:`_places`; ``quantized``: tokens travel in float8; ``experts``: E,
+def tokens_to_experts(comm: int, tokens: Tensor, slots: list[Tensor], quantized: bool, experts: int) -> Tensor:
+    """See :func:`dispatch_tokens`; ``slots``: :func:`_slots`; ``quantized``: tokens travel in float8; ``experts``: E,
     which ranks compare.
     """
-    leaving, rows, sent = places[0], places[2], in_rows(tokens)
+    leaving, rows, sent = slots[0], slots[2], in_rows(tokens)
     if not quantized:
-        return _exchanged(DISPATCH, comm, sent, leaving, places, experts, lambda came: sum_rows(came, rows))
+        return _exchanged(DISPATCH, comm, sent, leaving, slots, experts, lambda came: sum_rows(came, rows))
     read = functools.partial(dequantized_rows, rows=rows, columns=tokens.shape[1], dtype=tokens.dtype)
-    return _exchanged(DISPATCH, comm, quantized_rows(sent), leaving, places, experts, read)
+    return _exchanged(DISPATCH, comm, quantized_rows(sent), leaving, slots, experts, read)
 
 
 def _combine_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm, values, gates, places, ctx.experts = inputs
-    ctx.save_for_backward(values, gates, *places)
+    ctx.comm, values, gates, slots, ctx.experts = inputs
+    ctx.save_for_backward(values, gates, *slots)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    values, gates, *places = ctx.saved_tensors
-    rows, results = places[2], places[3]
+    values, gates, *slots = ctx.saved_tensors
+    rows, results = slots[2], slots[3]
     # The gradient of its token, for each expert's row.
-    for_token = tokens_to_experts(ctx.comm, grad, places, False, ctx.experts)
+    for_token = tokens_to_experts(ctx.comm, grad, slots, False, ctx.experts)
     _, for_values, for_gates, *_ = ctx.needs_input_grad
     of_values = for_token
     of_gates = None
     if for_values and gates is not None:
-        arrived = torch.where(results >= 0, results, len(values)).flatten().long()  # one place more for what is none
+        arrived = torch.where(results >= 0, results, len(values)).flatten().long()  # one slot more for what is none
         gate = gates.new_zeros(len(values) + 1).scatter_(0, arrived, gates.flatten())[:-1]
         of_values = (for_token * gate[:, None]).to(values.dtype)
     if for_gates:
         product = (for_token.float() * torch.where(rows >= 0, values, 0).float()).sum(-1)
         of_gates = torch.where(results >= 0, product[results.clamp(min=0)], 0)
-    return None, of_values if for_values else None, of_gates, [None] * len(places), None
+    return None, of_values if for_values else None, of_gates, [None] * len(slots), None
 
 
 @operator(
-    lambda comm, values, gates, places, experts: values.new_empty(len(places[1]), values.shape[1]),
+    lambda comm, values, gates, slots, experts: values.new_empty(len(slots[1]), values.shape[1]),
     _combine_backward,
     _combine_saves,
 )
-def experts_to_tokens(comm: int, values: Tensor, gates: Tensor | None, places: list[Tensor], experts: int) -> Tensor:
+def experts_to_tokens(comm: int, values: Tensor, gates: Tensor | None, slots: list[Tensor], experts: int) -> Tensor:
     """See :func:`combine_tokens`. Without gates, sums of experts' rows: gradients of dispatched tokens."""
-    returned, results = places[1], places[3]
+    returned, results = slots[1], slots[3]
 
     def read(came: Tensor) -> Tensor:
         return sum_rows(came, returned)
 
-    return _exchanged(COMBINE, comm, in_rows(values), results, places, experts, read, gates, sends_zeros=True)
+    return _exchanged(COMBINE, comm, in_rows(values), results, slots, experts, read, gates, sends_zeros=True)
 
 
 def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,14 +326,14 @@ def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Te
     return of_gates.view(torch.float32), everyone
 
 
-def _places_like(
+def _slots_like(
     comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, (tokens, k), empty = communicator(comm).world_size, chosen.shape, chosen.new_empty
     return empty(experts), empty(n * tokens, 1), empty(tokens, n), empty(most_rows, 1), empty(n * tokens, k)
 
 
-@operator(_places_like)
+@operator(_slots_like)
 def index_tokens(
     comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -349,12 +348,12 @@ def index_tokens(
     """
     ranks, (tokens, k) = communicator(comm), chosen.shape
     compare_shapes(ranks, f"{ROUTE}, experts and most_rows", (experts, most_rows))
-    ends, leaving, returned, rows, results = _places_like(comm, chosen, everyone, experts, most_rows)
+    ends, leaving, returned, rows, results = _slots_like(comm, chosen, everyone, experts, most_rows)
     numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
     warps = {"BLOCK": BLOCK, "num_warps": 8}
     launch(_count, (experts,), (everyone, numbers, pairs, first), warps)
     arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k
-    launch(_place, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
+    launch(_assign, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
     arguments = chosen.contiguous(), leaving, returned, tokens, k, experts, ranks.world_size
     launch(_leave, (-(-tokens // TOKENS),), arguments, {"KP": power_of_two(k), "TOKENS": TOKENS})
     return ends, leaving, returned, rows, results
@@ -380,7 +379,7 @@ def _count(everyone, numbers, pairs, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _place(
+def _assign(
     everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k,
     EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -433,8 +432,8 @@ def _sum_rows(
     values, is_there = sum_of_terms(x, terms, factors, row, column, row < rows, columns, x_stride, ROWS, COLS, TERMS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.where(is_there[:, None], values, tl.zeros_like(values))
-    place = row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(output + place, values.to(output.dtype.element_ty), mask=inside)
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(output + at, values.to(output.dtype.element_ty), mask=inside)
 
 
-PLACING, KERNEL = (_count, _place, _leave), _sum_rows
+ASSIGNING, KERNEL = (_count, _assign, _leave), _sum_rows

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.ops.timeline import Timeline
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
@@ -20,7 +20,7 @@ from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 H = TypeVar("H")
 
 
-class TellsRefusals(Protocol):
+class RefusingRanks(Protocol):
     """A communicator, or the ranks of several nodes."""
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -52,11 +52,11 @@ class KernelHandle:
     comm: Communicator
     _kernel: OwnKernel
 
-    def _repeats(self, again: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def _repeats(self, repeated: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make the cached launch on tensors. False without one, and while a timeline is recorded: nothing was done."""
-        if again is None or not again.runs or Timeline in self.comm.kept:
+        if repeated is None or not repeated.runs or Timeline in self.comm.cache:
             return False
-        return self._kernel.repeat(again, tensors)
+        return self._kernel.repeat(repeated, tensors)
 
     def close(self) -> None:
         """Release flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
@@ -81,44 +81,44 @@ class BufferLock:
     The caller orders its replays.
 
     Args:
-        place: function that returns the caller's stream and whether it is captured.
-        capture_of: function that returns the number of a place's capture, never used twice.
-        stream: function that returns the caller's stream; called only if the place has changed.
+        caller: function that returns the caller's stream and whether it is captured.
+        capture_of: function that returns the number of the capture of a caller's stream, never used twice.
+        stream: function that returns the caller's stream; called only if it has changed.
     """
 
     def __init__(
-        self, place: Callable[[], Place], capture_of: Callable[[Place], int], stream: Callable[[], Any]
+        self, caller: Callable[[], CallerStream], capture_of: Callable[[CallerStream], int], stream: Callable[[], Any]
     ) -> None:
-        self._place_of, self._capture_of, self._stream_of = place, capture_of, stream
+        self._caller_of, self._capture_of, self._stream_of = caller, capture_of, stream
         self._last: dict[int, _Use] = {}  # of eager calls, under 0, and of the latest capture
-        self._place: Place = (0, False)
+        self._caller: CallerStream = (0, False)
         self._capture = 0
         self._has_several = False
 
     def __enter__(self) -> None:
-        place = self._place = self._place_of()
-        capture = self._capture = self._capture_of(place) if place[1] else 0
+        caller = self._caller = self._caller_of()
+        capture = self._capture = self._capture_of(caller) if caller[1] else 0
         last = self._last.get(capture)
-        if last is None or last.place == place:
+        if last is None or last.caller == caller:
             return
         self._has_several = True
         ended = last.ended
-        if ended is None and self._capture_of(last.place) == capture:
+        if ended is None and self._capture_of(last.caller) == capture:
             ended = last.stream.record_event()
         if ended is not None:  # otherwise a graph was begun there since, which nothing outside can follow
             self._stream_of().wait_event(ended)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        place, capture = self._place, self._capture
+        caller, capture = self._caller, self._capture
         if capture and kind is not None:
             return  # that graph will not exist
         last = self._last.get(capture)
-        if last is not None and last.place == place and not self._has_several:
+        if last is not None and last.caller == caller and not self._has_several:
             return
-        if last is None or last.place != place:
+        if last is None or last.caller != caller:
             if capture:  # earlier captures have ended
                 self._last = {number: use for number, use in self._last.items() if number in (0, capture)}
-            last = self._last[capture] = _Use(place, self._stream_of())
+            last = self._last[capture] = _Use(caller, self._stream_of())
         if self._has_several:
             last.ended = last.stream.record_event()
 
@@ -126,23 +126,23 @@ class BufferLock:
 class _Use:
     """The last use of a capture, or of all eager calls. ``ended``: event of its end, None until it is needed."""
 
-    __slots__ = ("ended", "place", "stream")
+    __slots__ = ("caller", "ended", "stream")
 
-    def __init__(self, place: Place, stream: Any) -> None:
-        self.place, self.stream = place, stream
+    def __init__(self, caller: CallerStream, stream: Any) -> None:
+        self.caller, self.stream = caller, stream
         self.ended: Any = None
 
 
 def buffer_lock(comm: Communicator) -> BufferLock:
-    """Return the lock of an operator's buffers. On CPU ranks calls end before they return, and share one place."""
-    backend, device = comm.lane.backend, comm.device
+    """Return the lock of an operator's buffers. On CPU ranks calls end before they return, and share one stream."""
+    backend, device = comm.backend, comm.device
     if device.type == "cpu":
-        return BufferLock(backend.place, backend.capture_of, lambda: None)
-    return BufferLock(backend.place, backend.capture_of, lambda: torch.cuda.current_stream(device))
+        return BufferLock(backend.caller_stream, backend.capture_of, lambda: None)
+    return BufferLock(backend.caller_stream, backend.capture_of, lambda: torch.cuda.current_stream(device))
 
 
 @contextlib.contextmanager
-def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
+def reporting_refusals(comm: RefusingRanks, name: str) -> Iterator[None]:
     """Tell the peers about an exception inside: it keeps this rank from its next call."""
     try:
         yield
@@ -170,7 +170,7 @@ def refusing_tiles(name: str, tiles: object) -> Iterator[None]:
             type(error) is RuntimeError and "PassManager" in str(error)
         ):
             said = str(error).strip().partition("\n")[0]
-            problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
+            problem = f"Triton cannot make the kernel, try other tile sizes (value={tiles}): {said}"
             raise UnavailableError(f"{name}: {problem}") from error
         raise
 
@@ -180,15 +180,15 @@ def is_captured(comm: Communicator) -> bool:
     return comm.device.type == "cuda" and _is_capturing()
 
 
-def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
-    """Return an operator's object kept on a communicator; all ranks make it together on first use.
+def cached_object(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
+    """Return an operator's object in the cache of a communicator; all ranks make it together on first use.
 
     It is made outside of inference mode, so that later calls in any mode can write to it.
     """
-    found: H | None = comm.kept.get(key)
+    found: H | None = comm.cache.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = comm.kept[key] = make()
+            found = comm.cache[key] = make()
     return found
 
 
@@ -204,9 +204,9 @@ def compare_shapes(comm: Communicator, name: str, shape: Hashable) -> None:
         name: name of the operator, or of its part.
         shape: all that must be the same on every rank.
     """
-    if comm.kept.get((compare_shapes, name)) != shape and not is_captured(comm):
-        comm.lane.agree(name, f"{name}: {shape}")
-        comm.kept[compare_shapes, name] = shape
+    if comm.cache.get((compare_shapes, name)) != shape and not is_captured(comm):
+        comm.agree(name, f"{name}: {shape}")
+        comm.cache[compare_shapes, name] = shape
 
 
 def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:

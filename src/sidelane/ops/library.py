@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ from sidelane.ops import (
     pipelined_gemm,
     rms_norm,
 )
-from sidelane.ops.handle import BufferLock, buffer_lock, kept, power_of_two
+from sidelane.ops.handle import BufferLock, buffer_lock, cached_object, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS, in_rows, in_rows_or_columns
-from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
 
 if TYPE_CHECKING:  # ranks of one node do without
@@ -43,11 +42,11 @@ _communicators: weakref.WeakValueDictionary[int, Communicator | ScaleOut] = weak
 def number_of(comm: Communicator | ScaleOut) -> int:
     """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process.
 
-    Compiled code is guarded by the attribute: by an entry of ``kept`` it would be compiled anew whenever that grows.
+    Compiled code is guarded by the attribute: by an entry of ``cache`` it would be compiled anew whenever that grows.
     """
     if comm.operator_number is None:
         comm.operator_number = next(_numbers)
-        comm.kept[number_of] = comm.operator_number
+        comm.cache[number_of] = comm.operator_number
         _communicators[comm.operator_number] = comm
     return comm.operator_number
 
@@ -61,22 +60,22 @@ def communicator(number: int) -> Communicator:
     """
     found = communicator_of(number)
     if not isinstance(found, Communicator):
-        raise TypeError("sidelane: ranks of several nodes (allowed=a communicator of one node, for this operator)")
+        raise TypeError("sidelane: this operator needs a communicator of one node, not ranks of several")
     return found
 
 
 def communicator_of(number: int) -> Communicator | ScaleOut:
     """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
-    if found is None or number_of not in found.kept:
-        raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
+    if found is None or number_of not in found.cache:
+        raise ValueError(f"sidelane: no open communicator has this number, see number_of (value={number})")
     return found
 
 
 def result_lock(ranks: Communicator | ScaleOut) -> BufferLock:
     """Return the lock of operators that copy a result from where the next call, of another stream, puts its own."""
-    comm = ranks if isinstance(ranks, Communicator) else ranks.near
-    return kept(comm, result_lock, lambda: buffer_lock(comm))
+    comm = ranks if isinstance(ranks, Communicator) else ranks.intra_node
+    return cached_object(comm, result_lock, lambda: buffer_lock(comm))
 
 
 def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,97 +304,32 @@ def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
         return result.clone()  # the next call writes into it
 
 
-def _routed_like(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, *_: Any) -> Tensor:
+def _routed_like(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     return x.new_empty(most_rows, weight.shape[-2])
 
 
-def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, counts = ctx.saved_tensors
-    _, for_x, for_weight, *_ = ctx.needs_input_grad
-    if weight.dim() == 2:
-        back = rows_back(ctx.comm, grad, counts, x.shape[0])
-        return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
-    back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
-    of_x, of_weight = torch.zeros_like(x), []
-    parts = _by_expert(back, counts[communicator_of(ctx.comm).rank])  # behind the last one rows are zeros
-    for number, part in enumerate(parts):
-        of_x = of_x + part @ weight[number]
-        of_weight.append(part.T @ x)
-    return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
+def _has_no_gradients(ctx: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "gemm_all_to_all, all_to_all_gemm: tensors that require gradients (value=enabled, allowed=torch.no_grad()): "
+        "dispatch_tokens, combine_tokens and a grouped product between them have gradients"
+    )
 
 
-@operator(_routed_like, _all_to_all_backward, _saves)
+@operator(_routed_like, _has_no_gradients, _has_no_gradients)
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
-    ranks = communicator_of(comm)
-    call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
+    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros. It has no gradients."""
+    ranks = communicator(comm)
     with result_lock(ranks):
-        came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+        came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
         return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
-def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _saves(ctx, inputs, output)
-    ctx.most_sent = inputs[5]
-
-
-def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, counts = ctx.saved_tensors
-    _, for_x, for_weight, *_ = ctx.needs_input_grad
-    of_x = of_weight = None
-    if for_x:
-        back = counts.transpose(0, 1).contiguous()
-        came = gemm_all_to_all(ctx.comm, grad, weight.transpose(-2, -1), back, ctx.most_sent)
-        sent = counts if counts.dim() == 2 else counts.sum(-1)
-        some = min(x.shape[0], ctx.most_sent)
-        taken = _were_taken(sent, communicator(ctx.comm).rank, some, grad.shape[0])
-        of_x = torch.zeros_like(x)
-        of_x[:some] = torch.where(taken[:, None], came[:some], 0)
-    if for_weight and weight.dim() == 2:
-        of_weight = grad.T @ rows_there(ctx.comm, x, counts, grad.shape[0])
-    elif for_weight:
-        there = rows_there(ctx.comm, x, counts.sum(-1), grad.shape[0])
-        own = counts[:, communicator(ctx.comm).rank]
-        of_weight = torch.stack([part.T @ there for part in _by_expert(grad, own)])
-    return None, of_x, of_weight, None, None, None
-
-
-@operator(_routed_like, _dispatch_backward, _dispatch_saves)
-def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
-    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. Gradients come back to no more than
-    ``most_sent`` rows of any rank, alike on all.
-    """
+@operator(_routed_like, _has_no_gradients, _has_no_gradients)
+def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. It has no gradients."""
     ranks = communicator(comm)
     found = dispatch_gemm.all_to_all_gemm(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
     return _with_zeros(found, counts[:, ranks.rank].sum())
-
-
-@operator(lambda comm, x, counts, most_rows: x.new_empty(most_rows, x.shape[1]))
-def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
-    ranks = communicator(comm)
-    with result_lock(ranks):
-        came = all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows)
-        return _with_zeros(came, counts[:, ranks.rank].sum())
-
-
-@operator(lambda comm, rows, counts, sent: rows.new_empty(sent, rows.shape[1]))
-def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
-    """Return rows to the ranks that they came from, [sent, H]: the way back of ``gemm_all_to_all``; zeros for unsent
-    ones.
-
-    ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
-    all ranks know of a rank's sent rows: so much symmetric memory it takes.
-    """
-    ranks = communicator_of(comm)
-    n, most = ranks.world_size, rows.shape[0]
-    back = rows.new_zeros(sent, rows.shape[1])
-    call: Any = _of_nodes(ranks, all_to_all_rows)
-    some = min(sent, n * most)
-    with result_lock(ranks):
-        came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
-        back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
-    return back
 
 
 def _resharded_like(
@@ -432,21 +366,3 @@ def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:
     """Return rows in memory of the caller's own, with zeros behind so many."""
     is_there = torch.arange(rows.shape[0], device=rows.device) < count
     return torch.where(is_there[:, None], rows, torch.zeros_like(rows))
-
-
-def _were_taken(counts: Tensor, rank: int, rows: int, most: int) -> Tensor:
-    """Return a mask of the first rows of a rank that were sent, and had room there."""
-    own, before = counts[rank], counts[:rank].sum(0)
-    ends = own.cumsum(0)
-    row = torch.arange(rows, device=counts.device)
-    peer = torch.searchsorted(ends, row, right=True).clamp(max=len(own) - 1)
-    place = before[peer] + row - (ends - own)[peer]
-    return (row < ends[-1]) & (place < most)
-
-
-def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
-    """Return the rows of each expert, zeros in place of others; ``counts``: of a rank or its experts, [N, E]."""
-    ends = counts.reshape(-1).cumsum(0)
-    experts = counts.shape[-1]
-    expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True) % experts
-    return [torch.where((expert == number)[:, None], rows, 0) for number in range(experts)]

@@ -14,7 +14,7 @@ from torch import nn
 from sidelane.modes import keep_compilers_out
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
-from sidelane.ops.handle import check_choice, telling_refusals
+from sidelane.ops.handle import check_choice, reporting_refusals
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 
@@ -115,10 +115,10 @@ class EmbeddingBagAllToAll(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        with telling_refusals(comm, "EmbeddingBagAllToAll"):
+        with reporting_refusals(comm, "EmbeddingBagAllToAll"):
             check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
             if not num_embeddings:
-                raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
+                raise ValueError("EmbeddingBagAllToAll: tables of a rank (value=0, allowed=1 and more)")
         self.mode, self.embedding_dim, self.sparse = mode, embedding_dim, sparse
         self._comm = library.number_of(comm)
         self.tables = nn.ParameterList(
@@ -152,132 +152,6 @@ class EmbeddingBagAllToAll(nn.Module):
     def extra_repr(self) -> str:
         sparse = ", sparse" if self.sparse else ""
         return f"embedding_dim={self.embedding_dim}, mode={self.mode}{sparse}, tables of all ranks={self.table_count}"
-
-
-class _ExpertLinear(nn.Module):
-    """Linear layer of a rank's experts; see :class:`ExpertCombine` for the arguments."""
-
-    def __init__(
-        self,
-        comm: Communicator | ScaleOut,
-        in_features: int,
-        out_features: int,
-        *,
-        most_rows: int,
-        experts: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
-        self.experts = experts
-        self._comm = library.number_of(comm)
-        bound = 1 / math.sqrt(in_features)
-        shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
-
-
-class ExpertCombine(_ExpertLinear):
-    """Last linear layer of each rank's experts, the way back of its rows, and the sum over each token's experts.
-
-    The host never waits for the routing, forward or backward. Gradients take symmetric memory for ``most_rows`` rows
-    from each rank, and work on all rows for each expert of a rank.
-
-    Args:
-        comm: communicator of the ranks, open for as long as this is used.
-        in_features: number of features of a row, on all ranks.
-        out_features: number of features of a token.
-        most_rows: largest number of rows that come to any rank, alike on all: its tokens times their experts, with the
-            worst routing.
-        experts: number of experts of each rank, up to 64; None for one.
-        dtype: dtype of the layer, on all ranks: float32, float16 or bfloat16; None is PyTorch's default.
-
-    Attributes:
-        weight: matrix of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features,
-            in_features].
-    """
-
-    def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens.
-
-        Args:
-            x: rows of this rank's experts, those for tokens of rank 0 first, then rank 1, and for a rank those of the
-                first expert, then the next; [rows, in_features].
-            counts: number of rows from rank i to rank j in row i, column j, with ``experts`` of each of them,
-                [N, N, experts]; int32 or int64, on the device, alike on all ranks.
-            slots: numbers of the arriving rows, those from rank 0 first, with the results of each token's experts;
-                [tokens, k], int64.
-            gates: factor of each result, [tokens, k]; 0 for none.
-
-        Returns:
-            Tensor [tokens, out_features]; sums are float32, rounded once more.
-        """
-        came: torch.Tensor = library.gemm_all_to_all(self._comm, *_autocast(x, self.weight), counts, self.most_rows)
-        return (came[slots].float() * gates.float().unsqueeze(-1)).sum(1).to(came.dtype)
-
-
-class ExpertDispatch(_ExpertLinear):
-    """Way of tokens to their experts, and the first linear layer there; :class:`ExpertCombine` is the way back.
-
-    The host never waits for the routing, forward or backward. ``chosen``, the routing of a rank's tokens, has the
-    numbers of their experts among those of all ranks, [tokens, k]::
-
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)  # rows by rank, and there by expert
-        own = torch.zeros(N * experts, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
-        comm.all_gather(counts, own)  # [N, N, experts]
-        hidden = dispatch(tokens, counts, order // k)
-        tokens = combine(act(hidden), counts.transpose(0, 1).contiguous(), order.argsort().view(-1, k), gates)
-
-    Args:
-        comm: communicator of the ranks, open for as long as this is used.
-        in_features: number of features of a token, on all ranks.
-        out_features: number of features of a row, on all ranks.
-        most_rows: largest number of rows that come to any rank, alike on all, with the worst routing.
-        most_sent: largest number of rows of any rank, alike on all: its tokens times their experts. Gradients take
-            symmetric memory for so many.
-        experts: number of experts of each rank, up to 64; None for one.
-        dtype: dtype of the layer, on all ranks: float32, float16 or bfloat16; None is PyTorch's default.
-
-    Attributes:
-        weight: matrix of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features,
-            in_features].
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        in_features: int,
-        out_features: int,
-        *,
-        most_rows: int,
-        most_sent: int,
-        experts: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(comm, in_features, out_features, most_rows=most_rows, experts=experts, dtype=dtype)
-        self.most_sent = most_sent
-
-    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's experts.
-
-        Args:
-            tokens: tokens of this rank, [tokens, in_features].
-            counts: number of rows from rank i to rank j in row i, column j, with ``experts`` to each of them there,
-                [N, N, experts]; int32 or int64, on the device, alike on all ranks.
-            rows: number of the token of each row that leaves, those for rank 0 first, then rank 1, and for a rank those
-                for its first expert, then the next; up to ``most_sent``, int64.
-
-        Returns:
-            Tensor [most_rows, out_features]: rows from rank 0, from rank 1, and so on, each ordered by expert; then
-            zeros.
-        """
-        found: torch.Tensor = library.all_to_all_gemm(
-            self._comm, *_autocast(tokens[rows], self.weight), counts, self.most_rows, self.most_sent
-        )
-        return found
 
 
 def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

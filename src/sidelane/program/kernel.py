@@ -8,7 +8,7 @@ is a list of one, whose addresses the kernel has as arguments; those of longer l
 In the bytes that a rank sends to another one, the tensors of a list lie behind each other, at multiples of 16 bytes;
 with three parts of 100, 0 and 300 bytes from rank to rank::
 
-    place    | part 0 | . | part 2                  |
+    offset   | part 0 | . | part 2                  |
              0       100 112                       412
 """
 
@@ -26,7 +26,7 @@ from sidelane.fields import an, at_least, one_of, plain_text, validate
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.kernel_chunks import chunks_of
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Variant
 
 MOST_RANKS = 8
 """Largest number of ranks that kernels can address."""
@@ -166,14 +166,14 @@ class KernelProgram:
         )
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """Offset of each part in the bytes from one rank to another, and the end of the last one with its padding."""
         return tuple(accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in self.sizes), initial=0))
 
     @cached_property
     def part_bytes(self) -> int:
         """Bytes from one rank to another, of all parts together; in two shots of one part, those of the first shard."""
-        return max(map(operator.add, self.places, self.sizes), default=0) if any(self.sizes) else 0
+        return max(map(operator.add, self.offsets, self.sizes), default=0) if any(self.sizes) else 0
 
     @property
     def staging_bytes(self) -> int:
@@ -182,7 +182,7 @@ class KernelProgram:
             return 0
         if self.protocol is Protocol.SEND:
             return max(1, self.world_size - 1) * chunks_of(self.part_bytes, self.blocks).peer_bytes
-        return self.places[-1] * (self.world_size if self.distinct else 1)
+        return self.offsets[-1] * (self.world_size if self.distinct else 1)
 
     def remote_buffers(self) -> frozenset[str]:
         """Return the callers' buffers that peers touch."""
@@ -206,7 +206,7 @@ class KernelCall:
         grid: number of programs, in one to three dimensions.
         arguments: tensors and numbers, in the order of the source.
         options: constants, and options of Triton's launcher (``num_warps``, ...).
-        board: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
+        status_words: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
     """
 
     kernel: Any
@@ -214,7 +214,7 @@ class KernelCall:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    board: int
+    status_words: int
 
     @property
     def collective(self) -> str:

@@ -52,7 +52,7 @@ class Chunks:
         """Bytes of staging that an owner has for each of its peers."""
         return min(self.tiles, SLOTS * self.blocks * self.rounds) * self.tile_bytes
 
-    def place(self, tile: int, source: int, owner: int) -> int:
+    def offset(self, tile: int, source: int, owner: int) -> int:
         """Return the offset in the owner's staging of the tile that ``source``, another rank, stores there."""
         chunk = tile // (self.blocks * self.rounds)
         slot = (chunk % SLOTS - chunk) * self.rounds * self.blocks

@@ -7,7 +7,7 @@ The exchange of sequence parallelism (Ulysses) is the example, with ``scatter_di
 
 A part is a slice along one dimension, so that its elements, in their order, are rows of bytes at equal distances. A
 program sees the parts of a tensor one behind the other, as in any all-to-all, and ``verify`` proves that exchange to
-the byte. Only whoever binds a program to addresses knows where the bytes of a part lie (:meth:`Resharding.places`).
+the byte. Only whoever binds a program to addresses knows where the bytes of a part lie (:meth:`Resharding.parts_at`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Resharding:
     >>> ulysses = Resharding((1, 4, 6, 8), 2, 2, 1, scattered=(3, 3), gathered=(2, 2))
     >>> ulysses.shape_of(0, Buffer.INPUT), ulysses.shape_of(0, Buffer.OUTPUT)
     ((1, 2, 6, 8), (1, 4, 3, 8))
-    >>> ulysses.places(1, Buffer.INPUT)[1]
+    >>> ulysses.parts_at(1, Buffer.INPUT)[1]
     PitchedPart(start=96, nbytes=96, origin=48, width=48, pitch=96)
     """
 
@@ -81,7 +81,7 @@ class Resharding:
             shape[self.scatter_dim] = self.scattered[rank]
         return tuple(shape)
 
-    def places(self, rank: int, buffer: Buffer) -> tuple[PitchedPart, ...]:
+    def parts_at(self, rank: int, buffer: Buffer) -> tuple[PitchedPart, ...]:
         """Return where the parts of a rank's input or output lie; parts without bytes are left out.
 
         A part is a slice of a contiguous tensor along one dimension: one row for each index of the dimensions before.

@@ -1,4 +1,4 @@
-"""Objects in the hands of users: communicators, sessions and their lanes, and programs and kernels loaded into them."""
+"""Objects in the hands of users: communicators, and programs and kernels loaded into them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 from sidelane.collectives.work import Work
 from sidelane.session.communicator import Communicator
 from sidelane.session.lists import Batched
-from sidelane.session.session import Lane, Session
 
 if TYPE_CHECKING:
     from sidelane.session.bound_program import BoundProgram
     from sidelane.session.prelaunch import Prelaunched
 
-__all__ = ["Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"]
+__all__ = ["Batched", "BoundProgram", "Communicator", "Prelaunched", "Work"]
 
 _ELSEWHERE = {"BoundProgram": "sidelane.session.bound_program", "Prelaunched": "sidelane.session.prelaunch"}
 

@@ -18,19 +18,17 @@ from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import Region
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import ProgramError, SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses, Place
-from sidelane.memory.base import SymmetricBlock
+from sidelane.execute.base import Addresses, CallerStream
+from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
-from sidelane.program.transform import freeze, lower
-from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
-from sidelane.program.verify import check_structure, verify
+from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, lower, triggers_of, without_callers
+from sidelane.program.verify import verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
 
@@ -105,8 +103,8 @@ class NamedBuffers:
     @property
     def signature(self) -> str:
         """The signature that must be the same on all ranks."""
-        places = {name: self.regions[name].place for name in sorted(self.remote)}
-        text = f"{self.program!r} {places}"
+        locations = {name: self.regions[name].location for name in sorted(self.remote)}
+        text = f"{self.program!r} {locations}"
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         return f"{self.program.collective} {self.program.variant} #{digest}"
 
@@ -124,7 +122,7 @@ class BoundProgram:
     order of work; inside of a CUDA graph capture it becomes part of the graph. It has its own flags and staging, and
     keeps them and the tensors until :meth:`close`.
 
-    A program in which callers signal or wait (``sidelane.program.transform.triggers``) is started ahead, by
+    A program in which callers signal or wait (``sidelane.program.transform``) is started ahead, by
     ``async_op=True``. Each :meth:`trigger` releases the commands that wait for it; after the last one, the caller waits
     for the ``Work``. Bytes that callers read while it is under way are ready after :meth:`wait_for_arrival`. In a
     graph, where the number of one call cannot be written, triggers and arrivals are dependencies.
@@ -194,17 +192,17 @@ class BoundProgram:
         """
         calls = self._calls
         call = calls.number()
-        place = calls.backend.place()
-        region = _CAPTURED if place[1] else _EAGER
-        with calls.telling_refusals(call, self._name):
+        caller = calls.backend.caller_stream()
+        region = _CAPTURED if caller[1] else _EAGER
+        with calls.reporting_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
-            capture = self._begin(async_op, place) if self._has_callers else 0
+            capture = self._begin(async_op, caller) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
         calls.announce(call, prepared.signature, compares=False)
-        work = calls.run(prepared, call, async_op, self._tensors, self._written, place)
+        work = calls.run(prepared, call, async_op, self._tensors, self._written, caller)
         if self._has_callers:
             self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
             self._works[region] = work
@@ -222,12 +220,12 @@ class BoundProgram:
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._check_number("trigger", number)
-        place = self._place_of_call("trigger")
+        caller = self._caller_stream("trigger")
         with self._calls.failing_for_good():
-            if place[1]:
-                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, place)
+            if caller[1]:
+                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, caller)
             else:
-                self._triggers[number].fire(self._epoch, place)
+                self._triggers[number].fire(self._epoch, caller)
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
@@ -266,15 +264,13 @@ class BoundProgram:
             raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
         work = self._works[_CAPTURED if self._capture else _EAGER]
         if work is None:
-            raise RuntimeError(
-                f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
-            )
-        place = self._place_of_call("wait_for_arrival")
+            raise RuntimeError(f"wait_for_arrival: {self} is not under way: call it with async_op=True before")
+        caller = self._caller_stream("wait_for_arrival")
         with self._calls.failing_for_good():
-            if place[1]:
-                cast("CudaMarkedWork", work).follow(number, place)
+            if caller[1]:
+                cast("CudaMarkedWork", work).follow(number, caller)
             else:
-                self._arrivals[number].follow(self._epoch, place, work)
+                self._arrivals[number].follow(self._epoch, caller, work)
 
     def renew(self, call: int) -> None:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
@@ -325,9 +321,9 @@ class BoundProgram:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _begin(self, async_op: bool, place: Place) -> int:
+    def _begin(self, async_op: bool, caller: CallerStream) -> int:
         """Check that a call with triggers or arrivals may begin. Return the number of the capture that it goes into."""
-        capture = self._calls.backend.capture_of(place) if place[1] else 0
+        capture = self._calls.backend.capture_of(caller) if caller[1] else 0
         if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
         if self.triggers and not async_op:
@@ -337,14 +333,14 @@ class BoundProgram:
             before.wait()  # the caller overwrites bytes that the previous call has read
         return capture
 
-    def _place_of_call(self, method: str) -> Place:
+    def _caller_stream(self, method: str) -> CallerStream:
         """Return the caller's stream. Raises ValueError unless it is in the capture of the call, or both in none."""
         backend = self._calls.backend
-        place = backend.place()
-        if (backend.capture_of(place) if place[1] else 0) != self._capture:
+        caller = backend.caller_stream()
+        if (backend.capture_of(caller) if caller[1] else 0) != self._capture:
             inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
             raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
-        return place
+        return caller
 
     def _refuse_graphs(self, method: str) -> None:
         if self._capture:
@@ -355,7 +351,7 @@ class BoundProgram:
             raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
         if number not in self._unfired:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
-            raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
+            raise RuntimeError(f"{method}: trigger {number} of {self} is fired once in each call (value={state})")
 
     def _prepare(self, program: Program, region: int) -> PreparedCall:
         captured = region == _CAPTURED
@@ -370,7 +366,6 @@ class Forms:
 
     Attributes:
         program: program in moves that the engines support.
-        proves: prove the programs; else only their structure is checked.
         captures: the device has graphs.
         eager: program outside of captures, without the commands of callers.
         triggers: signals of each trigger of this rank.
@@ -378,21 +373,19 @@ class Forms:
     """
 
     program: Program
-    proves: bool
     captures: bool
     eager: Program
     triggers: tuple[tuple[Signal, ...], ...] = ()
     arrivals: tuple[tuple[Wait, ...], ...] = ()
 
     @staticmethod
-    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
+    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, captures: bool) -> Forms:
         """Make the forms of a program, and prove them.
 
         Args:
             program: the caller's program.
             rank: rank whose triggers and arrivals are returned.
             capabilities: moves that the engines support; others are lowered to these.
-            proves: see the attribute.
             captures: see the attribute.
 
         Raises:
@@ -400,20 +393,17 @@ class Forms:
             ValueError: a command of a caller is neither a trigger nor an arrival.
             UnavailableError: no executor runs one of its commands.
         """
-        if proves:
-            verify(program)
-        elif malformed := check_structure(program):  # such as a span outside of its buffer
-            raise ProgramError(f"load: refused {program.collective} {program.variant}", malformed)
+        verify(program)
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
         lowered = lower(program, capabilities)
-        if proves and lowered is not program:
+        if lowered is not program:
             verify(lowered)
         if program.prelaunched:
-            return Forms(lowered, proves, captures, lowered)
+            return Forms(lowered, captures, lowered)
         triggers, arrivals = triggers_of(program, rank), arrivals_of(program, rank)
-        return Forms(lowered, proves, captures, without_callers(lowered), triggers, arrivals)
+        return Forms(lowered, captures, without_callers(lowered), triggers, arrivals)
 
     def for_a_graph(self) -> Program:
         """Make the program to capture; few programs are captured. Raises UnavailableError if it cannot be captured."""
@@ -423,8 +413,7 @@ class Forms:
                 if self.eager is self.program and not has_epochs(self.program):
                     return self.program
                 frozen = freeze(self.program)
-                if self.proves:
-                    verify(frozen)
+                verify(frozen)
                 return frozen if frozen.prelaunched else flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
                 problem = error
@@ -438,12 +427,12 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
     def check() -> tuple[tuple[NamedBuffers, Forms], str]:
         found = NamedBuffers.check(program, buffers, arguments)
         moves, captures = backend.executor.capabilities.moves, backend.abilities.captures
-        forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
+        forms = Forms.of(program, arguments.rank, moves, captures=captures)
         return (found, forms), f"load {found.signature}"
 
     call, (found, forms) = path.agree("load", check)
     ready = calls.number()
-    with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
+    with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
         bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         backend.wait_for_stores()

@@ -5,41 +5,67 @@ Over 400 lines, since the documentation of each collective stands with it.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import functools
+import itertools
+import logging
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
 
+from sidelane import config as settings
+from sidelane import forks, log, metrics
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
+from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce
 from sidelane.collectives.agreement import LISTED
-from sidelane.collectives.allocator import MemoryUse
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
-from sidelane.collectives.calls import compare
-from sidelane.collectives.plan import AUTO
-from sidelane.collectives.pool_places import Reached
+from sidelane.collectives.call_path import CallPath
+from sidelane.collectives.calls import Calls, compare
+from sidelane.collectives.plan import AUTO, Planner
+from sidelane.collectives.pool_offsets import Reached
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
-from sidelane.config import Config
-from sidelane.errors import Page, PeerError, UnavailableError, explained
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    Page,
+    PeerError,
+    SidelaneError,
+    UnavailableError,
+    explained,
+)
 from sidelane.execute.submitted import Counts, Submitted
-from sidelane.memory.persistent import lasting
+from sidelane.memory.allocator import MemoryUse
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange, ranks_of
+from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
+from sidelane.memory.release import release_dropped
+from sidelane.memory.storage import persistent
 from sidelane.modes import is_in_modes, leaving_modes, untraced
-from sidelane.program.collective import Kind
+from sidelane.program.collective import MAX_NODE_RANKS, Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
+from sidelane.session.making import agree_on_profile, choose_device, group_for, make_backend
 from sidelane.session.own_kernel import OwnKernel, load_kernel
-from sidelane.session.session import Lane, Session
+from sidelane.sizes import format_bytes
+from sidelane.version import VERSION
 
 if TYPE_CHECKING:  # a process group makes its first call without these
     from sidelane.session.bound_program import BoundProgram
@@ -47,6 +73,11 @@ if TYPE_CHECKING:  # a process group makes its first call without these
 
 _MOST_BYTES = 2**63 - 1
 """Largest number of bytes of a tensor in torch."""
+
+
+@functools.cache
+def _warn_once(note: str) -> None:
+    log.calls.warning("%s", note)
 
 
 @untraced
@@ -67,52 +98,148 @@ class Communicator:
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
+            Or another communicator, to share its memory in an order of calls of its own (docs/guide/lanes.md).
         device: device of the tensors. None: the current CUDA device if there is one, else the CPU.
         config: settings; None for those in force (``sidelane.config``).
+        name: name in errors, the same on every rank, unique among those that share memory. None: its number.
 
     Attributes:
+        session: the state that communicators share.
+        name: its name.
         abilities: implementations that ``auto`` chooses among.
-        kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        cache: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
         operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
         profile: measured times of rank 0, by which ``auto`` chooses.
+        control: control block in which the ranks post their calls.
+        backend: memory and executor of the device.
+        allocations: symmetric memory of :meth:`empty`.
+        arguments: checks the tensors of callers.
+        preparer: loads programs, and owns the memory that they share.
+        calls: numbers and runs calls.
+        path: the path that every call takes.
+        pools: number of pools that were made; the same on all ranks.
 
     Raises:
-        ValueError: the group has more than 16 ranks; or a device or setting does not exist, and then the other ranks
-            raise PeerError with the reason.
+        ValueError: the group has more than 16 ranks; or a device or setting does not exist, or another
+            communicator has the name, and then the other ranks raise PeerError with the reason.
+        CommunicatorClosedError: the first of the communicators that share memory was closed.
+        MismatchError: another rank gave another name.
         UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
-        PeerTimeoutError: a rank of the group did not make the communicator in time.
+        PeerError, PeerTimeoutError: a rank failed, or did not make the communicator in time.
     """
 
     @explained(Page.ERRORS)
     def __init__(
         self,
-        group: dist.ProcessGroup | Lane | None = None,
+        group: dist.ProcessGroup | Communicator | None = None,
         *,
         device: torch.device | str | int | None = None,
         config: Config | None = None,
+        name: str | None = None,
     ) -> None:
-        if isinstance(group, Lane):
-            if device is not None or config is not None:
-                raise ValueError("Communicator: device and config are the session's (allowed=neither, with a lane)")
-            lane, self._session = group, None
+        if isinstance(group, Communicator) and (device is not None or config is not None):
+            raise ValueError("Communicator: a communicator that shares another one takes neither device nor config")
+        self._is_first = not isinstance(group, Communicator)
+        if isinstance(group, Communicator):
+            session = group.session
         else:
-            self._session = Session(group, device=device, config=config)
-            lane = self._session.lane()
-        session = lane.session
+            session = Session(cast("dist.ProcessGroup | None", group), device, config)
+        self.session: Session = session
         self.rank: int = session.rank
         self.world_size: int = session.world_size
         self.device: torch.device = session.device
         self.config: Config = session.config
-        self.lane: Lane = lane
-        self.profile: InForce = lane.profile
-        self.abilities: Abilities = lane.backend.abilities
-        # As attributes of its own, for speed: every call reads them.
-        self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
-        self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
         self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
-        self.kept: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
+        self.pools: int = 0
+        leaving_modes(session.making.run)(lambda: self._join(name))
+        if session.closed:  # by another thread in the meantime
+            self.close()
+            raise session.refusal()
+
+    def _join(self, name: str | None) -> None:
+        """Become a lane of the session, together with the communicators of the other ranks."""
+        session = self.session
+        if session.closed:
+            raise session.refusal()
+        number = next(session.numbers)  # before anything can fail on one rank, so that an attempt counts on all of them
+        exchange = Exchange(session.group, self.config.timeout_s, warn_s=self.config.warn_s)
+        self.name: str = f"lane {number}" if name is None else name
+        is_made = False
+        try:
+            if any(other.name == name for other in session.members):
+                allowed = "another one for each communicator"
+                raise ValueError(f"Communicator: name (value={name!r}, allowed={allowed})")
+            if name is not None:
+                exchange(f"lane {name!r}", lambda: None)
+            self._make(exchange, number)
+            is_made = True
+            exchange("a lane that is made", lambda: None)  # a lane that any rank lacks is none
+        except BaseException as error:
+            if not isinstance(error, PeerError | MismatchError):  # which all ranks raise
+                exchange.refuse(error)
+            if is_made:
+                self._release()
+            raise
+        session.members.append(self)
+
+    def _make(self, exchange: Exchange, number: int) -> None:
+        self.control = ControlBlock(exchange)
+        try:
+            like = self.session.members[0].backend if self.session.members else None
+            self.backend: Backend = make_backend(exchange, self.device, self.control, self.config.timeout_s, like=like)
+            try:
+                self._complete(exchange, number)
+            except BaseException:
+                self.backend.close()
+                raise
+        except BaseException as error:  # peers may wait where they look at the control block alone
+            at_fault = error.ranks if isinstance(error, PeerError) else ()
+            self.control.abort(f"rank {self.rank}: {type(error).__name__}: {error}", at_fault)
+            self.control.close()
+            raise
+
+    def _complete(self, exchange: Exchange, number: int) -> None:
+        session, backend, config = self.session, self.backend, self.config
+        heap = session.heap
+        self.allocations = LaneMemory(heap, backend.memory, number, self.world_size, config.memory_bytes)
+        self.arguments = Arguments(self.rank, self.world_size, self.device, heap)
+        self.profile: InForce = session.profile_of(exchange)
+        self.abilities: Abilities = backend.abilities
+        planner = Planner(
+            backend.executor.capabilities,
+            profile=self.profile.profile,
+            abilities=backend.abilities,
+            chosen_by=self.profile.where,
+        )
+        self.preparer = Preparer(self.rank, heap, backend, planner)
+        self.calls = self._calls = Calls(
+            *(self.control, backend, config, self.preparer.renew, heap.hold, session.ranks),
+            session.name + (f", {self.name}" if number else ""),
+        )
+        self.control.world_ranks = session.ranks
+        self.path = CallPath(self.calls, self.arguments, self.preparer)
+        self._repeats = self.path.repeats  # of its own, for speed: every call reads it
+        if log.calls.isEnabledFor(logging.INFO):
+            self._log()
+        if self.rank == 0 and not number:  # whose profile counts
+            for note in self.profile.notes:
+                _warn_once(note)
+
+    def _log(self) -> None:
+        config = self.config
+        machine = key_here(self.device.type, self.world_size)
+        versions = ", ".join(f"{name} {version}" for name, version in (("sidelane", VERSION), *machine.software))
+        most = "what the device has" if config.memory_bytes is None else format_bytes(config.memory_bytes)
+        log.calls.info(
+            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s; "
+            "%d x %s%s; %s; symmetric memory: %s for its calls, for tensors up to %s",
+            *(self.rank, self.world_size, self.device, list(self.session.ranks), self.name),
+            *(self.profile.where, config.timeout_s, machine.count, machine.device),
+            *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
+        )
 
     @entry
     def empty(self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -134,8 +261,8 @@ class Communicator:
         return self._empty(size, dtype)
 
     def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-        call = self._calls.number()
-        with self._calls.telling_refusals(call, "empty"):
+        call = self.calls.number()
+        with self.calls.reporting_refusals(call, "empty"):
             shape = _shape(size)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
@@ -143,26 +270,27 @@ class Communicator:
                 raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
-                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
-            if self._backend.place()[1]:
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed=..{_MOST_BYTES} bytes)")
+            if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
-        memory, most = self.lane.memory, self.config.memory_bytes
+        memory, most = self.allocations, self.config.memory_bytes
         title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
-        with self._calls.failing_for_good():
-            self._control.post_call(call, title + SPLITS + memory.what_is_dropped())
-        posts = self._calls.posts(call)
-        compare(self._control, call, posts)
-        with self._calls.making_ready():
+        with self.calls.failing_for_good():
+            self.control.post_call(call, title + SPLITS + memory.what_is_dropped())
+        posts = self.calls.posts(call)
+        compare(self.control, call, posts)
+        with self.calls.making_ready():
             tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
-            self._backend.note_stream()
+            self.backend.note_stream()
             if is_used_again:
-                for lane in self.lane.session.lanes:
-                    lane.backend.follow_all()
+                for each in self.session.members:
+                    if not each.calls.closed:
+                        each.backend.follow_all()
         return tensor[:nbytes].view(dtype).view(shape)
 
     def memory(self) -> MemoryUse:
         """Return the bytes of symmetric memory that :meth:`empty` and calls have reserved, and how many are in use."""
-        return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
+        return dataclasses.replace(self.allocations.use(), own=self.preparer.own_bytes)
 
     @repeated_entry
     def all_gather(
@@ -367,7 +495,7 @@ class Communicator:
         Raises:
             As :meth:`all_gather`, when the block ends.
         """
-        return Batched(self._path, variant=variant, beside=beside, async_op=async_op)
+        return Batched(self.path, variant=variant, beside=beside, async_op=async_op)
 
     @entry
     def prepare_all_gather(
@@ -398,7 +526,7 @@ class Communicator:
         from sidelane.session.prelaunch import prepare_prelaunched
 
         asked = SingleCall(Kind.ALL_GATHER, (output, input), ())
-        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
+        return prepare_prelaunched(self.path, asked, variant, host_trigger, beside)
 
     @entry
     def prepare_all_to_all(
@@ -415,7 +543,7 @@ class Communicator:
         from sidelane.session.prelaunch import prepare_prelaunched
 
         asked = SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part))
-        return prepare_prelaunched(self._path, asked, variant, host_trigger, beside)
+        return prepare_prelaunched(self.path, asked, variant, host_trigger, beside)
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
@@ -439,7 +567,7 @@ class Communicator:
         """
         from sidelane.session.bound_program import bind_program
 
-        return bind_program(self._path, program, buffers)
+        return bind_program(self.path, program, buffers)
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
@@ -460,7 +588,7 @@ class Communicator:
             UnavailableError: inside a capture, or more than 8 ranks.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return load_kernel(self._path, kernel, flags)
+        return load_kernel(self.path, kernel, flags)
 
     @leaving_modes
     def peers(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -470,22 +598,24 @@ class Communicator:
             ValueError: the tensor is not symmetric memory, or not contiguous.
             UnavailableError: a graph is being captured, and the tensor is new.
         """
-        (region,) = self.lane.arguments.regions("peers", tensor)
-        if region.place is None:
+        (region,) = self.arguments.regions("peers", tensor)
+        if region.location is None:
             raise ValueError(
                 "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
                 "allowed=tensors of Communicator.empty)"
             )
-        found = self._peers.get(region.place)
+        found = self._peers.get(region.location)
         if found is None:
-            if self._backend.place()[1]:
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
-            addresses = torch.tensor(self.lane.session.heap.addresses(region), dtype=torch.int64, device="cpu")
-            found = self._peers[region.place] = lasting(self.device, lambda: addresses.to(self.device))
+            if self.backend.caller_stream()[1]:
+                raise UnavailableError(
+                    "peers: of a new tensor, while a graph is captured; call it once before the capture"
+                )
+            addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
+            found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found
 
     @leaving_modes
-    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def location(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the block number and offset in bytes of a symmetric tensor; None for ordinary memory. Not collective.
 
         :meth:`peers` returns the addresses of the tensors at the same place on all ranks.
@@ -493,7 +623,7 @@ class Communicator:
         Raises:
             ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
         """
-        return self.lane.arguments.regions("place", tensor)[0].place
+        return self.arguments.regions("location", tensor)[0].location
 
     @entry
     def refuse(self, name: str, error: Exception) -> None:
@@ -501,7 +631,7 @@ class Communicator:
 
         For operators that are made of calls, and check their arguments before the first one.
         """
-        self._calls.refuse(self._calls.number(), name, error)
+        self.calls.refuse(self.calls.number(), name, error)
 
     @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
@@ -512,10 +642,10 @@ class Communicator:
         Raises:
             ValueError: no call accepts this tensor.
         """
-        (region,) = self.lane.arguments.regions("reach", tensor)
+        (region,) = self.arguments.regions("reach", tensor)
         if region.symmetric:
             return Reached("symmetric")
-        return Reached("staged", self.lane.arguments.places.why_staged(tensor))
+        return Reached("staged", self.arguments.pool_offsets.why_staged(tensor))
 
     @entry
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
@@ -533,7 +663,7 @@ class Communicator:
             UnavailableError: a graph is being captured.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        _, own_us = self._path.agree("beside", lambda: (own_time_us(gemm, us, self.device), f"beside {gemm}"))
+        _, own_us = self.path.agree("beside", lambda: (own_time_us(gemm, us, self.device), f"beside {gemm}"))
         slowest = torch.tensor([own_us], dtype=torch.float32, device=self.device)
         self._call(Kind.ALL_REDUCE, (slowest, slowest), ("max",), AUTO, None, False)
         return computation(slowest.item(), gemm, self.device)
@@ -552,26 +682,80 @@ class Communicator:
         Raises:
             PeerError, PeerTimeoutError: a peer failed.
         """
-        self.lane.synchronize()
+        self.calls.require_open()
+        with self.calls.failing_for_good():
+            self.backend.synchronize()
+
+    @entry
+    def agree(self, name: str, text: str) -> None:
+        """Compare a text with the peers', as that of a new call. Collective.
+
+        Args:
+            name: name of what is compared, for errors.
+            text: text that must be the same on all ranks.
+
+        Raises:
+            UnavailableError: inside a capture.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        self.path.agree(name, lambda: (None, text))
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the time-out of waits for peers on this rank, including those of calls under way.
+
+        Args:
+            timeout_s: time-out in seconds, > 0.
+        """
+        self.calls.config = dataclasses.replace(self.calls.config, timeout_s=timeout_s)
+        self.backend.set_timeout(timeout_s)
 
     def last_choice(self) -> Choice | None:
         """Return the candidate that ran this rank's last call, and the reason; None before the first call."""
-        return self._calls.last_choice
+        return self.calls.last_choice
 
     def last_submitted(self) -> Submitted | None:
         """Return the commands of this rank's last call, by class of engine; None before the first call."""
-        return self._backend.executor.ledger.last
+        return self.backend.executor.ledger.last
 
     def submitted(self) -> Counts:
         """Return the sum of :meth:`last_submitted` over all calls, without those that were captured into graphs."""
-        return self._backend.executor.ledger.total()
+        return self.backend.executor.ledger.total()
 
     def close(self) -> None:
-        """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
-        self.kept.clear()
-        self.lane.close()
-        if self._session is not None:
-            self._session.close()
+        """Release threads, streams and memory, and close the communicators that share the memory of this one.
+
+        Idempotent. Not a collective: peers may close later.
+        """
+        session = self.session
+        if self._is_first:
+            session.closed = True
+            metrics.flush()
+            for other in session.members[1:]:
+                other.close()
+        self.cache.clear()
+        self._peers.clear()
+        self._barrier_tensor = None
+        if self.calls.forked:  # the memory belongs to the parent
+            return
+        if not self.calls.closed:
+            self._release()
+        if self._is_first:
+            session.members.clear()
+            session.heap.close()
+            release_dropped()
+
+    def _release(self) -> None:
+        calls = self.calls
+        for handle in list(calls.unfinished):
+            with contextlib.suppress(SidelaneError):
+                handle.close()
+        calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
+        if self.path.repeats is not None:
+            self.path.repeats.forget()
+        self.backend.close()
+        self.preparer.close()
+        self.allocations.close()
+        self.control.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -579,10 +763,18 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.lane.leave(kind, error, trace)
+        for other in self.session.members[1:] if self._is_first else ():
+            other.__exit__(kind, error, trace)
+        calls = self.calls
+        if error is not None:
+            for handle in list(calls.unfinished):
+                handle.__exit__(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
+            # This rank and its peers may be in different calls, which none of them can complete.
+            calls.fail(error)
         self.close()
 
-    def make_again(
+    def repeat_call(
         self,
         kind: Kind,
         tensors: tuple[torch.Tensor, ...],
@@ -604,13 +796,13 @@ class Communicator:
         Raises:
             PeerError, PeerTimeoutError: a peer failed.
         """
-        repeats, entrance = self._repeats, self._calls.entrance
+        repeats, entrance = self._repeats, self.calls.entrance
         if repeats is None or not entrance.acquire(False):
             return False
         try:
             made: bool = repeats.run(kind, tensors, details, AUTO, beside, aside) is True
         except (PeerError, KeyboardInterrupt) as error:
-            self._calls.fail(error)
+            self.calls.fail(error)
             raise
         finally:
             entrance.release()
@@ -629,7 +821,7 @@ class Communicator:
         """Make a call. ``is_aside``: it is asynchronous, and the current stream is that of asynchronous calls."""
         repeats = self._repeats
         if async_op and not is_aside and repeats is not None:
-            if not self._backend.place()[1]:
+            if not self.backend.caller_stream()[1]:
                 call = kind, tensors, details, variant, beside, async_op
                 return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
             repeats = None  # a captured call is Python's
@@ -641,7 +833,7 @@ class Communicator:
                 if made is None:
                     repeats = None  # the call may be remembered already, and run again later
             except (PeerError, KeyboardInterrupt) as error:
-                self._calls.fail(error)
+                self.calls.fail(error)
                 raise
         single = SingleCall(kind, tensors, details)
         is_listed = kind in LISTED and any(isinstance(tensor, list | tuple) for tensor in tensors)
@@ -652,8 +844,8 @@ class Communicator:
         self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
         if self._repeats is None:
-            self._repeats = self._path.repeats  # it may have been compiled by now
-        run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
+            self._repeats = self.path.repeats  # it may have been compiled by now
+        run = leaving_modes(self.path.run) if is_in_modes() else self.path.run
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 
 
@@ -661,6 +853,71 @@ def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
     """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
     columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
     return repeats.backend.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
+
+
+class Session:
+    """The state that communicators of a process group share on this rank.
+
+    Args:
+        group, device, config: see :class:`Communicator`.
+
+    Attributes:
+        rank, world_size: this rank and the number of ranks in the group.
+        ranks: the group's ranks in the default group; 0 to size - 1 if the group joins several worlds.
+        name: name for observers of calls, the same on all ranks.
+        device, config: device and settings in use.
+        group: the control plane.
+        heap: symmetric memory.
+        making: held while a communicator is made.
+        members: the communicators, closed ones included.
+        numbers: their numbers; failed attempts count.
+        closed: the first of them was closed.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str | int | None, config: Config | None
+    ) -> None:
+        self.group = chosen = group_for("Communicator", group)
+        self.rank: int = chosen.rank()
+        self.world_size: int = chosen.size()
+        if self.world_size > MAX_NODE_RANKS:
+            raise ValueError(
+                f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS}); a process "
+                "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
+            )
+        self.ranks: tuple[int, ...] = ranks_of(chosen)
+        # Numbered before anything can fail on one rank, so that a failed attempt counts on all of them.
+        named, number = chosen.group_name, next(_numbers[chosen.group_name, self.ranks])
+        whose = "" if chosen is dist.group.WORLD else f"group {named}, "
+        self.name: str = f"communicator {number} of {whose}ranks {list(self.ranks)}"
+        try:
+            self.device: torch.device = choose_device(device)
+            settings.start_observers()
+            self.config: Config = settings.current() if config is None else config
+            if not isinstance(self.config, Config):
+                raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
+        except Exception as error:
+            Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
+            raise
+        self.heap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
+        self.making = forks.Mutex(lambda: ("Communicator", "the making of a communicator"))
+        self.members: list[Communicator] = []
+        self.numbers = itertools.count()
+        self.closed = False
+        self._profile: InForce | None = None
+
+    def profile_of(self, exchange: Exchange) -> InForce:
+        """Return the measured times to choose by, on which the ranks agree once."""
+        if self._profile is None:
+            self._profile = agree_on_profile(exchange, self.device.type, self.config.profile)
+        return self._profile
+
+    def refusal(self) -> CommunicatorClosedError:
+        """Return the error for a communicator that would share the memory of a closed one."""
+        return CommunicatorClosedError("Communicator: the one that it would share memory with was closed")
+
+
+_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
-    BOARD,
     CONTEXT_WORDS,
     FLAG_COUNT,
     GENERATION,
@@ -24,14 +23,15 @@ from sidelane.device.layout import (
     RANK,
     REGION_FLAGS_OFFSET,
     REGIONS,
+    STATUS,
     WORLD_SIZE,
     region_bytes,
 )
 from sidelane.errors import PeerError, UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.fields import several, whole
-from sidelane.memory.base import SymmetricBlock
-from sidelane.memory.persistent import lasting
+from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.storage import persistent
 from sidelane.modes import untraced
 from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
@@ -53,16 +53,16 @@ class RepeatedLaunch:
     """A launch that may be repeated on other tensors of the same layouts.
 
     Attributes:
-        places: positions of these tensors among the kernel's arguments after the context.
+        indices: positions of these tensors among the kernel's arguments after the context.
         runs: functions that repeat it on tensors, for a stream and alignments each (``Repeats.launch``). The last
             one that was needed comes first.
         is_known: the last call is cached, but could not be repeated then (in a capture, behind another stream's work).
     """
 
-    __slots__ = ("_left", "is_known", "places", "runs")
+    __slots__ = ("_left", "indices", "is_known", "runs")
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = places
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
         self.runs: tuple[Callable[..., bool | None], ...] = ()
         self.is_known = False
         self._left = MOST_REMEMBERED + 1
@@ -91,8 +91,8 @@ class RepeatedLaunch:
         self.runs = (run, *self.runs[: MOST_RUNS - 1])
 
 
-Again = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
-"""A launch that may be repeated, and the tensors of a call of it, in the order of its places; None where a tensor is
+LaunchOnTensors = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
+"""A launch that may be repeated, and the tensors of a call of it, in the order of its indices; None where a tensor is
 missing in each of its calls."""
 
 
@@ -118,10 +118,10 @@ class OwnKernel:
         self._block: SymmetricBlock | None = block
         words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
-        words[BOARD], words[FLAG_COUNT] = backend.board, flags
+        words[STATUS], words[FLAG_COUNT] = backend.status_words, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self._launches: dict[Hashable, RepeatedLaunch] = {}
-        self.context: torch.Tensor = lasting(device, lambda: words.to(device))
+        self.context: torch.Tensor = persistent(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = self._is_closed = False
@@ -140,7 +140,7 @@ class OwnKernel:
         *arguments: Any,
         async_op: bool = False,
         alike: str = "",
-        again: Again | None = None,
+        repeated: LaunchOnTensors | None = None,
         **options: Any,
     ) -> Work | None:
         """Launch the kernel on all ranks together: a call of the communicator, in the order of all calls.
@@ -152,7 +152,7 @@ class OwnKernel:
             arguments: arguments after the context, of any type that Triton takes. Values may differ between ranks.
             async_op: return a :class:`Work` instead of ordering the caller behind it.
             alike: text that must be the same on every rank; like grid and options it is compared if it is new.
-            again: cached launch with these layouts and numbers, for a caller that has found it and could not
+            repeated: cached launch with these layouts and numbers, for a caller that has found it and could not
                 :meth:`repeat` it. None: it is found by the arguments.
             options: constants of the kernel and options of Triton's launcher (``num_warps``), the same on every rank.
 
@@ -164,32 +164,32 @@ class OwnKernel:
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
-        layout, places, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
-        if again is None and not async_op and is_here:
-            again = self._found(tuple(layout), places, arguments)
-            if again is not None and again[0].run(calls, again[1]):
+        layout, indices, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
+        if repeated is None and not async_op and is_here:
+            repeated = self._found(tuple(layout), indices, arguments)
+            if repeated is not None and repeated[0].run(calls, repeated[1]):
                 return None
         call = calls.number()
-        place = calls.backend.place()
-        with calls.telling_refusals(call, str(self)):
+        caller = calls.backend.caller_stream()
+        with calls.reporting_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a launch of {self}, which was closed")
-            if not (self._has_ended or place[1]):
+            if not (self._has_ended or caller[1]):
                 self._see_that_it_ends()
-            key: Key = (self, place[1], *layout, *(arguments[at].data_ptr() for at in places))
+            key: Key = (self, caller[1], *layout, *(arguments[at].data_ptr() for at in indices))
             try:
                 prepared, is_cachable = self._preparer.cache.prepared(key), True
             except TypeError:  # it is not hashable: of an argument of an unknown type, or refused below
                 prepared, is_cachable = None, False
             if prepared is None:
-                prepared = self._bind(_checked(grid), arguments, options, place[1], alike)
+                prepared = self._bind(_checked(grid), arguments, options, caller[1], alike)
         signature = prepared.signature
         # Compared where it is new: a rank whose kernel cannot be compiled launches nothing.
         calls.announce(call, signature, compares=signature not in self._compiled)
         self._compiled.add(signature)
-        used = async_op or place[1]
+        used = async_op or caller[1]
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
-        work = calls.run(prepared, call, async_op, tensors, (), place)
+        work = calls.run(prepared, call, async_op, tensors, (), caller)
         if is_cachable and cast("KernelRunnable", prepared.loaded).is_prepared:
             self._preparer.cache.entry(key).prepared = prepared
         if used:
@@ -199,41 +199,43 @@ class OwnKernel:
             if self.context.is_cuda:
                 self._first = torch.cuda.Event()
                 self._first.record()
-        if again is not None and self._has_ended and again[0].is_worth_it():
-            self._cache(again, arguments, prepared, place)
+        if repeated is not None and self._has_ended and repeated[0].is_worth_it():
+            self._cache(repeated, arguments, prepared, caller)
         return None
 
     @repeated_entry
-    def repeat(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def repeat(self, repeated: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make a cached launch on other tensors of the same layouts. False: nothing was done.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return again.run(self._calls, tensors)
+        return repeated.run(self._calls, tensors)
 
-    def _found(self, layout: Key, places: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
+    def _found(self, layout: Key, indices: Sequence[int], arguments: tuple[Any, ...]) -> LaunchOnTensors | None:
         """Return the launch that differs only in tensor addresses, with the tensors; None if it cannot be cached."""
         if self._path.code() is None:
             return None
         try:
-            again = self._launches.get(layout)
+            repeated = self._launches.get(layout)
         except TypeError:
             return None
-        if again is None:
+        if repeated is None:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
-            again = self._launches[layout] = RepeatedLaunch(places)
-        return again, [arguments[at] for at in places]
+            repeated = self._launches[layout] = RepeatedLaunch(indices)
+        return repeated, [arguments[at] for at in indices]
 
-    def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, place: Place) -> None:
+    def _cache(
+        self, repeated: LaunchOnTensors, arguments: tuple[Any, ...], prepared: PreparedCall, caller: CallerStream
+    ) -> None:
         """Give a launch to compiled code, which repeats it."""
-        launch, tensors = again
+        launch, tensors = repeated
         repeats = self._path.code()
-        pairs = zip(tensors, launch.places, strict=True)
+        pairs = zip(tensors, launch.indices, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
-            numbers = [1 + at for at in launch.places]  # behind the context
-            run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+            numbers = [1 + at for at in launch.indices]  # behind the context
+            run = repeats.launch(prepared, caller, tensors, numbers, ((self, "_is_closed", False),))
             if run is not None:
                 launch.add(run)
 
@@ -243,7 +245,9 @@ class OwnKernel:
         """Bind the kernel to arguments, and compile it if it is new."""
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
-        call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
+        call = KernelCall(
+            self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.status_words
+        )
         is_new = signature not in self._compiled
         runnable = self._calls.backend.bind_kernel_call(call, compiles=is_new)
         if is_new:
@@ -273,7 +277,7 @@ class OwnKernel:
             return
         with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
             if not self.generation():
-                raise RuntimeError(f"{self}: its first launch has not come to an end (allowed=each program calls end)")
+                raise RuntimeError(f"{self}: its first launch has not come to an end: each program must call end")
         self._first, self._has_ended = None, True
 
     def renew(self, call: int) -> None:
@@ -305,8 +309,8 @@ class OwnKernel:
 def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
-    Sessions have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
-    constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
+    Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
+    constant of the compiled kernel (``device/context``). Flags, context and status have as many words each.
     The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """
     arguments = path.arguments
@@ -319,7 +323,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
         if not 0 <= flags <= MOST_FLAGS:
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
-            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
+            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=a kernel of triton.jit)")
         return None, f"load_kernel {kernel_name(kernel)}, {flags} flags"
 
     path.agree("load_kernel", check)
@@ -342,17 +346,17 @@ def _layout_of(
 ) -> tuple[list[Any], list[int], bool]:
     """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
     layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
-    places: list[int] = []
+    indices: list[int] = []
     is_here = True
     for at, part in enumerate(arguments):
         if isinstance(part, torch.Tensor):
             if part.device != device:  # Triton's launcher looks at each of them
                 is_here = False
             layout.append(part.dtype)
-            places.append(at)
+            indices.append(at)
         else:
             layout.append(_number_of(part))
-    return layout, places, is_here
+    return layout, indices, is_here
 
 
 def _number_of(part: object) -> Any:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import forks
-from sidelane.collectives.allocator import BlockAllocator
+from sidelane.memory.allocator import BlockAllocator
 from sidelane.memory.storage import storage_of
 
 _NO_CONTENT = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
@@ -33,15 +33,15 @@ class HostPlacer:
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
         self._name, self._nbytes = name, region.nbytes
         self._region = storage_of(region, 0, region.nbytes, gone)
-        self._places, self._lock = BlockAllocator(1), forks.rlock()  # a storage may be freed at any point of the code
+        self._blocks, self._lock = BlockAllocator(1), forks.rlock()  # a storage may be freed at any point of the code
         self._dropped: list[int] = []
-        self._places.grow(0, region.nbytes)
+        self._blocks.grow(0, region.nbytes)
 
     @property
     def used(self) -> int:
         with self._lock:
             self._take_back()
-            return self._places.used
+            return self._blocks.used
 
     def active(self) -> contextlib.AbstractContextManager[object]:
         return _Placing(self)
@@ -57,19 +57,19 @@ class HostPlacer:
         """
         with self._lock:
             self._take_back()
-            found = self._places.take(nbytes)
+            found = self._blocks.take(nbytes)
             if found is None:
                 raise torch.OutOfMemoryError(
-                    f"{self._name}: {nbytes} bytes do not fit (value={self._places.used} bytes used of {self._nbytes}; "
-                    f"allowed=a larger nbytes of sidelane.pool, or fewer tensors at once)"
+                    f"{self._name}: {nbytes} bytes do not fit (value={self._blocks.used} used of {self._nbytes}); "
+                    "make the sidelane.pool with a larger nbytes, or hold fewer tensors at once"
                 )
-        number, place = found
+        number, taken = found
         dropped = self._dropped
-        return storage_of(self._region, place.offset, nbytes, lambda: dropped.append(number)).untyped_storage()
+        return storage_of(self._region, taken.offset, nbytes, lambda: dropped.append(number)).untyped_storage()
 
     def _take_back(self) -> None:
         while self._dropped:
-            self._places.drop([self._dropped.pop()])
+            self._blocks.drop([self._dropped.pop()])
 
 
 class _Placing(TorchDispatchMode):
@@ -88,7 +88,7 @@ class _Placing(TorchDispatchMode):
         result = func(*args, **kwargs)
         for out in empty:
             if _fits(out):
-                placed = self._place(out, copied=True)
+                placed = self._move(out, copied=True)
                 out.set_(placed.untyped_storage(), placed.storage_offset(), placed.shape, placed.stride())
         name = func._schema.name
         fresh = [each.alias_info is None for each in func._schema.returns]
@@ -101,19 +101,19 @@ class _Placing(TorchDispatchMode):
             each.untyped_storage()._cdata for each in leaves if isinstance(each, torch.Tensor) and _has_storage(each)
         }
 
-        def place(value: Any) -> Any:
+        def moved(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not _fits(value):
                 return value
             if value.untyped_storage()._cdata in given and name not in _LIFTED:
                 return value
-            return self._place(value, copied=name not in _NO_CONTENT)
+            return self._move(value, copied=name not in _NO_CONTENT)
 
         if isinstance(result, tuple) and len(fresh) > 1:
             pairs = zip(result, fresh, strict=True)
-            return tuple(pytree.tree_map(place, value) if is_fresh else value for value, is_fresh in pairs)
-        return pytree.tree_map(place, result)
+            return tuple(pytree.tree_map(moved, value) if is_fresh else value for value, is_fresh in pairs)
+        return pytree.tree_map(moved, result)
 
-    def _place(self, tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    def _move(self, tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
         """Return a tensor of the same shape and strides in a storage of the pool, with the values if ``copied``."""
         extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         storage = self._placer.storage(extent * tensor.itemsize)

@@ -7,7 +7,6 @@ How each gets its best configuration:
   NCCL take other kernels.
   Variants ``window_efficiency`` and ``window_zero``, with NCCL 2.32 and newer: windows, and a CTA policy with each call
   (``nccl_policies.py``), next to collectives alone as well as next to a GEMM.
-- ``nccl_ctas``, next to a GEMM only: the same with 4, 8, 16 and 32 CTAs, a communicator each.
 - ``nccl_ce``: a communicator of its own with ``NCCL_CTA_POLICY_ZERO``. NCCL takes the copy engines only if input and
   output lie in symmetric windows at equal offsets, and not on the legacy default stream. The windows are a memory pool
   of ``ncclMemAlloc``: both buffers are allocated first and registered then, because registering is collective and
@@ -38,7 +37,6 @@ from sidelane.machine.nvidia import nccl_version
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
     COALESCED,
-    CTAS,
     Entrant,
     Implementation,
     TensorLists,
@@ -123,52 +121,6 @@ class Nccl(Implementation):
         if self._windows is not None:
             self._windows.close()
         self._windows = None
-
-
-class NcclCtas(Nccl):
-    """NCCL's kernels with a number of CTAs, a variant each: a pool of communicators, each with its own number.
-
-    Args:
-        device: of this rank.
-        timeout_s: of their process groups.
-        meter: ranks agree through it before each step that is collective.
-
-    Raises:
-        UnavailableError: on every rank, if any rank's NCCL takes no such number; the text says why.
-    """
-
-    name = "nccl_ctas"
-    launches: tuple[str, ...] = ("eager",)
-    COUNTS = (4, 8, 16, 32)
-
-    def __init__(self, device: torch.device, timeout_s: float, meter: Meter) -> None:
-        super().__init__(device, meter)
-        timeout = timedelta(seconds=timeout_s)
-        options: dict[int, Any] = {}
-
-        def check() -> str | None:
-            for count in self.COUNTS:
-                options[count] = _cta_options(count)
-                options[count]._timeout = timeout
-            return None
-
-        _require(meter.attempt(check), "NCCL with a number of CTAs")
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        for count, one in options.items():
-            name = f"{CTAS}{count}"
-            group = dist.new_group(backend="nccl", timeout=timeout, pg_options=one, group_desc=name, device_id=device)
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups[name] = group
-
-    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return tuple(self._groups) if in_place in self.places.get(kind, ()) else ()
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        Implementation.reserve(self, output_bytes, input_bytes)
-
-    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
-        self.group = self._groups[variant]  # of the call that is bound; each keeps the one that it has
-        return super().bind(case, tensors, variant)
 
 
 class NcclCopyEngines(Nccl):
@@ -317,16 +269,6 @@ def _zero_sm_options() -> Any:
         raise UnavailableError("this PyTorch has no NCCL_CTA_POLICY_ZERO (needs PyTorch 2.11 with NCCL 2.28 or newer)")
     options = process_group.Options()
     options.config.cta_policy = policy
-    return options
-
-
-def _cta_options(count: int) -> Any:
-    process_group = getattr(dist, "ProcessGroupNCCL", None)
-    options = None if process_group is None else process_group.Options()
-    config = getattr(options, "config", None)
-    if config is None or not hasattr(config, "max_ctas") or not hasattr(config, "min_ctas"):
-        raise UnavailableError("this PyTorch has no max_ctas among NCCL's options")
-    config.min_ctas = config.max_ctas = count
     return options
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Variant
 from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.harness.study import SEPARATE
@@ -26,9 +26,6 @@ from sidelane_lab.harness.study import SEPARATE
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-CTAS = "ctas"
-"""A variant of the library's kernels that are held to a number of workgroups: ``ctas8``."""
 
 CALLS_AHEAD = 2
 """Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
@@ -225,11 +222,6 @@ class ReadyCall:
     @property
     def label(self) -> str:
         return str(self.candidate)
-
-    @property
-    def workgroups(self) -> int:
-        """The workgroups that the library is held to, as its variant says; 0: it has as many as it likes."""
-        return int(self.variant.removeprefix(CTAS)) if self.variant.startswith(CTAS) else 0
 
     @property
     def repeatable(self) -> bool:

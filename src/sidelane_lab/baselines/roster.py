@@ -26,8 +26,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane.program.shape import PRELAUNCH, CallShape, Variant
 from sidelane.session import Communicator, Work
 from sidelane.session.prelaunch import prelaunchable
 from sidelane_lab.baselines.candidate import (
@@ -45,9 +44,6 @@ from sidelane_lab.harness.measure import Meter
 ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 """Names of implementations, in the order of a study."""
-
-BESIDE = ("nccl_ctas",)
-"""Implementations that run next to a computation only, behind the others."""
 
 OTHER_CALLS = ("dma_left",)
 """Implementations that make another call next to a computation: all-to-alls without a copy inside a GPU."""
@@ -69,8 +65,7 @@ def implementations(device_type: str, *, with_auto: bool = False, with_others: b
     >>> implementations("cpu")
     ('gloo', 'dma', 'auto')
     """
-    names = ON_CPUS if device_type == CPU else ON_GPUS + (BESIDE if with_auto else ())
-    names += OTHER_CALLS if with_others else ()
+    names = (ON_CPUS if device_type == CPU else ON_GPUS) + (OTHER_CALLS if with_others else ())
     return tuple(name for name in names if not (with_auto and name == "auto"))
 
 
@@ -393,7 +388,6 @@ def make_roster(
         from sidelane_lab.baselines.baselines_cuda import (
             Nccl,
             NcclCopyEngines,
-            NcclCtas,
             kernels_of,
         )
         from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
@@ -401,7 +395,6 @@ def make_roster(
         find_kernels = kernels_of
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
-            "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
             "symm_mem": lambda: SymmetricMemoryOperators(rank.device, meter),
         }

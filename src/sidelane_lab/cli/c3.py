@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)
 NAMES = (
-    "nccl, nccl_ctas (NCCL with fewer CTAs), nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
+    "nccl, nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
     "gloo, dma (Sidelane on copy engines), dma_left (without own parts), sm (Sidelane's kernels)"
 )
 """Implementations that run next to a GEMM."""
@@ -157,9 +157,8 @@ class C3Options(PairOptions):
     whole study with --version, --json and --report.
 
     Strategies: conccl is Sidelane on copy engines, nccl_ce NCCL on copy engines. c3_ begins those of the library's
-    kernels, sm_ those of Sidelane's, cta_ those of fewer CTAs; behind it, base launches the GEMM first, sp the
-    collective first, rp gives it compute units of its own, target asks the GEMM to leave some. docs/guide/overlap.md
-    has all.
+    kernels, sm_ those of Sidelane's; behind it, base launches the GEMM first, sp the collective first, rp gives it
+    compute units of its own. docs/guide/overlap.md has all.
     """
 
     study = "c3"

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, NodesChoice, choose_steps
-from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes, NodesChoice, choose_steps
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.parameters import given
@@ -30,6 +29,8 @@ from sidelane_lab.model.node_steps import (
     Step,
     make_plan,
     nodes_of,
+    pieces_of,
+    rail_of,
 )
 from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
 from sidelane_lab.papers.numbers import write_report
@@ -71,6 +72,7 @@ class Explained:
     Attributes:
         nodes: nodes of the ranks.
         choice: chosen way of the call, with the reason.
+        pieces: number of pieces of the call.
         rank: rank whose steps are listed; the first of the first node.
         steps: steps in their order; none if the call goes flat.
         stays: bytes of scratch in symmetric memory that later calls use again.
@@ -79,6 +81,7 @@ class Explained:
 
     nodes: Nodes
     choice: NodesChoice
+    pieces: int
     rank: int
     steps: tuple[ExplainedStep, ...]
     stays: int
@@ -90,8 +93,7 @@ class Explained:
             "nodes": [len(ranks) for ranks in self.nodes.members],
             "takes": self.choice.name,
             "reason": self.choice.reason,
-            "legal": list(self.choice.legal),
-            "pieces": self.choice.pieces,
+            "pieces": self.pieces,
             "rank": self.rank,
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "scratch_that_stays_bytes": self.stays,
@@ -110,15 +112,16 @@ def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str) -> Explaine
         dtype: dtype of reduced elements; elements that only move are bytes.
     """
     rank, choice = 0, choose_steps(kind, nbytes, nodes)
+    pieces = pieces_of(choice, nbytes)
     if choice.name != HIERARCHICAL:
-        return Explained(nodes, choice, rank, (), 0, 0)
+        return Explained(nodes, choice, pieces, rank, (), 0, 0)
     item = ELEMENT_BYTES[dtype]
     elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
     count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
-    plan = make_plan(kind, nodes, rank, (count,), choice.pieces)
+    plan = make_plan(kind, nodes, rank, (count,), pieces)
     stays = sum(plan.sizes[name] for name in plan.sent) * item
     scratch = sum(plan.sizes.values()) * item - stays
-    return Explained(nodes, choice, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
+    return Explained(nodes, choice, pieces, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
 
 
 def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[ExplainedStep]:
@@ -127,7 +130,7 @@ def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[Explai
     begun = 0
     for step in plan.steps:
         if isinstance(step, Far):
-            what = f"begin {step.kind} {begun} of ranks {_named(nodes.rail(place))}"
+            what = f"begin {step.kind} {begun} of ranks {_named(rail_of(nodes, place))}"
             yield ExplainedStep(rail, what, step.input.count * item)
             begun += 1
         elif isinstance(step, Join):
@@ -243,7 +246,7 @@ def predict_collectives(machine: Machine, report: Path | None, json: Path | None
             rows = [(nbytes, nodes_times(machine, kind, nbytes)) for nbytes in SIZES]
         console.print(sizes_table(machine, kind, rows).to_rich())
         for nbytes, times in rows:
-            choice = {"takes": times.choice.name, "pieces": times.choice.pieces}
+            choice = {"takes": times.choice.name, "pieces": pieces_of(times.choice, nbytes)}
             numbers.append({"collective": str(kind), "bytes": nbytes, **choice, **predicted(times)})
     say_written(write_report(json, report, "nodes_predicted", machine, numbers))
 
@@ -255,7 +258,7 @@ def sizes_table(machine: Machine, kind: Kind, rows: Sequence[tuple[int, NodesTim
         ways = (times.flat_us, times.tree_us, times.hierarchical_us)
         fastest = min(us for us in ways if us is not None)
         cells = ["-" if us is None else f"{us:.1f}" + ("*" if us == fastest else " ") for us in ways]
-        pieces = "" if times.choice.name == FLAT else f" in {times.choice.pieces}"
+        pieces = "" if times.choice.name == FLAT else f" in {pieces_of(times.choice, nbytes)}"
         lines.append(Line((format_bytes(nbytes), *cells, f"{times.floor_us:.1f}", times.choice.name + pieces)))
     columns = ("bytes", "flat", "tree", "hierarchical", "floor", "<a process group takes")
     title = f"{kind} on {machine.title}: time in us, predicted (* faster)"

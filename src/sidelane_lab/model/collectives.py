@@ -26,8 +26,7 @@ from sidelane.program.collective import (
     reduce_scatter,
 )
 from sidelane.program.ir import MOVES, Copy, EngineKind, Flag, Program, Signal, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
-from sidelane.program.transform.triggers import flags_between_own_queues
+from sidelane.program.transform import flags_between_own_queues, freeze, lower, prelaunch
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
 from sidelane_lab.sdma import fit

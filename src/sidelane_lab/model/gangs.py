@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sidelane.integrations.nodes.choose import FLAT
+from sidelane.integrations.nodes.topology import FLAT
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine

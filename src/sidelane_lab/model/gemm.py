@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 import math
 
-from sidelane.c3.strategies import Means
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
-from sidelane_lab.pairs.isolated_times import GemmTimes
+from sidelane_lab.pairs.isolated_times import SPLIT, GemmTimes
 from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm
 
 CACHED = 2.0
@@ -84,7 +83,7 @@ def bound_of(machine: Machine, gemm: Gemm) -> Bound:
     """Return the limit of a GEMM by what the loss of half the units is predicted to cost, as of measured ones."""
     units = int(machine.gpu.units)
     times = {taken: gemm_us(machine, gemm, units - taken) for taken in (0, units // 2)}
-    found = GemmTimes(gemm, Means.SPLIT, units, times).bound()
+    found = GemmTimes(gemm, SPLIT, units, times).bound()
     assert found is not None, "a time with fewer units is there"
     return found
 

@@ -1,6 +1,6 @@
 """Steps of a rank in a collective among several nodes: what the recipes of process groups do, recorded as data.
 
-The recipes (``sidelane.integrations.nodes.collectives``) run here on spans instead of tensors, so what runs and what is
+The recipes (``sidelane.integrations.nodes.collectives``) run here on tensors without memory, so what runs and what is
 predicted have one description.
 """
 
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from sidelane.integrations.nodes import collectives
-from sidelane.integrations.nodes.topology import Nodes
+import torch
+
+from sidelane.integrations.nodes.collectives import TensorPair, TensorSteps, run_recipe
+from sidelane.integrations.nodes.topology import HIERARCHICAL, Nodes, NodesChoice, count_pieces
 from sidelane.program.collective import Kind
 
 INPUT, OUTPUT = "input", "output"
@@ -38,13 +41,6 @@ class ElementSpan:
     def end(self) -> int:
         """Index behind the last element."""
         return self.offset + self.count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, at: slice, /) -> ElementSpan:
-        begin, end, _ = at.indices(self.count)
-        return ElementSpan(self.buffer, self.offset + begin, max(0, end - begin), self.tensor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,8 +87,7 @@ class Join:
 Step = Copies | NodeBroadcast | Near | Far | Join
 
 
-@dataclasses.dataclass(slots=True)
-class NodePlan:
+class NodePlan(TensorSteps):
     """Steps of one rank, as the recipe takes them.
 
     A step ends before the next begins; a far one goes on until it is joined, beside all steps in between and beside
@@ -104,42 +99,48 @@ class NodePlan:
         sent: names of those that near steps read, in symmetric memory.
     """
 
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-    sent: set[str] = dataclasses.field(default_factory=set)
-    _begun: int = 0
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.sizes: dict[str, int] = {}
+        self.sent: set[str] = set()
+        self._whole: dict[int, tuple[torch.Tensor, str, int]] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._far = 0
 
-    def scratch(self, name: str, count: int, /, *, is_sent: bool = False) -> ElementSpan:
-        """See ``collectives.Steps``."""
+    def tensor(self, buffer: str, count: int, tensor: int = 0) -> torch.Tensor:
+        """Return a tensor without memory that stands for a buffer."""
+        made = torch.empty(count, dtype=torch.uint8, device="meta")
+        self._whole[made.untyped_storage()._cdata] = made, buffer, tensor
+        return made
+
+    def span(self, of: torch.Tensor) -> ElementSpan:
+        """Return the elements of a tensor, as a part of its buffer."""
+        _, buffer, tensor = self._whole[of.untyped_storage()._cdata]
+        return ElementSpan(buffer, int(of.storage_offset()), len(of), tensor)
+
+    def scratch(self, name: str, count: int, *, is_sent: bool = False) -> torch.Tensor:
         self.sizes[name] = max(count, self.sizes.get(name, 0))
         if is_sent:
             self.sent.add(name)
-        return ElementSpan(name, 0, count)
+        if name not in self._scratch or len(self._scratch[name]) < count:
+            self._scratch[name] = self.tensor(name, count)
+        return self._scratch[name][:count]
 
-    def rows(self, whole: ElementSpan, parts: int, begin: int, end: int, /) -> list[ElementSpan]:
-        """See ``collectives.Steps``."""
-        each = whole.count // parts
-        return [whole[part * each + begin : part * each + end] for part in range(parts)]
-
-    def copy(self, pairs: Iterable[tuple[ElementSpan, ElementSpan]], /) -> None:
-        """See ``collectives.Steps``."""
-        found = tuple(pairs)
+    def copy(self, pairs: Iterable[TensorPair]) -> None:
+        found = tuple((self.span(to), self.span(given)) for to, given in pairs)
         if found:
             self.steps.append(Copies(found))
 
-    def broadcast(self, parts: Iterable[tuple[int, ElementSpan]], /) -> None:
-        """See ``collectives.Steps``."""
-        self.steps.append(NodeBroadcast(tuple(parts)))
+    def broadcast(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        self.steps.append(NodeBroadcast(tuple((root, self.span(row)) for root, row in parts)))
 
-    def within(self, kind: Kind, output: ElementSpan, input: ElementSpan, root: int = 0, /) -> None:
-        """See ``collectives.Steps``."""
-        self.steps.append(Near(kind, output, input, root))
+    def within(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0) -> None:
+        self.steps.append(Near(kind, self.span(output), self.span(input), root))
 
-    def along(self, kind: Kind, output: ElementSpan, input: ElementSpan, root: int = 0, /) -> _Begun:
-        """See ``collectives.Steps``."""
-        self.steps.append(Far(kind, output, input, root))
-        self._begun += 1
-        return _Begun(self, self._begun - 1)
+    def along(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0) -> Any:
+        self.steps.append(Far(kind, self.span(output), self.span(input), root))
+        self._far += 1
+        return _Begun(self, self._far - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,15 +166,25 @@ def nodes_of(sizes: Sequence[int]) -> Nodes:
     return Nodes(tuple(node for node, size in enumerate(sizes) for _ in range(size)))
 
 
+def rail_of(nodes: Nodes, number: int) -> tuple[int, ...]:
+    """Return the ranks of a rail, one for each node."""
+    return tuple(ranks[number] for ranks in nodes.members)
+
+
+def pieces_of(choice: NodesChoice, nbytes: int) -> int:
+    """Return the number of pieces of a call of so many bytes that goes the chosen way."""
+    return count_pieces(nbytes) if choice.name == HIERARCHICAL else 1
+
+
 def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int, root: int = 0) -> NodePlan:
-    """Record the steps of a rank; the arguments are those of ``collectives.run``."""
+    """Record the steps of a rank; the arguments are those of ``run_recipe``."""
     parts = len(nodes.of)
     many = {Kind.ALL_GATHER: (parts, 1), Kind.REDUCE_SCATTER: (1, parts), Kind.ALL_TO_ALL: (parts, parts)}
     of_output, of_input = many.get(kind, (1, 1))
-    pairs = [
-        (ElementSpan(OUTPUT, 0, of_output * count, tensor), ElementSpan(INPUT, 0, of_input * count, tensor))
-        for tensor, count in enumerate(counts)
-    ]
     plan = NodePlan()
-    collectives.run_recipe(plan, kind, nodes, rank, pairs, counts, pieces, *(root,) * (kind is Kind.BROADCAST))
+    pairs = [
+        (plan.tensor(OUTPUT, of_output * count, number), plan.tensor(INPUT, of_input * count, number))
+        for number, count in enumerate(counts)
+    ]
+    run_recipe(plan, kind, nodes, rank, pairs, counts, pieces, root)
     return plan

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.integrations.nodes.choose import NodesChoice, choose_steps
+from sidelane.integrations.nodes.topology import NodesChoice, choose_steps
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.node_steps import Step, nodes_of
+from sidelane_lab.model.node_steps import Step, nodes_of, pieces_of
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 
@@ -72,7 +72,7 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
     if machine.gpus > 1:
-        plans = planned(machine, kind, nbytes, choice.pieces if pieces is None else pieces)
+        plans = planned(machine, kind, nbytes, pieces_of(choice, nbytes) if pieces is None else pieces)
         run = plans.simulate()
         hierarchical = run.time_us
         steps = tuple(TimedStep(step, run.stamps[0, begin], run.stamps[0, end]) for step, begin, end in plans.steps)

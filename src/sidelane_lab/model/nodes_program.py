@@ -56,6 +56,7 @@ from sidelane_lab.model.node_steps import (
     Step,
     make_plan,
     nodes_of,
+    rail_of,
 )
 from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
 from sidelane_lab.model.world import (
@@ -250,7 +251,8 @@ class _Planned:
                 side = step.input if span.buffer == Buffer.INPUT else step.output
                 if step.kind is Kind.SCATTER and span.rank not in (self.place, step.root):
                     part = step.output.count
-                    side = step.input[span.rank * part : (span.rank + 1) * part]  # where it belongs
+                    begin = step.input.offset + span.rank * part  # where it belongs
+                    side = dataclasses.replace(step.input, offset=begin, count=part)
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
 
@@ -302,7 +304,7 @@ class _Planned:
 
     def _library(self, step: Far, number: int) -> Iterator[Command]:
         """Yield the commands of a far step: those of a library's kernel."""
-        rank, order, many = self.rank, self.nodes.rail(self.place), len(self.nodes.members)
+        rank, order, many = self.rank, rail_of(self.nodes, self.place), len(self.nodes.members)
 
         def flag(of: int, purpose: object) -> Flag:
             return self.world.flag(of, ("far", number, purpose))

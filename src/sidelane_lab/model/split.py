@@ -12,6 +12,7 @@ The GEMM of each part is the vendor library's, and copies are the programs that 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -28,7 +29,7 @@ from sidelane.program.pieces import (
     row_slices,
     split_program,
 )
-from sidelane.program.transform.triggers import arrivals_of
+from sidelane.program.transform import arrivals_of
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, dependencies, executed_run, program_of
 from sidelane_lab.model.kernels import own_gang
@@ -43,7 +44,8 @@ Table = tuple[tuple[int, ...], ...]
 OWN = ("b2b", "pcpy", "striped")
 """Variants of which a chain takes the fastest."""
 
-BY_KERNEL, BY_ENGINES = strategies.named("sm_base"), strategies.named("conccl")
+BY_KERNEL = dataclasses.replace(strategies.named("c3_base"), name="sm_base", mover=strategies.Mover.SM)
+BY_ENGINES = strategies.named("conccl")
 """Strategies by which an all-reduce of rows runs beside the product of the next ones; the second one where a
 description has no kernels of Sidelane."""
 

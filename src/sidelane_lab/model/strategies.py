@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sidelane.c3.strategies import Means, Mover, Order, Strategy, named, strategies
+from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
@@ -132,25 +132,18 @@ def predict(
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
     """Return strategies that the model speaks to: on a machine, or wherever it is.
 
-    Not every library has GEMMs that leave units, not every description has Sidelane's kernels, and not every caller can
-    do with another call.
+    Not every description has Sidelane's kernels, and not every caller can do with another call.
     """
-    return tuple(
-        one for one in strategies() if not objection(one, machine) and not _targets(one) and one.mover.as_asked
-    )
+    return tuple(one for one in strategies() if not objection(one, machine) and one.mover.as_asked)
 
 
 def objection(strategy: Strategy, machine: Machine | None = None) -> str:
     """Return why the model does not speak to a strategy on a machine, or on some; empty where it does."""
-    if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
-        return "not predicted: descriptions of machines have no GEMMs of ours"
     if machine is not None and machine.nodes > 1 and (reason := _objection_among_nodes(strategy)):
         return f"not predicted among nodes: {reason}"
     match strategy.mover:
         case Mover.SM if machine is None or machine.kernels is None:
             return "not predicted: the description has no times of Sidelane's own kernels"
-        case Mover.LIBRARY_CTAS:
-            return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
         case Mover.LIBRARY_DMA:
             return "not predicted: descriptions of machines have no times of the library's copy engines"
     return ""
@@ -224,11 +217,7 @@ def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Ga
         return (arrange(strategy, gemm, gangs),)
     behind: list[Tiled | Gang] = [gemm, *gangs]
     ahead: list[Tiled | Gang] = [*gangs, gemm]
-    return (ahead, behind) if strategy.priority or _targets(strategy) else (behind, ahead)
-
-
-def _targets(strategy: Strategy) -> bool:
-    return strategy.partition is not None and strategy.partition.means is Means.TARGET
+    return (ahead, behind) if strategy.priority else (behind, ahead)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -274,7 +263,7 @@ def pair_kernels(
         taken *= applies(partition, bound_of(machine, workload.gemm) is Bound.MEMORY)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
-    on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)
+    on_units, own_units = strategy.mover.takes_units, taken > 0
     by_own = strategy.mover is Mover.SM
 
     def on(units: int | None) -> tuple[Gang, ...]:

@@ -16,12 +16,12 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Sequence
 
-from sidelane.c3.strategies import LaunchMode, Means, Mover, Strategy
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.pairs.ideal import LEAST_GAIN, ideal_speedup
-from sidelane_lab.pairs.isolated_times import Isolated, PairTimes
+from sidelane_lab.pairs.isolated_times import SPLIT, Isolated, PairTimes
 from sidelane_lab.pairs.movers import implementations_of
 from sidelane_lab.pairs.partition import applies
 from sidelane_lab.pairs.workload import Bound, Workload
@@ -138,7 +138,7 @@ def _partitioned(
     """Return a candidate for each number of units that both tables have; none if no GEMM of this bound was profiled."""
     assert strategy.partition is not None
     bound = known.bound(workload.gemm, gemm_us)[0]
-    table = known.gemm_table(workload.gemm, strategy.partition.means, gemm_us)
+    table = known.gemm_table(workload.gemm, SPLIT, gemm_us)
     # Slowdowns of a compute-bound GEMM do not hold for a memory-bound one: on two H200s, units were given away by them
     # and up to 37% was lost (docs/lab/measured.md, "Memory-bound pairs").
     if table is None or known.bound(table.gemm)[0] is not bound:
@@ -174,11 +174,7 @@ def _share(
 
 def _is_left_to_device(strategy: Strategy) -> bool:
     """Return True if blocks of the computation and of the collective may queue for the same units."""
-    return strategy.concurrent and strategy.mover.takes_units and _means(strategy) is not Means.SPLIT
-
-
-def _means(strategy: Strategy) -> Means | None:
-    return None if strategy.partition is None else strategy.partition.means
+    return strategy.concurrent and strategy.mover.takes_units and strategy.partition is None
 
 
 def _way(strategy: Strategy) -> tuple[object, ...]:
@@ -238,7 +234,7 @@ def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: 
             continue
         ours, theirs = gemm_us, pair.comm_us
         if units and strategy.partition is not None:
-            gemm = known.gemm_table(pair.gemm, strategy.partition.means)
+            gemm = known.gemm_table(pair.gemm, SPLIT)
             ours *= 1.0 if gemm is None else gemm.slowdown().get(units, 1.0)
             comm = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (pair.implementation,))
             if strategy.mover.takes_units and comm is not None:

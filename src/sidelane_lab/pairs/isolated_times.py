@@ -15,6 +15,9 @@ from sidelane_lab.pairs.workload import Bound, Gemm, Workload
 EFFICIENCY = 0.7
 """Share of peak compute, memory and network bandwidth that is reached (ConCCL paper, V-C)."""
 
+SPLIT = "split"
+"""Name in result files of units that are shut off from a GEMM (green contexts): ``Partition``."""
+
 SENSITIVE = 0.5
 """Share of the proportional loss below which a GEMM is memory-bound: the one definition, of measured times and of
 predicted ones."""

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from sidelane.c3.strategies import Means, Partition, named
+from sidelane.c3.strategies import Partition, strategies
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.pairs.isolated_times import EFFICIENCY, Isolated, apart
+from sidelane_lab.pairs.isolated_times import EFFICIENCY, SPLIT, Isolated, apart
 from sidelane_lab.pairs.workload import COMPARABLE, Bound, C3Class, Gemm, Workload, classify
 
 TIE = 1.001
@@ -213,17 +213,15 @@ def slowed_beside(known: Isolated, collective: Kind, implementation: str) -> flo
     if there are such. It is 1 without such pairs, as the ConCCL paper's heuristic assumes.
     """
     found: dict[Kind, list[float]] = {}
+    confined = {one.name for one in strategies() if one.partition is not None and one.mover.takes_units}
     for pair in known.pairs:
         table = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (implementation,))
-        gemm = known.gemm_table(pair.gemm, Means.SPLIT)
+        gemm = known.gemm_table(pair.gemm, SPLIT)
         if pair.implementation != implementation or table is None or gemm is None:
             continue
         for (name, units), time_us in pair.times_us.items():
-            partition = named(name).partition
-            if not units or partition is None or partition.means is not Means.SPLIT:
-                continue
             given, taken = table.slowdown().get(units), gemm.slowdown().get(units)
-            if given is None or taken is None or not named(name).mover.takes_units:
+            if name not in confined or given is None or taken is None:
                 continue
             if given * pair.comm_us > COMPARABLE * taken * (pair.serial_us - pair.comm_us):
                 found.setdefault(pair.collective, []).append(time_us / (given * pair.comm_us))

@@ -39,7 +39,7 @@ import torch
 from torch.nn import functional
 
 from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
-from sidelane.c3.strategies import Mover, Order, Strategy
+from sidelane.c3.strategies import Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.movers import implementation_of
@@ -73,11 +73,6 @@ Times = Mapping[str, Sequence[float]]
 
 class CollectiveRun(Configuration, Protocol):
     """One way to run the pair's collective, with its buffers."""
-
-    @property
-    def workgroups(self) -> int:
-        """The workgroups that it is held to; 0: nobody says."""
-        ...
 
     def start(self) -> Callable[[], None]:
         """Begin on the current stream; what comes back waits for the end on a CPU."""
@@ -221,7 +216,7 @@ def refusal(strategy: Strategy, partitions: DevicePartitions | None, no_partitio
         return ""
     if partitions is None:
         return no_partitions
-    return instruments.attempt(functools.partial(partitions.objection, strategy.partition)) or ""
+    return instruments.attempt(partitions.objection) or ""
 
 
 def pair_streams(device: torch.device) -> PairStreams | None:
@@ -269,7 +264,7 @@ def run_workload(
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
     refused = {
-        strategy.name: Problem(f"it takes compute units from the GEMM ({strategy.partition.means}): {reason}")
+        strategy.name: Problem(f"it takes compute units from the GEMM: {reason}")
         for strategy in strategies
         if strategy.partition is not None and (reason := refusal(strategy, partitions, no_partitions, instruments))
     }
@@ -369,8 +364,7 @@ class Pairs:
         streams = self._streams
         if units and strategy.partition is not None:
             assert self._partitions is not None, "without them the strategy is refused"
-            parts = self._partitions.streams
-            streams = parts(strategy.partition, units, streams, confine=strategy.mover.takes_units)
+            streams = self._partitions.streams(units, streams, confine=strategy.mover.takes_units)
         return lambda: self._on_streams(strategy, run, streams)
 
     def _serial(self, run: Beginning) -> None:
@@ -379,7 +373,7 @@ class Pairs:
 
     def _on_streams(self, strategy: Strategy, run: Beginning, streams: PairStreams) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
-            (streams.gemm, lambda: self._limited(streams)),
+            (streams.gemm, self._gemm.run),
             (streams.urgent if strategy.priority else streams.collective, run.start),
         ]
         if strategy.order is Order.COLLECTIVE_FIRST:
@@ -395,10 +389,6 @@ class Pairs:
                 operation()
         for stream, _ in operations:
             caller.wait_stream(stream)
-
-    def _limited(self, streams: PairStreams) -> None:
-        with streams.limited():
-            self._gemm.run()
 
     def _on_threads(self, strategy: Strategy, run: Beginning) -> None:
         if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
@@ -444,22 +434,16 @@ def _plan_of(
 ) -> Planned[CollectiveRun]:
     """Return each strategy's launches: the right calls of its implementation, with each number of units.
 
-    Where units are taken only the call that is fastest alone is planned; where a GEMM leaves units to workgroups that
-    are counted, the call that has as many of these.
+    Where units are taken only the call that is fastest alone is planned.
     """
     here = {run.implementation for run in all_runs}
     planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
-        counted, units = strategy.mover is Mover.LIBRARY_CTAS, tried.get(strategy.name, (0,))
+        units = tried.get(strategy.name, (0,))
         mine = [run for run in right if run.implementation == implementation_of(strategy, here)]
-        if any(tried.get(strategy.name, ())) and not counted:
+        if any(units):
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
-        planned |= {
-            pair_label(strategy, run, taken): (strategy, run, taken)
-            for run in mine
-            for taken in units
-            if not counted or not taken or run.workgroups == taken
-        }
+        planned |= {pair_label(strategy, run, taken): (strategy, run, taken) for run in mine for taken in units}
     return planned
 
 

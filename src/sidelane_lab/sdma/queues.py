@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from sidelane.errors import Page, UnavailableError
-from sidelane.memory.ordering import full_fence
+from sidelane.memory.record import full_fence
 
 LIBRARY_NAMES = ("libhsa-runtime64.so.1", "libhsa-runtime64.so")
 

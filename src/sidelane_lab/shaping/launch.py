@@ -46,7 +46,7 @@ class ShapedGemm:
         """Return a function that launches it with ``blocks`` blocks on torch's current stream."""
 
         def launch() -> None:
-            stream = self._driver.place()[0]
+            stream = self._driver.caller_stream()[0]
             call = self._kernel.bind(self._arguments, blocks=blocks, stream=stream, shared_bytes=self.shared_bytes)
             self._driver.submit([call])
 

@@ -37,11 +37,9 @@ from sidelane.errors import ProgramError
 from sidelane.program.collective import INTEGERS, Buffer, Collective, Kind, ReduceOp, Span
 from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, SignalOp, Stamp, Wait, reads, writes
 from sidelane.program.verify.counters import Counters
-from sidelane.program.verify.flags import FlagStates
-from sidelane.program.verify.layout import RUN, SIGNAL, WAIT, Layout, Occurrence, event_at, lay_out_programs
-from sidelane.program.verify.report import name_event
+from sidelane.program.verify.flags import FlagStates, check_values
+from sidelane.program.verify.layout import RUN, SIGNAL, WAIT, Layout, Occurrence, event_at, lay_out_programs, name_event
 from sidelane.program.verify.structure import check_structure
-from sidelane.program.verify.values import check_values
 from sidelane_lab.sim.action import Action, AsymmetryError, Numbers
 
 INVOCATIONS = 2

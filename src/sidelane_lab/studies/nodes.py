@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.choose import choose_steps
+from sidelane.integrations.nodes.topology import choose_steps
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.verify import verify
 from sidelane_lab.harness import provenance
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.node_steps import nodes_of
+from sidelane_lab.model.node_steps import nodes_of, pieces_of
 from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
@@ -97,7 +97,8 @@ def rows(ranks: Sequence[int] = RANKS, sizes: Sequence[int] = SIZES) -> Iterator
 def ways(machine: Machine, kind: Kind, nbytes: int) -> Iterator[tuple[str, int]]:
     """Yield the ways of a collective, with the pieces of each."""
     if machine.nodes > 1:
-        yield "hierarchical", choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes)).pieces
+        choice = choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes))
+        yield "hierarchical", pieces_of(choice, nbytes)
     yield "flat", 0
     if kind in TREES:
         yield "tree", 0

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from sidelane.c3.strategies import Means, Mover, Order, Strategy, named
+from sidelane.c3.strategies import Mover, Order, Strategy, named
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import DeviceRun, Gang, Tiled, run_device
@@ -95,8 +95,6 @@ def refusal(strategy: Strategy, machine: Machine) -> str:
     """Return why a trace is not replayed under a strategy; empty where it is."""
     if not strategy.mover.as_asked:
         return "not replayed: it makes another call than the trace"
-    if strategy.partition is not None and strategy.partition.means is not Means.SPLIT:
-        return "not replayed: a trace does not tell which kernels would leave units"
     if strategy.partition is not None and strategy.partition.memory_bound_only:
         return "not replayed: a trace does not tell which kernels are limited by memory"
     return objection(strategy, machine)

@@ -1,24 +1,22 @@
 """Shadows of ``ops/embedding.py`` and its backward. Bags are bytes of inputs; counters of arrivals are flags that are
 added to.
 
-Any block may come first or last. Here block 0 says that its rank is ready, and the block that ends a slice, or the
-launch, is the last one by number: it waits for the arrivals of the others, which is what being last says. A consumer of
-each slice reads it as soon as its flag says so.
+Any block may come first or last. Here block 0 says that its rank is ready, and the block that ends the launch is the
+last one by number: it waits for the arrivals of the others, which is what being last says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from shadows.blocks import Apart, copied, others, rotated
+from shadows.blocks import copied, others, rotated
 from shadows.own_grid import OwnGrid
 from sidelane.program.collective import Buffer, Span, split_evenly
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, SignalOp, Value, Wait
 
-READY, DONE, SLICES = range(3)
+READY, DONE = range(2)
 ONE = Value(1)
 
 
@@ -28,7 +26,6 @@ def embedding_all_to_all(
     batch: int,
     vector_bytes: int,
     *,
-    slice_bags: int = 0,
     remote_first: bool | Sequence[bool] = True,
 ) -> Program:
     """Bags go into the outputs of their samples' ranks.
@@ -38,12 +35,10 @@ def embedding_all_to_all(
         blocks: of a grid.
         batch: samples of all ranks.
         vector_bytes: of a bag.
-        slice_bags: samples of a slice; 0 for no slices.
         remote_first: bags for others come first; where ranks have orders of their own, of each rank.
     """
     n, samples = len(counts), split_evenly(batch, len(counts))
-    slices = -(-samples[0] // slice_bags) if slice_bags else 0
-    flags = SLICES + max(counts) * slices
+    flags = 2
     grid = OwnGrid(n, blocks, vector_bytes)
     first_tables, first_samples = _starts(counts), _starts(samples)
 
@@ -64,9 +59,6 @@ def embedding_all_to_all(
         for peer in rotated(rank, n):
             yield Signal(word(peer, flag, rank), EPOCH)
 
-    def counter(rank: int, peer: int, piece: int) -> Flag:
-        return Flag(rank, flags * n + 1 + peer * max(counts) * slices + piece)
-
     def work(block: int, rank: int) -> Iterator[tuple[int, list[int]]]:
         """For each rank in turn, the numbers of the bags of a block."""
         number = block
@@ -77,21 +69,7 @@ def embedding_all_to_all(
             yield peer, mine
             number += len(mine) * blocks - bags
 
-    def piece_of(peer: int, number: int) -> int:
-        table, sample = divmod(number, samples[peer])
-        return table * slices + sample // slice_bags
-
-    def last_of(rank: int) -> dict[tuple[int, int], tuple[int, int]]:
-        """The block with the highest number that has a bag of a slice, and the last such bag; by rank and slice."""
-        found: dict[tuple[int, int], tuple[int, int]] = {}
-        for block in range(blocks):
-            for peer, mine in work(block, rank):
-                for number in mine if slice_bags else ():
-                    found[peer, piece_of(peer, number)] = block, number
-        return found
-
-    def commands(rank: int, block: int) -> Iterator[Command | Apart]:
-        lasts = last_of(rank)
+    def commands(rank: int, block: int) -> Iterator[Command]:
         if block == 0:
             yield from told(rank, READY)
         for peer, mine in work(block, rank):
@@ -100,55 +78,27 @@ def embedding_all_to_all(
             for number in mine:
                 src, dst = bag(rank, peer, number)
                 yield from copied(dst, src)
-                if slice_bags:
-                    piece = piece_of(peer, number)
-                    arrivals = counter(rank, peer, piece)
-                    yield Signal(arrivals, ONE, SignalOp.ADD)
-                    if lasts[peer, piece] == (block, number):
-                        sample = number % samples[peer]
-                        parts = min(slice_bags, samples[peer] - sample // slice_bags * slice_bags)
-                        yield from last(arrivals, parts)
-                        yield Signal(word(peer, SLICES + piece, rank), EPOCH)
         arrivals = Flag(rank, flags * n)
         yield Signal(arrivals, ONE, SignalOp.ADD)
         if block == blocks - 1:
-            yield from last(arrivals, blocks)
+            yield Wait(arrivals, Value(blocks))  # all have arrived, and the counter begins anew
+            yield Signal(arrivals, Value(0))
             yield from told(rank, DONE)
             for sender in range(n):
                 yield Wait(word(rank, DONE, sender), EPOCH)
-            yield from consumers(rank)
 
-    def consumers(rank: int) -> Iterator[Apart]:
-        """Whoever waits for a slice may read it, while the kernel goes on."""
-        for sender in range(n) if slice_bags else ():
-            for table, first in itertools.product(range(counts[sender]), range(0, samples[rank], slice_bags)):
-                yield Apart(tuple(consumed(rank, sender, table, first)))
-
-    def consumed(rank: int, sender: int, table: int, first: int) -> Iterator[Command]:
-        yield Wait(word(rank, SLICES + table * slices + first // slice_bags, sender), EPOCH)
-        for sample in range(first, min(first + slice_bags, samples[rank])):
-            _, place = bag(sender, rank, table * samples[rank] + sample)
-            yield Copy(dataclasses.replace(place, buffer="consumed"), place)
-
-    def last(arrivals: Flag, parts: int) -> Iterator[Command]:
-        """All have arrived, and the counter begins anew."""
-        yield Wait(arrivals, Value(parts))
-        yield Signal(arrivals, Value(0))
-
-    output_bytes = [size * sum(counts) * vector_bytes for size in samples]
-    sizes = {"bags": [count * batch * vector_bytes for count in counts], "output": output_bytes}
+    sizes = {
+        "bags": [count * batch * vector_bytes for count in counts],
+        "output": [size * sum(counts) * vector_bytes for size in samples],
+    }
     moves = [
         bag(rank, peer, number)
         for rank, peer in itertools.product(range(n), range(n))
         for number in range(samples[peer] * counts[rank])
     ]
     results = [Result(dst, (src,)) for src, dst in moves]
-    if slice_bags:
-        sizes["consumed"] = output_bytes
-        results += [Result(dataclasses.replace(dst, buffer="consumed"), (src,)) for src, dst in moves]
     contract = Contract.of("embedding_all_to_all", sizes, results)
-    flag_count = flags * n + 1 + n * max(counts) * slices
-    return grid.made(contract, "embedding_all_to_all", commands, staging_bytes=0, flags=flag_count)
+    return grid.made(contract, "embedding_all_to_all", commands, staging_bytes=0, flags=flags * n + 1)
 
 
 def backward(counts: Sequence[int], blocks: int, batch: int, vector_bytes: int) -> Program:

@@ -85,7 +85,7 @@ def send(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
         return (tile for tile in tensors.tiles(block) if number(tile) // (blocks * chunks.rounds) == chunk)
 
     def staged(rank: int, source: int, tile: Tile) -> Span:
-        return Span(rank, Buffer.STAGING, chunks.place(number(tile), source, rank), tile.nbytes)
+        return Span(rank, Buffer.STAGING, chunks.offset(number(tile), source, rank), tile.nbytes)
 
     def stored(block: int, chunk: int, rank: int) -> Iterator[Command]:
         for tile in tiles(block, chunk):

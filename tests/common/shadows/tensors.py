@@ -81,7 +81,7 @@ class Tensors:
         """Tensors as tiles of all their bytes: those of a list, one, or each shard of one that is reduced in shards."""
         program = self._program
         if program.listed:
-            parts = zip(parts_of(program.collective), program.sizes, program.places, strict=False)
+            parts = zip(parts_of(program.collective), program.sizes, program.offsets, strict=False)
             yield [Tile(part, placed, 0, size, size, place) for (part, placed), size, place in parts]
             return
         ((part, placed),), size = parts_of(program.collective), program.part_bytes

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.execute.base import Addresses, Capabilities, Place
+from sidelane.execute.base import Addresses, CallerStream, Capabilities
 from sidelane.execute.cpu.commands import Action, compile_queue
 from sidelane.execute.cpu.invocation import Delay, Invocation, ProgramSite
 from sidelane.execute.submitted import Counts, SubmissionLedger, Submitted
@@ -259,10 +259,10 @@ class CpuProgram:
         self._executor.ledger.count(self._entry)
         return invocation
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: compiled code cannot run Python threads."""
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch).wait()
 

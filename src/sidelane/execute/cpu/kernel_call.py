@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sidelane.device.layout import ABORT, BOARD_WORDS, WAITING
+from sidelane.device.layout import ABORT, STATUS_WORDS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cpu.executor import CpuExecutor
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.program.kernel import KernelCall
@@ -23,11 +23,11 @@ _STILL_WAITS_S = 2.0
 _GRACE_S = 0.2
 
 
-class Board:
+class StatusWords:
     """The words that the kernels of one rank's executor and their host exchange."""
 
     def __init__(self) -> None:
-        self.words: npt.NDArray[np.int32] = np.zeros(BOARD_WORDS, np.int32)
+        self.words: npt.NDArray[np.int32] = np.zeros(STATUS_WORDS, np.int32)
 
     @property
     def address(self) -> int:
@@ -41,30 +41,30 @@ class CpuKernelCall:
         UnavailableError: Triton is not installed, or it does not interpret this kernel.
     """
 
-    def __init__(self, executor: CpuExecutor, board: Board, call: KernelCall) -> None:
+    def __init__(self, executor: CpuExecutor, status: StatusWords, call: KernelCall) -> None:
         from sidelane.device import triton_interpreter
 
         if not triton_interpreter.is_interpreted(call.kernel):
             raise UnavailableError(
-                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "
-                "environment before triton is imported)"
+                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter: set TRITON_INTERPRET=1 in the "
+                "environment before triton is imported"
             )
         self.program = call
         self._run = triton_interpreter.run_interpreted
-        self._executor, self._board = executor, board
+        self._executor, self._status_words = executor, status
 
     @property
     def is_prepared(self) -> bool:
         """False: the interpreter reads the arguments at each launch."""
         return False
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
-    def following(self, place: Place, arguments: Sequence[int]) -> None:
+    def following(self, caller: CallerStream, arguments: Sequence[int]) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Run the kernel to its end.
 
         Raises:
@@ -75,7 +75,7 @@ class CpuKernelCall:
         monitor.begin(epoch, f"kernel {call.name}")
         try:
             monitor.check(epoch)
-            look = _Look(self._executor, self._board, epoch, call.name)
+            look = _Look(self._executor, self._status_words, epoch, call.name)
             look.start()
             try:
                 self._run(call.kernel, call.grid, call.arguments, dict(call.options))
@@ -92,17 +92,17 @@ class CpuKernelCall:
 
 
 class _Look(threading.Thread):
-    """Thread that watches board and peers until the kernel ends, and aborts the kernel if a peer does not come."""
+    """Thread that watches status words and peers until a kernel ends, and aborts it if a peer does not come."""
 
-    def __init__(self, executor: CpuExecutor, board: Board, epoch: int, name: str) -> None:
+    def __init__(self, executor: CpuExecutor, status: StatusWords, epoch: int, name: str) -> None:
         super().__init__(name=f"sidelane-kernel-{executor.rank}", daemon=True)
-        self._executor, self._words, self._epoch, self._kernel = executor, board.words, epoch, name
+        self._executor, self._words, self._epoch, self._kernel = executor, status.words, epoch, name
         self._ended = threading.Event()
         self._error: PeerError | None = None
-        self._said: dict[int, float] = {}  # when the kernel last said that it waits for a rank
+        self._reported: dict[int, float] = {}  # when the kernel last said that it waits for a rank
         self._waits_since: float | None = None
         self._troubled_since: float | None = None
-        board.words[:] = 0
+        status.words[:] = 0
 
     def stop(self) -> None:
         """End the thread, and raise the error that it found, if any."""
@@ -120,9 +120,9 @@ class _Look(threading.Thread):
     def _look(self, now: float) -> PeerError | None:
         words = self._words[WAITING:]
         for rank in np.flatnonzero(words).tolist():
-            self._said[rank] = now
+            self._reported[rank] = now
         words[:] = 0
-        ranks = tuple(rank for rank, at in self._said.items() if now - at < _STILL_WAITS_S)
+        ranks = tuple(rank for rank, at in self._reported.items() if now - at < _STILL_WAITS_S)
         if not ranks:
             self._waits_since = self._troubled_since = None
             return None

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from sidelane.execute.base import Addresses, Places
+from sidelane.execute.base import Addresses, StridedWords
 from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cuda.calls import (
     Call,
@@ -34,7 +34,7 @@ from sidelane.program.collective import Span
 from sidelane.program.ir import Comparison, Flag, Program, Value
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
-Moving = tuple[tuple[int, int, Places], ...]
+Moving = tuple[tuple[int, int, StridedWords], ...]
 """Words that depend on the epoch, in the form of :class:`sidelane.execute.base.Repetition`."""
 
 _MOST_CALLERS = 64  # streams for which bound calls are remembered; torch hands out 32 of each priority
@@ -183,11 +183,11 @@ class Frame:
         for call in plan.calls():
             if isinstance(call, MemOps):
                 self._batches[id(call)] = self._append(call, moving)
-        self._setters = [(value, self._ops.setters(places)) for value, places in moving.items()]
+        self._setters = [(value, self._ops.setters(indices)) for value, indices in moving.items()]
         self.words: Moving = tuple(
             (value.at(0) & WORD_MASK, value.per_epoch & WORD_MASK, where)
-            for value, places in moving.items()
-            for where in self._ops.places(places)
+            for value, indices in moving.items()
+            for where in self._ops.strided_words(indices)
         )
         self._last_epoch = 0
         self._by_caller: dict[int, list[Bound | Moves]] = {}

@@ -19,7 +19,7 @@ import torch
 
 from sidelane.device.language import COMPILE_OPTIONS
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place, Repetition
+from sidelane.execute.base import CallerStream, Repetition
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Counts, Submitted
@@ -50,7 +50,7 @@ class CudaKernelCall:
         from sidelane.device.triton_interpreter import is_interpreted
 
         if is_interpreted(call.kernel):
-            raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
+            raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels: unset TRITON_INTERPRET")
         self.program = call = dataclasses.replace(call, options={**COMPILE_OPTIONS, **call.options})
         self._executor = executor
         self._packed: _Packed | None = None
@@ -73,16 +73,16 @@ class CudaKernelCall:
 
             raise OutOfResources(needed, most, "shared memory")
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> None:
         """Return None: the first launch is Triton's, and any argument may change."""
 
-    def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
+    def following(self, caller: CallerStream, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
         """See :class:`sidelane.collectives.backend.KernelRunnable`."""
-        executor, packed, (handle, capturing) = self._executor, self._packed, place
+        executor, packed, (handle, capturing) = self._executor, self._packed, caller
         # On AMD GPUs, Triton compiles by the sizes of storages, too.
         if packed is None or capturing or executor.driver.kernel_target().backend != "cuda":
             return None
-        words = [packed.places[argument] for argument in arguments]
+        words = [packed.word_indices[argument] for argument in arguments]
         if any(word == _NO_ADDRESS for word in words):
             return None
         bound, values = packed.bind(executor, handle)
@@ -92,11 +92,11 @@ class CudaKernelCall:
         assert repetition is not None, "its addresses are fixed"
         return repetition, tuple(0 if word is None else first + distance * word for word in words)
 
-    def run(self, epoch: int, place: Place) -> None:
-        """Launch it on the stream of ``place``. Raises as :meth:`CudaKernel.run`, and errors of Triton."""
+    def run(self, epoch: int, caller: CallerStream) -> None:
+        """Launch it on the stream of ``caller``. Raises as :meth:`CudaKernel.run`, and errors of Triton."""
         executor = self._executor
         executor.check_usable("launch")
-        handle, capturing = place
+        handle, capturing = caller
         with executor.lock, executor.driver.current():
             try:
                 if self._packed is None:
@@ -114,7 +114,7 @@ class CudaKernelCall:
     def _launch_by_triton(self, handle: int, capturing: bool) -> None:
         executor, call = self._executor, self.program
         with contextlib.ExitStack() as stack:
-            if executor.driver.place()[0] != handle:
+            if executor.driver.caller_stream()[0] != handle:
                 stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(handle)))
             if capturing:
                 stack.enter_context(executor.driver.relaxed_capture())  # it may have to be loaded
@@ -144,13 +144,13 @@ class _Packed:
         compiled: kernel that Triton has compiled.
         grid: number of programs in each dimension.
         values: a 64-bit word for each argument that is no compile-time constant.
-        places: index of each argument's word, for addresses; None for compile-time constants, -1 for numbers.
+        word_indices: index of each argument's word, for addresses; None for compile-time constants, -1 for numbers.
     """
 
     compiled: Any
     grid: tuple[int, int, int]
     values: tuple[int, ...]
-    places: tuple[int | None, ...]
+    word_indices: tuple[int | None, ...]
 
     @staticmethod
     def of(call: KernelCall, compiled: Any) -> _Packed | None:
@@ -167,19 +167,19 @@ class _Packed:
         bound = inspect.signature(call.kernel.fn).bind(*call.arguments, **named)
         bound.apply_defaults()
         values: list[int] = []
-        places: list[int | None] = []
+        word_indices: list[int | None] = []
         for name, value in bound.arguments.items():
             kind = signature.get(name)
             if kind == "constexpr":
-                places.append(None)
+                word_indices.append(None)
                 continue
             word = _word_of(kind, value)
             if word is None:
                 return None
-            places.append(len(values) if kind.startswith("*") else _NO_ADDRESS)
+            word_indices.append(len(values) if kind.startswith("*") else _NO_ADDRESS)
             values.append(word)
         x, y, z = (*call.grid, 1, 1)[:3]
-        return _Packed(compiled, (x, y, z), tuple(values), tuple(places))
+        return _Packed(compiled, (x, y, z), tuple(values), tuple(word_indices))
 
     def bind(self, executor: CudaSite, stream: int) -> tuple[Bound, ctypes.Array[ctypes.c_int64]]:
         """Prepare the launch on a stream; return its words, too, which may change between launches."""

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane import forks
-from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, real_constants
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, compiling_for, real_constants
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound, note_located
 from sidelane.native.build import open_private, private_cache
@@ -198,17 +197,17 @@ class PackedArguments(int):
 
     keeps: object = None
     values: ctypes.Array[ctypes.c_int64]
-    _places: ctypes.Array[ctypes.c_uint64]
+    _pointers: ctypes.Array[ctypes.c_uint64]
 
     @classmethod
     def of(cls, arguments: Sequence[int]) -> PackedArguments:
         count = len(arguments)
         values = (ctypes.c_int64 * count)(*arguments)
         first = ctypes.addressof(values)
-        places = (ctypes.c_uint64 * count)(*range(first, first + _WORD_BYTES * count, _WORD_BYTES))
-        packed = cls(ctypes.addressof(places))
-        packed.values, packed._places = values, places
-        note_located(packed, arguments, places)
+        pointers = (ctypes.c_uint64 * count)(*range(first, first + _WORD_BYTES * count, _WORD_BYTES))
+        packed = cls(ctypes.addressof(pointers))
+        packed.values, packed._pointers = values, pointers
+        note_located(packed, arguments, pointers)
         return packed
 
 
@@ -273,8 +272,8 @@ def compiled(
     Raises:
         UnavailableError: see :meth:`LoadedKernels.load`.
     """
-    place = _place_of(target, function, constants, warps, stages)
-    found = None if place is None else _kept(place)
+    path = _file_of(target, function, constants, warps, stages)
+    found = None if path is None else _read_cached(path)
     if found is None:
         try:
             from triton.backends.compiler import GPUTarget
@@ -282,12 +281,12 @@ def compiled(
             raise missing("kernels need Triton", "triton", error) from error
         triton_target = GPUTarget(target.backend, target.architecture, target.warp_threads)
         found = KernelBinary.of(compile_for(triton_target, function, constants, warps, stages))
-        if place is not None:
-            _keep(place, found)
+        if path is not None:
+            _write_cached(path, found)
     return found
 
 
-def _place_of(
+def _file_of(
     target: KernelTarget, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
 ) -> Path | None:
     """Return the file of a kernel, named after all that it is compiled from; None if it is not to be kept."""
@@ -300,17 +299,17 @@ def _place_of(
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
 
-def _kept(place: Path) -> KernelBinary | None:
+def _read_cached(path: Path) -> KernelBinary | None:
     """Read the kernel in a file; None if there is none, or not a whole one that this user alone may write."""
-    with contextlib.suppress(OSError), open(open_private(place), "rb") as file:
+    with contextlib.suppress(OSError), open(open_private(path), "rb") as file:
         return KernelBinary.of_bytes(file.read())
     return None
 
 
-def _keep(place: Path, binary: KernelBinary) -> None:
+def _write_cached(path: Path, binary: KernelBinary) -> None:
     """Write a file atomically, for processes to come; without room for it they compile for themselves."""
     with contextlib.suppress(OSError):
-        write_whole(place, binary.to_bytes(), 0o600)
+        write_whole(path, binary.to_bytes(), 0o600)
 
 
 def _source_of(kernel: Kernel) -> list[str]:

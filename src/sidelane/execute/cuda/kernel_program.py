@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.device.launch import Launch, LaunchSite, unit_bytes
-from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.base import Addresses, CallerStream, Repetition
 from sidelane.execute.cuda.native import Bound, Located, locate
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
@@ -24,7 +24,7 @@ from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.kernel import KernelProgram, Protocol
 
-PlaceTable = Callable[[npt.NDArray[np.int64]], int]
+StoreTable = Callable[[npt.NDArray[np.int64]], int]
 """Function that copies a table to device memory, and returns its address there."""
 
 Groups = Callable[[int, Collective, int], tuple[tuple[int, ...], ...]]
@@ -50,8 +50,8 @@ class CudaKernel:
         self._frozen = frozen
         self._table: DeviceTable | None = None
         shared_bytes = executor.features.shared_bytes
-        site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks, shared_bytes)
-        made = arrange(program, site, locate(addresses, addresses.buffers), self._place_table)
+        site = LaunchSite(executor.rank, addresses.arenas, executor.status_words, program.blocks, shared_bytes)
+        made = arrange(program, site, locate(addresses, addresses.buffers), self._store_table)
         self._made = None if made is None else (made, addresses)
         self._launch = None if made is None else _moved(made, addresses, addresses)
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
@@ -77,7 +77,7 @@ class CudaKernel:
         moved._by_stream, moved._graph = {}, None
         return moved
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Launch the kernel (see :class:`sidelane.execute.base.Runnable`).
 
         Raises:
@@ -89,16 +89,16 @@ class CudaKernel:
             executor.check_usable("start")
         with executor.lock:
             if executor.driver.is_current():
-                self._submit(epoch, place[0])
+                self._submit(epoch, caller[0])
             else:
                 with executor.driver.current():
-                    self._submit(epoch, place[0])
+                    self._submit(epoch, caller[0])
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`. What moves is a plain launch: a graph has fixed arguments."""
         if self._frozen or self._launch is None or (moving is not None and not self.moves):
             return None
-        handle, executor = place[0], self._executor
+        handle, executor = caller[0], self._executor
         if moving is not None:
             calls = self.at(locate(self.addresses, moving))._bind(handle)
             notes = executor.kernel_notes(handle, self.program, self._entry)
@@ -135,8 +135,8 @@ class CudaKernel:
         submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
         return self._executor.ledger.entry(submitted)
 
-    def _place_table(self, values: npt.NDArray[np.int64]) -> int:
-        self._table = self._executor.place_table(values, frozen=self._frozen)
+    def _store_table(self, values: npt.NDArray[np.int64]) -> int:
+        self._table = self._executor.store_table(values, frozen=self._frozen)
         return self._table.address
 
     def _bind(self, handle: int) -> tuple[Bound, ...]:
@@ -161,7 +161,7 @@ def _moved(launch: Launch, before: Addresses, after: Addresses) -> Launch:
 
 
 def arrange(
-    program: KernelProgram, site: LaunchSite, addresses: Addresses, place_table: PlaceTable | None
+    program: KernelProgram, site: LaunchSite, addresses: Addresses, store_table: StoreTable | None
 ) -> Launch | None:
     """Make the launch of one rank; None if there are no bytes to move.
 
@@ -169,7 +169,7 @@ def arrange(
         program: the program.
         site: rank, arenas and blocks of the launch.
         addresses: addresses of the program's buffers.
-        place_table: places the table of a list, which stays as long as the launch; None for calls without lists.
+        store_table: stores the table of a list, which stays as long as the launch; None for calls without lists.
 
     Raises:
         ValueError: an address is missing.
@@ -177,7 +177,7 @@ def arrange(
     """
     if not program.part_bytes:
         return None
-    return ARRANGE[program.protocol, program.root is not None](_Kernel(program, site, addresses, place_table))
+    return ARRANGE[program.protocol, program.root is not None](_Kernel(program, site, addresses, store_table))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class _Kernel:
     program: KernelProgram
     site: LaunchSite
     addresses: Addresses
-    place_table: PlaceTable | None
+    store_table: StoreTable | None
 
     @property
     def reduction(self) -> Reduction:
@@ -230,7 +230,7 @@ class _Kernel:
                 nbytes=nbytes,
                 input_stride=nbytes if program.distinct else 0,
                 output_stride=nbytes if strided else 0,
-                place=program.places[number],
+                sent_offset=program.offsets[number],
                 groups=() if groups is None else groups(number, part, nbytes),
             )
             for number, (part, nbytes) in enumerate(zip(program.parts, program.sizes, strict=True))
@@ -241,9 +241,9 @@ class _Kernel:
         """Return the tiles of the one piece, or of a list's pieces, whose table is placed in device memory."""
         program, pieces = self.program, self.pieces(groups)
         if program.listed:
-            assert self.place_table is not None
+            assert self.store_table is not None
             table = TileTable.of(pieces, tile_bytes)
-            return table.at(self.place_table(table.values))
+            return table.at(self.store_table(table.values))
         if program.reduction is None:
             return Tiles.of(pieces[0], tile_bytes)
         total = program.parts[0].input_bytes(self.site.rank)
@@ -308,7 +308,7 @@ def _push(kernel: _Kernel) -> Launch:
 def _staged(kernel: _Kernel) -> Launch:
     program, part = kernel.program, kernel.program.parts[0]
     tiles = kernel.tiles(staged.tile_bytes(program.reduction))
-    sizes = (program.places[-1], part.input_bytes(kernel.site.rank))
+    sizes = (program.offsets[-1], part.input_bytes(kernel.site.rank))
     options = {"distinct": program.distinct, "gather": program.two_shot}
     return staged.arrange(kernel.site, tiles, kernel.stagings, *sizes, program.reduction, **options)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sidelane import forks
-from sidelane.execute.base import Addresses, Place, Repetition
+from sidelane.execute.base import Addresses, CallerStream, Repetition
 from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
@@ -16,11 +16,11 @@ from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program
 
-_MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
+_MOST_CALLERS = 64  # of callers that are remembered; torch hands out 32 streams of each priority
 
 
 class SubmittedCalls(NamedTuple):
-    """The driver calls of an invocation from one place.
+    """The driver calls of an invocation from one caller.
 
     Attributes:
         set_epoch: sets the values of the calls for an invocation.
@@ -53,7 +53,7 @@ class CudaProgram:
         self._armed: int | None = None
         self._events: list[int] = []
         self._stamps: dict[int, int] = {}
-        self._ways: dict[Place, SubmittedCalls] = {}
+        self._ways: dict[CallerStream, SubmittedCalls] = {}
         self._entries: dict[Route, Entry] = {}
         self._like: CudaProgram | None = None  # owner of the events
         self._busy = executor.watch.next_busy_number() if captured else 0
@@ -109,7 +109,7 @@ class CudaProgram:
                 executor.fail_submission(self._title, error)
                 raise
 
-    def run(self, epoch: int, place: Place) -> None:
+    def run(self, epoch: int, caller: CallerStream) -> None:
         """Submit this rank's queues (see :class:`sidelane.execute.base.Runnable`). Every eager call comes here.
 
         Raises:
@@ -122,21 +122,21 @@ class CudaProgram:
             executor.check_usable("start")
         with executor.lock:
             if executor.driver.is_current():
-                self._submit(epoch, place)
+                self._submit(epoch, caller)
             else:
                 with executor.driver.current():
-                    self._submit(epoch, place)
+                    self._submit(epoch, caller)
 
-    def repetition(self, place: Place, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
+    def repetition(self, caller: CallerStream, moving: Sequence[tuple[int, str]] | None = None) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
-        way = self._ways.get(place)
+        way = self._ways.get(caller)
         if way is None or way.words is None or (moving is not None and self.addresses.pieces):
             return None
         executor = self._executor
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
         if moving is None:
             return executor.repetition(way.calls, self.program, notes, way.words)
-        calls = executor.bind_on(place[0], self._bound.at(locate(self.addresses, moving)).steps)
+        calls = executor.bind_on(caller[0], self._bound.at(locate(self.addresses, moving)).steps)
         return executor.repetition(calls, self.program, notes, way.words, self.addresses)
 
     @property
@@ -179,22 +179,22 @@ class CudaProgram:
         """Return the microseconds between two stamp slots of the last invocation or replay, which must have ended."""
         return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
 
-    def _submit(self, epoch: int, place: Place) -> None:
+    def _submit(self, epoch: int, caller: CallerStream) -> None:
         executor = self._executor
         try:
-            way = self._ways.get(place)
+            way = self._ways.get(caller)
             if way is None:
-                way = self._find_way(place)
+                way = self._find_way(caller)
             way.set_epoch(epoch)
             executor.driver.submit(way.calls)
-            if place[1]:
+            if caller[1]:
                 executor.ledger.count(way.entry)
             elif not self._bound.plan.is_held:
                 self._note(epoch, way.entry)
         except ValueError:
             raise  # found before anything was submitted
         except BaseException as error:  # of the driver, or Ctrl-C
-            executor.fail_submission(self._title, error, captured=place[1])
+            executor.fail_submission(self._title, error, captured=caller[1])
             raise
 
     def _note(self, epoch: int, entry: Entry) -> None:
@@ -203,9 +203,9 @@ class CudaProgram:
         self._executor.watch.issued(epoch, self._subject)
         self._executor.ledger.count(entry)
 
-    def _find_way(self, place: Place) -> SubmittedCalls:
-        """Prepare the driver calls of invocations from ``place``; they are cached, since most calls repeat."""
-        handle, capturing = place
+    def _find_way(self, caller: CallerStream) -> SubmittedCalls:
+        """Prepare the driver calls of invocations from ``caller``; they are cached, since most calls repeat."""
+        handle, capturing = caller
         route = choose_route(handle, capturing, self._captured)
         bound = self._bound
         calls = bound.steps(handle) if capturing else self._executor.bind_on(handle, bound.steps)
@@ -216,9 +216,9 @@ class CudaProgram:
             set_epoch = self._arm_and_start
         else:
             set_epoch, words = bound.set_epoch, bound.words
-        if len(self._ways) >= _MOST_PLACES:
+        if len(self._ways) >= _MOST_CALLERS:
             self._ways.clear()
-        way = self._ways[place] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
+        way = self._ways[caller] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
         return way
 
     def _entry(self, route: Route) -> Entry:

@@ -38,24 +38,16 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 @functools.cache
-def load_native(name: str) -> Any:
-    """Return a function of the driver's library; None if it has no such name."""
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return None
-
-
 def require_native(name: str) -> Any:
     """Return a function of the driver's library.
 
     Raises:
         UnavailableError: the library has no such name.
     """
-    function = load_native(name)
-    if function is None:
-        raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}")
-    return function
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}") from None
 
 
 class Pointer(ctypes.c_void_p):
@@ -249,8 +241,8 @@ class MemoryOps:
         array = self._sealed()
         return [array[run.start : run.stop, _VALUE].fill for run in _runs(sorted(indices))]
 
-    def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the places of operations' values: (first address, distance in bytes, number), joined if adjacent."""
+    def strided_words(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return the words of operations' values: (first address, distance in bytes, number), joined if adjacent."""
         array = self._sealed()
         first = array.ctypes.data + array.itemsize * _VALUE
         distance = array.itemsize * _OP_WORDS

@@ -6,52 +6,10 @@ get the same SMs.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
-
 from sidelane.errors import UnavailableError
-
-NAMES = tuple(f"libcublas.so.{major}" for major in (14, 13, 12))
-"""Names of the cuBLAS libraries that torch may have loaded."""
-
-
-@contextlib.contextmanager
-def cublas_target(units: int) -> Iterator[None]:
-    """Let cuBLAS launch GEMMs for a number of SMs, in a ``with`` block, on the current device and thread.
-
-    Args:
-        units: number of SMs, at least 1.
-
-    Raises:
-        UnavailableError: cuBLAS has no such setting, or refused it.
-    """
-    set_target = _set_target()
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    _check(set_target(handle, units))
-    try:
-        yield
-    finally:
-        _check(set_target(handle, 0))  # all
-
-
-@functools.cache
-def _set_target() -> Callable[[ctypes.c_void_p, int], int]:
-    for name in NAMES:
-        with contextlib.suppress(OSError, AttributeError):
-            return ctypes.CDLL(name).cublasSetSmCountTarget
-    raise UnavailableError(f"cuBLAS has no target of SMs here (tried {', '.join(NAMES)})")
-
-
-def _check(status: int) -> None:
-    if status:
-        raise UnavailableError(f"cublasSetSmCountTarget failed: status {status}")
-
 
 NEEDED = (
     *("cuDeviceGetDevResource", "cuDevSmResourceSplitByCount", "cuDevResourceGenerateDesc"),

@@ -27,8 +27,7 @@ from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.streams import Placed, RankStreams
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Copy, Flag, Program, Reduce, Signal, SignalOp, Stamp, Value, Wait, describe
-from sidelane.program.transform.prelaunch import held_by, release
-from sidelane.program.transform.triggers import flags_by_callers, waits_for
+from sidelane.program.transform import flags_by_callers, held_by, release, waits_for
 
 
 def plan_calls(

@@ -23,7 +23,7 @@ from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
-from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
+from sidelane.execute.cuda.watch import BUSY, FINISHED, HOST_WORDS, STARTED, STATUS, DeviceWatch
 from sidelane.execute.submitted import Counts, Entry, SubmissionLedger
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.release import submitters
@@ -79,7 +79,7 @@ UNIT = 16
 """Largest alignment in bytes for which kernels are compiled."""
 
 
-class Alike:
+class LoadedPrograms:
     """Cache of one loaded program or kernel per program object, by identity: callers pass the same objects."""
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class Alike:
     def find(self, program: object, addresses: Addresses) -> Any:
         """Return what differs only in the addresses of its buffers, by multiples of ``UNIT``; None if there is none."""
         known = self._by_program.get(id(program))
-        return known if known is not None and differ_by_places(known.addresses, addresses) else None
+        return known if known is not None and differ_by_addresses(known.addresses, addresses) else None
 
-    def keep(self, loaded: Any) -> None:
+    def add(self, loaded: Any) -> None:
         """Keep a loaded program in place of an earlier one of the same program."""
         if len(self._by_program) >= MOST:
             del self._by_program[next(iter(self._by_program))]
@@ -100,11 +100,11 @@ class Alike:
         self._by_program.clear()
 
 
-def differ_by_places(a: Addresses, b: Addresses) -> bool:
+def differ_by_addresses(a: Addresses, b: Addresses) -> bool:
     """Return True if only the addresses of buffers differ, by multiples of ``UNIT``.
 
     >>> a = Addresses({(0, "input"): 4096, (1, "input"): 8192}, (100, 200))
-    >>> [differ_by_places(a, Addresses({(0, "input"): 4096 + by, (1, "input"): 0}, (100, 200))) for by in (32, 8)]
+    >>> [differ_by_addresses(a, Addresses({(0, "input"): 4096 + by, (1, "input"): 0}, (100, 200))) for by in (32, 8)]
     [True, False]
     """
     before, after = a.buffers, b.buffers
@@ -151,7 +151,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.loaded = Alike()
+        self.loaded = LoadedPrograms()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that may have waited for a trigger
@@ -170,7 +170,7 @@ class CudaSite:
             self.trigger_word, self._device_words = self.driver.device_words(2)
             self.words[DeviceWord.DONE] = self.trigger_word + WORD_BYTES
             self.host_trigger = self.driver.host_words(1)
-            self.board = words.address + WORD_BYTES * BOARD
+            self.status_words = words.address + WORD_BYTES * STATUS
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.cells, self._cells_owner = self.driver.device_words(CELLS)
             self.internal = self.create_stream()
@@ -307,7 +307,7 @@ class CudaSite:
         self._launch_graphs.add(graph)
         return graph
 
-    def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
+    def store_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
         """Copy a table to device memory for kernels; the lock is held, inside of ``Driver.relaxed_capture``.
 
         Args:
@@ -318,7 +318,7 @@ class CudaSite:
             DriverError: the device has no memory.
         """
         last = None if frozen else self.kernel_stream
-        return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
+        return self._tables.store(values, None if last is None or self.driver.is_capturing(last) else last)
 
     def forget_flags(self, bases: Sequence[int], memory: object) -> None:
         """Let the watch store to flag memories of this rank no more, since ``memory``, in which they lie, is dropped.

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from sidelane.execute.cuda.order import submission_order
 from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait, spans
-from sidelane.program.transform.freeze import LOWERED
-from sidelane.program.transform.triggers import flags_between_own_queues
+from sidelane.program.transform import LOWERED, flags_between_own_queues
 
 INLINE_BYTES = 4 << 20
 """Largest number of bytes of a ``local`` or ``compute`` queue that runs on stream 0. Its own stream would cost four
@@ -70,12 +69,12 @@ class RankStreams:
                     if stream is not None:
                         by_stream = self._signalled if isinstance(command, Signal) else self._waited
                         by_stream[stream].add(command.flag)
-        self.asides, self.join_at = self._place_asides()
+        self.asides, self.join_at = self._order_asides()
         own = set(self.own_flags)
         self.forking = [s for s in self.sides if not self._forks_by_itself(s, own)]
         self.joining = [s for s in self.sides if s not in self.asides and not self._joins_by_itself(s, own)]
-        self.begin_at = self._place_of_begin()
-        self.end_at = self._place_of_end()
+        self.begin_at = self._find_begin()
+        self.end_at = self._find_end()
 
     def is_within_stream(self, flag: Flag) -> bool:
         """Return True if the order of one stream makes the event of ``flag`` unnecessary."""
@@ -91,20 +90,20 @@ class RankStreams:
         longest = max(crossing.values(), default=0)
         return aside if sum(within[stream] for stream in aside) <= longest else frozenset()
 
-    def _place_of_begin(self) -> int:
-        """Return the place behind the signals for which peers wait, and in front of a stamp there.
+    def _find_begin(self) -> int:
+        """Return the position behind the signals for which peers wait, and in front of a stamp there.
 
         It is behind all commands if stream 0 has no others.
         """
         first = [(n, placed.command) for n, placed in enumerate(self.commands) if not placed.stream]
         others = (n for n, (_, c) in enumerate(first) if not isinstance(c, Signal | Stamp) and not _stays(c))
-        place = next(others, None)
-        while place and isinstance(first[place - 1][1], Stamp):
-            place -= 1
-        return len(self.commands) if place is None else first[place][0]
+        position = next(others, None)
+        while position and isinstance(first[position - 1][1], Stamp):
+            position -= 1
+        return len(self.commands) if position is None else first[position][0]
 
-    def _place_of_end(self) -> int | None:
-        """Return the place behind all commands; in a graph behind the last wait for a peer, if one stream waits.
+    def _find_end(self) -> int | None:
+        """Return the position behind all commands; in a graph behind the last wait for a peer, if one stream waits.
 
         There ``BUSY`` is reset, since no later call can hang. (An epoch means that all work has ended.)
         """
@@ -128,10 +127,10 @@ class RankStreams:
         last = self._without_resets(stream)[-1]
         return isinstance(last, Signal) and last.flag in self._waited[0] & own
 
-    def _place_asides(self) -> tuple[list[int], int]:
-        """Order the copies of ``asides`` behind those of stream 0, and find the place where stream 0 joins them.
+    def _order_asides(self) -> tuple[list[int], int]:
+        """Order the copies of ``asides`` behind those of stream 0, and find the position where stream 0 joins them.
 
-        The place is after the last signals, while the rank waits for its peers: at 1 KB on four H200s 26 us, instead of
+        It is after the last signals, while the rank waits for its peers: at 1 KB on four H200s 26 us, instead of
         32 before the signals and 28 after the waits. In a graph it is before the signals, so that signals and waits
         stay one node: 171 us at 64 MiB, instead of 177 or 183. There the copies of stream 0 must come first: 25 us
         instead of 34 at 1 KB, since the driver gives the first captured work the channel of the work before.

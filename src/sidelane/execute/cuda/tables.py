@@ -50,7 +50,7 @@ class DeviceTables:
         self._waiting: collections.deque[tuple[int, list[Block]]] = collections.deque()  # behind an event
         self._events: list[int] = []
 
-    def place(self, values: npt.NDArray[np.int64], last_stream: int | None) -> DeviceTable:
+    def store(self, values: npt.NDArray[np.int64], last_stream: int | None) -> DeviceTable:
         """Copy values to the device, also while a stream is captured (in ``Driver.relaxed_capture``).
 
         Args:

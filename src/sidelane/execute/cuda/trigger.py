@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidelane.execute.base import Place
+from sidelane.execute.base import CallerStream
 from sidelane.execute.cuda.calls import DeviceWord, HostWord
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.site import CudaSite
@@ -37,7 +37,7 @@ class CudaArrival:
         self._setters = [(value, setter) for at, (_, value) in enumerate(words) for setter in ops.setters([at])]
         self._bound: dict[int, Sequence[Bound]] = {}
 
-    def follow(self, epoch: int, place: Place, work: object = None) -> None:
+    def follow(self, epoch: int, caller: CallerStream, work: object = None) -> None:
         """Let the next work of a stream follow the arrival: one call to the driver.
 
         Raises:
@@ -50,7 +50,7 @@ class CudaArrival:
             for value, set_all in self._setters:
                 set_all(value.at(epoch) & WORD_MASK)
             try:
-                driver.submit(self._bind(place[0]))
+                driver.submit(self._bind(caller[0]))
             except BaseException as error:
                 executor.fail_submission(self._title, error)
                 raise
@@ -115,7 +115,7 @@ class CudaTrigger:
             set_all(value.at(epoch) & WORD_MASK)
         self._epoch, self._first_word = epoch, self._values[0].at(epoch) & WORD_MASK
 
-    def fire(self, epoch: int, place: Place) -> None:
+    def fire(self, epoch: int, caller: CallerStream) -> None:
         """Signal behind the work of a stream: one call to the driver.
 
         Raises:
@@ -123,7 +123,7 @@ class CudaTrigger:
             PeerError, PeerTimeoutError: an invocation failed.
             DriverError: the driver refused it. The executor is of no use any more.
         """
-        stream, capturing = place
+        stream, capturing = caller
         executor = self._executor
         if executor.watch.failure is not None or executor.closed:
             executor.check_usable("trigger")
@@ -154,13 +154,13 @@ class CudaTrigger:
             self.set(epoch)
         self._host[0] = self._first_word
 
-    def join(self, epoch: int, place: Place, *, begun: bool) -> None:
+    def join(self, epoch: int, caller: CallerStream, *, begun: bool) -> None:
         """Order the next work of a stream behind the end. ``begun``: the host has fired it; else a kernel will.
 
         Raises:
             Exception: as :meth:`fire`.
         """
-        stream, capturing = place
+        stream, capturing = caller
         self._executor.check_usable("wait")
         if capturing:
             _refuse_capture("wait")
@@ -193,5 +193,5 @@ class CudaTrigger:
 
 def _refuse_capture(method: str) -> None:
     raise ValueError(
-        f"{method}: a graph is being captured, which would repeat the trigger of this one call (allowed=outside)"
+        f"{method}: a graph is being captured, which would repeat the trigger of this one call; fire it outside of one"
     )

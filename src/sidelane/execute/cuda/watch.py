@@ -6,8 +6,8 @@ and command that are missing, tells the peers, and releases every wait of this r
 drain (replays of captured graphs, too). Bytes that move after that are garbage. The next call raises the error, and so
 does every wait of the host.
 
-Kernels write to the host only if they poll for long: then a kernel writes its generation to the board
-(``device/layout``), in the words of the ranks for which it waits. The thread reads the board, and aborts kernels.
+Kernels write to the host only if they poll for long: then a kernel writes its generation to the status words
+(``device/layout``), in the words of the ranks for which it waits. The thread reads these, and aborts kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sidelane import ranges
-from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
+from sidelane.device.layout import ABORT, MAX_RANKS, STATUS_WORDS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.driver import Driver, HostWords
@@ -36,8 +36,8 @@ from sidelane.program.wraparound import reached
 logger = UnfailingLogger(logging.getLogger(__name__))
 
 
-STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
-HOST_WORDS = BOARD + BOARD_WORDS
+STARTED, FINISHED, BUSY, STATUS = range(4)  # host words; the status words are the last of them
+HOST_WORDS = STATUS + STATUS_WORDS
 _GRACE_S = 0.2  # a peer that died may have done its part, and the invocation may still complete
 _READ_S = 1.0
 _LONGEST_SLEEP_S = 1e-3
@@ -90,7 +90,7 @@ class DeviceWatch:
         self._since: float | None = None
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
-        self._board = words.array[BOARD:]
+        self._status_words = words.array[STATUS:]
         self._last_kernel: tuple[int, tuple[KernelProgram | KernelCall, bool]] | None = None  # and if it was captured
         self._spin: tuple[tuple[int, int], ...] = ()
         self._spin_since = 0.0
@@ -175,9 +175,9 @@ class DeviceWatch:
         """Fail permanently: keep ``error``, and let the thread release all waits from now on."""
         self._completed = int(self._words.array[FINISHED])
         self.failure = error
-        self._board[ABORT] = 1
+        self._status_words[ABORT] = 1
         if ranges.observers:
-            ranges.tell("failed", error)
+            ranges.notify("failed", error)
 
     def fail_submission(self, title: str, error: BaseException) -> None:
         """Fail after an incomplete submission: the peers would wait for the rest."""
@@ -233,11 +233,11 @@ class DeviceWatch:
             self._monitor.lasts(subject.epoch, str(subject), absent, now - self._since, self.timeout_s)
 
     def _look_at_kernels(self, now: float) -> None:
-        """Read the board: find a kernel that polls, and the time for which it has waited for the same ranks."""
-        words = self._board[WAITING : WAITING + MAX_RANKS].tolist()
+        """Read the status words: find a kernel that polls, and the time for which it has waited for the same ranks."""
+        words = self._status_words[WAITING : WAITING + MAX_RANKS].tolist()
         spin = tuple((rank, generation) for rank, generation in enumerate(words) if generation)
         if spin:
-            self._board[WAITING : WAITING + MAX_RANKS] = 0  # a kernel that goes on spinning writes again
+            self._status_words[WAITING : WAITING + MAX_RANKS] = 0  # a kernel that goes on spinning writes again
         if spin != self._spin:
             self._spin, self._spin_since = spin, now
             return

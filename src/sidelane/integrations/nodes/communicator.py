@@ -6,28 +6,25 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import op_name
-from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, anew, in_no_order
+from sidelane.errors import PeerError, UnavailableError, anew, in_no_order
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.call import RAIL_OPS, NodesCall, NodeTensors
-from sidelane.integrations.nodes.choose import count_pieces
-from sidelane.integrations.nodes.collectives import run_recipe
+from sidelane.integrations.nodes.collectives import RAIL_OPS, TensorSteps, run_recipe
 from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.nodes.status import NodesStatus, NodesWatchdog
+from sidelane.integrations.nodes.topology import count_pieces
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.works import OtherWork
+from sidelane.integrations.works import absent_ranks
+from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
 from sidelane.session import Communicator
@@ -38,7 +35,102 @@ ON_STREAMS = ("cuda",)
 SLACK_S = 60.0
 """Seconds by which the time-out of NCCL itself is later."""
 
-_FEW = 4  # largest number of copies made one by one, by the GPU's copy engines
+Tensor = torch.Tensor
+NodeTensors = Tensor | Sequence[Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodesCall:
+    """A call of one rank.
+
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
+        output, input: tensors, or lists of tensors.
+        op: operation of a reduction.
+        root: root of a broadcast.
+        beside: computation next to the calls within nodes; None for ``Config.beside``.
+    """
+
+    kind: Kind
+    output: NodeTensors
+    input: NodeTensors
+    op: Any = "sum"
+    root: int = 0
+    beside: Beside | None = None
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """The output as a list."""
+        return (self.output,) if isinstance(self.output, Tensor) else self.output
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The input as a list."""
+        return (self.input,) if isinstance(self.input, Tensor) else self.input
+
+    @property
+    def adds_floats(self) -> bool:
+        """True for a reduction whose bits depend on the order of its terms."""
+        adds = self.kind in REDUCING and op_name(self.op) not in ("min", "max")
+        return adds and any(tensor.is_floating_point() for tensor in self.outputs)
+
+    def counts(self, rank: int, size: int, device: torch.device) -> list[int]:
+        """Check the call, and return the elements of a part of each tensor (all_reduce and broadcast: of the tensor).
+
+        Args:
+            rank: this rank in the group.
+            size: number of ranks of the group.
+            device: the only device whose tensors are accepted.
+
+        Raises:
+            ValueError, TypeError: the call cannot be made.
+        """
+        kind = self.kind
+        if op_name(self.op) not in RAIL_OPS:
+            raise ValueError(f"{kind}: op (value={self.op!r}, allowed={', '.join(RAIL_OPS)})")
+        if not isinstance(self.root, int) or not 0 <= self.root < size:
+            raise ValueError(f"{kind}: root (value={self.root!r}, allowed=0..{size - 1})")
+        pairs = list(zip(self.outputs, self.inputs, strict=True))
+        counts = [self._count(size, device, *pair) for pair in pairs]
+        if kind in REDUCING and len({tensor.dtype for tensor in self.outputs}) > 1:
+            raise TypeError(f"{kind}: dtypes of a list (value=several, allowed=one)")
+        self._check_apart(rank, pairs)
+        return counts
+
+    def _count(self, size: int, device: torch.device, output: Tensor, input: Tensor) -> int:
+        kind = self.kind
+        for tensor in (output, input):
+            if tensor.device != device or not tensor.is_contiguous():
+                raise ValueError(f"{kind}: tensors must be contiguous, on {device} (value={tensor.device})")
+        if output.dtype != input.dtype:
+            raise TypeError(f"{kind}: dtypes must be equal (value={output.dtype} and {input.dtype})")
+        count = min(output.numel(), input.numel()) if kind is not Kind.ALL_TO_ALL else input.numel() // size
+        wanted = {
+            Kind.ALL_GATHER: (count * size, count),
+            Kind.REDUCE_SCATTER: (count, count * size),
+            Kind.ALL_TO_ALL: (count * size, count * size),
+        }.get(kind, (count, count))
+        if (output.numel(), input.numel()) != wanted:
+            sizes = f"{output.numel()} and {input.numel()}"
+            raise ValueError(
+                f"{kind}: elements of output and input (value={sizes}, allowed={wanted[0]} and {wanted[1]})"
+            )
+        return count
+
+    def _check_apart(self, rank: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse tensors of which one is written where another one lies, unless the call is in place."""
+        touched: list[tuple[int, int, bool]] = []
+        for to, given in pairs:
+            whole, part = (given, to) if self.kind is Kind.REDUCE_SCATTER else (to, given)
+            begin, own = whole.data_ptr(), rank * part.nbytes if part.nbytes < whole.nbytes else 0
+            touched.append((begin, begin + whole.nbytes, whole is to or part.data_ptr() == begin + own))
+            if part.data_ptr() != begin + own:
+                touched.append((part.data_ptr(), part.data_ptr() + part.nbytes, part is to))
+        ends = {True: 0, False: 0}  # of those that are written, and of those that are read
+        for begin, end, is_written in sorted(each for each in touched if each[0] < each[1]):
+            if begin < ends[True] or (is_written and begin < ends[False]):
+                raise ValueError(f"{self.kind}: tensors overlap: they lie apart, or the call is in place")
+            ends[is_written] = max(ends[is_written], end)
 
 
 class NodesCommunicator:
@@ -58,42 +150,40 @@ class NodesCommunicator:
 
     Attributes:
         own: communicator of this node.
-        rail: group of this rank's rail; None once it is closed.
         status: its end, and the ranks at fault.
         on_streams: streams wait for the rail's calls, and no host does.
-        scratch: symmetric memory that is kept for later calls.
-        begun: calls along the rail of the call that is under way or has failed.
+        steps: calls within the node and along the rail.
         owner: process that is the rank.
     """
 
     def __init__(self, ranks: NodeRanks, device: torch.device) -> None:
         self.rank, self.nodes, self.world_size = ranks.rank, ranks.nodes, len(ranks.nodes.of)
-        node, place = ranks.nodes.coordinates(ranks.rank)
+        node, local_rank = ranks.nodes.coordinates(ranks.rank)
         self.on_streams, config = device.type in ON_STREAMS, ranks.config
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", ranks.store)
         ranks = dataclasses.replace(ranks, store=store, name=f"{ranks.name}/{device.type}")
         self._group = ranks.own_node()
         with contextlib.ExitStack() as stack:
             stack.callback(self._group.close)
-            near = functools.partial(Communicator, self._group, device=device, config=config)
-            made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
+            make = functools.partial(Communicator, self._group, device=device, config=config)
+            made, attempt = ranks.made_by_all(lambda: stack.enter_context(make()))
             ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
-            rails = ranks.within(f"rail{place}")
+            rails = ranks.within(f"rail{local_rank}")
 
             def make_rail() -> dist.ProcessGroup:
                 later = timedelta(seconds=config.timeout_s + SLACK_S * self.on_streams)
                 with nccl_not_ending_the_process() if self.on_streams else contextlib.nullcontext():
                     return make_other(rails.store, node, len(ranks.nodes.members), later, rails.name, (), None)
 
-            self.rail: Any = dataclasses.replace(ranks, name=f"{ranks.name}/rails").made_by_all(make_rail)[0]
+            rail = dataclasses.replace(ranks, name=f"{ranks.name}/rails").made_by_all(make_rail)[0]
             stack.pop_all()
-        self.own, self.lane, self.device = made, made.lane, made.device
+        self.own, self.device = made, made.device
+        self.calls, self.backend = made.calls, made.backend
         self.status = NodesStatus(ranks, made.close)
-        self.scratch: dict[str, torch.Tensor] = {}
-        self.begun: list[OtherWork] = []
+        self.steps = TensorSteps(made, rail, self.status, self.nodes, self.rank, self.on_streams)
         self._watchdog = NodesWatchdog(self.status, self._attach, self._let_go)
-        guard = weakref.proxy(self)  # connections and threads end with this object, not when garbage is collected
-        self._order = StreamOrder(guard) if device.type == "cuda" else HostOrder(guard)
+        # Connections and threads end with this object, not when garbage is collected.
+        self._order = StreamOrder(lambda: made) if device.type == "cuda" else HostOrder(weakref.proxy(self))
         self.owner = forks.Owner("communicator of several nodes")
 
     def all_gather(
@@ -145,12 +235,15 @@ class NodesCommunicator:
         """Return the symmetric memory of this node's communicator."""
         return self.own.memory()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the time-out of waits for peers on this rank, in seconds."""
+        self.own.set_timeout(timeout_s)
+        self.status.timeout_s = timeout_s
+
     def late(self) -> tuple[str, Sequence[int]]:
         """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         node = self.nodes.of[self.rank]
-        control, own = self.lane.control, self.nodes.members[node]
-        ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
-        text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        own, (text, ranks) = self.nodes.members[node], absent_ranks(self.own.control)
         if not ranks:
             return f"; all ranks of node {node} have come, and wait for those of other nodes", ()
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
@@ -159,7 +252,7 @@ class NodesCommunicator:
         """End it because of Ctrl-C on this rank, or its exit. Calls under way fail, here and on the other ranks."""
         is_interrupt = isinstance(error, KeyboardInterrupt)
         self.status.leave("was interrupted" if is_interrupt else str(error).removeprefix(f"rank {self.rank} "))
-        self.lane.calls.fail(error)
+        self.calls.fail(error)
 
     def close(self) -> None:
         """Release everything; calls under way fail, here and elsewhere. Idempotent. No effect in a forked copy."""
@@ -167,21 +260,11 @@ class NodesCommunicator:
             return
         self.status.end(PeerError("the communicator was closed"))
         self._watchdog.close()
-        self.scratch.clear()
+        self.steps.cached.clear()
         self.own.close()
         self._group.close()
-        rail, self.rail = self.rail, None
-        if rail is not None:
-            rail.abort()
-            if not self.on_streams and not all(work.is_completed() for work in self.begun):
-                forks.keep_for_ever(rail)  # Gloo aborts nothing, and its end would wait for peers that may never come
+        self.steps.close()
         self._order.close()
-
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """See ``works.WaitGuard``."""
-        backend: Any = self.lane.backend
-        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
-        return work
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -198,7 +281,7 @@ class NodesCommunicator:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
-                self.status.tell(ended.ranks, why)
+                self.status.publish(ended.ranks, why)
             self.own.close()
             first = self.status.end(ended)
             if first is not ended:
@@ -208,17 +291,16 @@ class NodesCommunicator:
     def _let_go(self, error: PeerError) -> None:
         """End it in the watchdog's thread: streams go on, and the next call raises the error."""
         if self.status.end(error, is_raised=False) is error:
-            self.lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+            self.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = self.lane.backend
+            backend: Any = self.backend
             backend.executor.watch.fail(error)
-        if self.rail is not None:
-            self.rail.abort()
+        self.steps.abort()
 
     def _attach(self) -> None:
         """Prepare a thread that queries events: it must not disturb captures of other threads."""
         if self.device.type == "cuda":
-            backend: Any = self.lane.backend
+            backend: Any = self.backend
             backend.executor.driver.attach_thread()
 
     @contextlib.contextmanager
@@ -238,7 +320,7 @@ class NodesCommunicator:
 
     def _run(self, call: NodesCall, async_op: bool = False) -> dist.Work | None:
         self.owner.require()  # before anything could tell the others that it has failed
-        if call.adds_floats and self.lane.calls.config.deterministic:
+        if call.adds_floats and self.calls.config.deterministic:
             raise in_no_order(call.kind, "sums of nodes are rounded and added by the backend between them")
         outputs, inputs = call.outputs, call.inputs
         work = self._order.run(lambda: self._make(call), (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
@@ -260,10 +342,9 @@ class NodesCommunicator:
             pairs = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs]
         op, dtype = op_name(call.op), pairs[0][0].dtype
         divides = op == ReduceOp.AVG and not dtype.is_floating_point
-        steps = TensorSteps(self, dtype, ReduceOp.SUM if divides else op, call.beside)
-        roots = (call.root,) if call.kind is Kind.BROADCAST else ()
-        run_recipe(steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, *roots)
-        self.begun.clear()  # they have tensors of the caller
+        self.steps.begin(dtype, ReduceOp.SUM if divides else op, call.beside)
+        run_recipe(self.steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, call.root)
+        self.steps.end()
         if divides:
             for output, _ in pairs:
                 output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
@@ -271,121 +352,3 @@ class NodesCommunicator:
 
 def _always() -> bool:
     return True
-
-
-class TensorSteps:
-    """The calls of a recipe, on tensors.
-
-    Args:
-        comm: communicator of this rank.
-        dtype: dtype of the elements.
-        op: operation of a reduction. A node's average is weighted before the nodes add theirs: the sum of all might not
-            be a number of the dtype.
-        beside: see :class:`NodesCall`.
-    """
-
-    def __init__(self, comm: NodesCommunicator, dtype: torch.dtype, op: str, beside: Beside | None) -> None:
-        self._comm, self._own, self._dtype, self._op, self._beside = comm, comm.own, dtype, op, beside
-        self._rows: dict[str, torch.Tensor] = {}
-
-    def scratch(self, name: str, count: int, /, *, is_sent: bool = False) -> torch.Tensor:
-        """See ``collectives.Steps``: symmetric memory if it is sent, kept for later calls.
-
-        Calls have one order, and all ranks of a node take the same. If the node has no symmetric memory left, and
-        within a capture, it is ordinary memory, too, and calls within the node stage it.
-        """
-        if name not in self._rows:
-            own = self._own
-            captured = own.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            held = self._kept(name, count * self._dtype.itemsize) if is_sent and not captured else None
-            if held is None:
-                self._rows[name] = torch.empty(count, dtype=self._dtype, device=own.device)
-            else:
-                self._rows[name] = held[: count * self._dtype.itemsize].view(self._dtype)
-        return self._rows[name]
-
-    def _kept(self, name: str, nbytes: int) -> torch.Tensor | None:
-        """Return symmetric bytes for all calls; None if there are none."""
-        own, kept = self._own, self._comm.scratch
-        if own.world_size == 1:
-            return None
-        if name not in kept or kept[name].nbytes < nbytes:
-            with self._in_the_node(), contextlib.suppress(UnavailableError):
-                if name in kept:
-                    own.synchronize()  # calls under way use it
-                    del kept[name]
-                kept[name] = own.empty(nbytes, dtype=torch.uint8)
-        return kept.get(name)
-
-    def rows(self, whole: torch.Tensor, parts: int, begin: int, end: int, /) -> Sequence[torch.Tensor]:
-        """See ``collectives.Steps``."""
-        return whole.view(parts, -1)[:, begin:end].unbind()
-
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], /) -> None:
-        """See ``collectives.Steps``."""
-        found = [(to, given) for to, given in pairs if to.data_ptr() != given.data_ptr()]
-        if len(found) > _FEW:
-            torch._foreach_copy_([to for to, _ in found], [given for _, given in found])  # few kernels on GPUs
-        else:
-            for to, given in found:
-                to.copy_(given)
-
-    def broadcast(self, parts: Iterable[tuple[int, torch.Tensor]], /) -> None:
-        """See ``collectives.Steps``."""
-        if self._own.world_size > 1:
-            with self._in_the_node(), self._own.batch(beside=self._beside) as batch:
-                for root, row in parts:
-                    batch.broadcast(row, root=root)
-
-    def within(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0, /) -> None:
-        """See ``collectives.Steps``."""
-        own, beside = self._own, self._beside
-        with self._in_the_node():
-            if kind is Kind.ALL_TO_ALL:
-                own.all_to_all(output, input, beside=beside)
-            elif kind is Kind.SCATTER:
-                own.scatter(output, input if own.rank == root else None, root=root, beside=beside)
-            else:
-                own.reduce_scatter(output, input, op=self._op, beside=beside)
-                if self._op == ReduceOp.AVG:
-                    output.mul_(own.world_size / self._comm.world_size)
-
-    def along(self, kind: Kind, output: torch.Tensor, input: torch.Tensor, root: int = 0, /) -> OtherWork:
-        """See ``collectives.Steps``."""
-        comm = self._comm
-        try:
-            work = _begin(comm.rail, kind, output, input, RAIL_OPS[self._op], root)
-        except RuntimeError as error:
-            comm.status.explain(error, ())
-        comm.begun.append(OtherWork(work, comm.status, (), looks=not comm.on_streams))
-        return comm.begun[-1]
-
-    @contextlib.contextmanager
-    def _in_the_node(self) -> Iterator[None]:
-        """Agree with all ranks on an error of a call within the node, which names ranks by their numbers there."""
-        try:
-            yield
-        except (PeerError, CommunicatorClosedError) as error:
-            nodes = self._comm.nodes
-            members = nodes.members[nodes.of[self._comm.rank]]
-            self._comm.status.explain(error, [members[rank] for rank in getattr(error, "ranks", ())])
-
-
-def _begin(rail: Any, kind: Kind, output: torch.Tensor, input: torch.Tensor, op: Any, root: int) -> Any:
-    """Begin a call of a rail's group; return its work."""
-    if kind is Kind.ALL_GATHER:
-        return rail._allgather_base(output, input, _options(c10d.AllgatherOptions()))
-    if kind is Kind.ALL_TO_ALL:
-        return rail.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions()))
-    if kind is Kind.BROADCAST:
-        return rail.broadcast([output], _options(c10d.BroadcastOptions(), rootRank=root, rootTensor=0))
-    if kind is Kind.ALL_REDUCE:
-        return rail.allreduce([output], _options(c10d.AllreduceOptions(), reduceOp=op))
-    return rail._reduce_scatter_base(output, input, _options(c10d.ReduceScatterOptions(), reduceOp=op))
-
-
-def _options(made: Any, **fields: Any) -> Any:
-    made.asyncOp = True
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made

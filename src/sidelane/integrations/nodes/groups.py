@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -15,26 +15,12 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, keep
+from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, set_liveness
 
 T = TypeVar("T")
 
 _NOWHERE, _MADE = "nowhere", "made"
 _HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
-
-
-class Meeting(NamedTuple):
-    """Result of the first meeting of a group's ranks.
-
-    Attributes:
-        nodes: nodes of the ranks.
-        liveness: liveness of the ranks.
-        timeout: time-out of their calls.
-    """
-
-    nodes: Nodes
-    liveness: Liveness
-    timeout: timedelta
 
 
 def find_nodes(
@@ -44,8 +30,9 @@ def find_nodes(
     timeout: timedelta | None,
     config: Config | None = None,
     *,
+    name: str = "",
     wider: Wider | None = None,
-) -> Meeting:
+) -> NodeRanks:
     """Let the ranks of a group meet: they exchange their machines, and watch each other from now on. Collective.
 
     Args:
@@ -54,7 +41,11 @@ def find_nodes(
         ranks: ranks of the group, in the world.
         timeout: time-out for the last of them; None for that of the settings.
         config: settings, which may name virtual nodes in place of the machines; None for those in force.
+        name: name of the group, the same on all ranks.
         wider: see :class:`sidelane.memory.liveness.Liveness`.
+
+    Returns:
+        The ranks, with the settings and the time-out.
 
     Raises:
         ValueError: the settings name none for a rank of the group, on all ranks; or a setting is not allowed, and then
@@ -68,11 +59,13 @@ def find_nodes(
         try:
             config = settings.current() if config is None else config
         except Exception as error:
-            Exchange(everyone, DEFAULT_TIMEOUT_S, again=True).refuse(error, grace_s=_HEARD_S)
+            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_HEARD_S)
             raise
-        timeout = timedelta(seconds=config.timeout_s) if timeout is None else timeout
-        exchange = Exchange(everyone, timeout.total_seconds(), warn_s=config.warn_s, again=True)
-        return Meeting(exchanged_nodes(exchange, "process group", config), exchange.liveness, timeout)
+        if timeout is not None:
+            config = dataclasses.replace(config, timeout_s=timeout.total_seconds())
+        exchange = Exchange(everyone, config.timeout_s, warn_s=config.warn_s, skips_earlier=True)
+        nodes = exchanged_nodes(exchange, "process group", config)
+        return NodeRanks(store, rank, nodes, exchange.liveness, config, name)
     finally:
         everyone.close()
 
@@ -96,8 +89,7 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
-            f"{nameless} among them)"
+            f"process group: virtual_nodes must name a node for each rank of the world, also {nameless} (value={named})"
         )
     return Nodes.named(names)
 
@@ -134,10 +126,10 @@ class NodeRanks:
 
     def own_node(self) -> NodeGroup:
         """Return the ranks of this rank's node as a group."""
-        node, place = self.nodes.coordinates(self.rank)
+        node, local_rank = self.nodes.coordinates(self.rank)
         members, here = self.nodes.members[node], self.within(f"node{node}")
         own = [self.liveness.ranks[other] for other in members]
-        return NodeGroup(here.store, place, own, here.name, (self.liveness, members))
+        return NodeGroup(here.store, local_rank, own, here.name, (self.liveness, members))
 
     def made_by_all(self, make: Callable[[], T]) -> tuple[T, str]:
         """Make a part of a communicator on all ranks, or on none: some may lack what others have. Collective.
@@ -162,7 +154,7 @@ class NodeRanks:
             word, cause = f"{type(error).__name__}: {error}", error
         everyone = self.everyone()
         try:
-            exchange = Exchange(everyone, 2 * self.config.timeout_s, warn_s=self.config.warn_s, again=True)
+            exchange = Exchange(everyone, 2 * self.config.timeout_s, warn_s=self.config.warn_s, skips_earlier=True)
             words = exchange("communicator of several nodes", lambda: word)
         finally:
             everyone.close()
@@ -198,7 +190,7 @@ class NodeGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # see SidelaneGroup
         self._name, self.world_ranks = name, tuple(ranks)
         c10d._world.pg_map[self] = ("sidelane-node", store)
-        keep(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
+        set_liveness(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
 
     def getGroupName(self) -> str:
         """Return the name under which its ranks meet."""

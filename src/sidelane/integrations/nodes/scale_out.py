@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeRanks, find_nodes
+from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.session import Communicator
@@ -47,13 +47,13 @@ def scale_out(
     rank, ranks = group.rank(), ranks_of(group)
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
-    nodes, liveness, _ = find_nodes(store, rank, ranks, timeout, config)
-    here = NodeRanks(store, rank, nodes, liveness, config, f"{group.group_name}/scale-out/{number}")
+    here = find_nodes(store, rank, ranks, None, config, name=f"{group.group_name}/scale-out/{number}")
+    of = here.nodes.of
     with contextlib.ExitStack() as stack:
         own = here.own_node()
         stack.callback(own.close)
         # Each part is made on all ranks, or an error is raised on all.
-        near, _ = here.within("near").made_by_all(
+        intra_node, _ = here.within("intra-node").made_by_all(
             lambda: stack.enter_context(Communicator(own, device=device, config=config))
         )
 
@@ -63,12 +63,12 @@ def scale_out(
                     make_other(way.store, rank, len(ranks), timeout, way.name, (), None)
                     for way in (here.within("up"), here.within("down"))
                 )
-            made = GroupTransport(up, down, rank, near.device)
+            made = GroupTransport(up, down, rank, intra_node.device)
             stack.callback(made.close)  # also where what follows fails
             return made
 
         carrier, _ = here.within("carrier").made_by_all(make_carrier)
-        carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != nodes.of[rank]], config.timeout_s)
+        carrier.warm_up([other for other in range(len(ranks)) if of[other] != of[rank]], config.timeout_s)
         everyone = here.everyone()
         stack.callback(everyone.close)
-        yield stack.enter_context(ScaleOut(near, everyone, nodes.of, transport=carrier))
+        yield stack.enter_context(ScaleOut(intra_node, everyone, of, transport=carrier))

@@ -1,4 +1,4 @@
-"""Assignment of a group's ranks to nodes: a value, the same on all ranks."""
+"""Assignment of a group's ranks to nodes, and the way of their calls: a value and a rule, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
+
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+
+FLAT, HIERARCHICAL = "flat", "hierarchical"
+
+LEAST_BYTES = 64 << 10
+"""Bytes of a call below which the steps' own latency decides; the group's backend has fewer. A heuristic."""
+
+PIECE_BYTES, MOST_PIECES = 4 << 20, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Nodes:
         object.__setattr__(self, "of", tuple(map(operator.index, self.of)))
         if not self.of or list(dict.fromkeys(self.of)) != list(range(len(set(self.of)))):
             raise ValueError(
-                f"Nodes: of (value={self.of}, allowed=a node for each rank, numbered by first ranks from 0)"
+                f"Nodes: of must be a node for each rank, numbered from 0 by first ranks (value={self.of})"
             )
 
     @classmethod
@@ -69,11 +80,48 @@ class Nodes:
         node = self.of[rank]
         return node, self.members[node].index(rank)
 
-    def rail(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of a rail, one for each node."""
-        return tuple(ranks[number] for ranks in self.members)
-
     def __str__(self) -> str:
         if self.even and len(self.members) > 4:
             return f"{len(self.members)} nodes of {self.rails} rank{'s' * (self.rails > 1)}"
         return f"{len(self.members)} nodes of {', '.join(str(len(ranks)) for ranks in self.members)} ranks"
+
+
+class NodesChoice(NamedTuple):
+    """Chosen way of a call, with the reason.
+
+    Attributes:
+        name: ``flat``, by the group's own backend, or ``hierarchical``.
+        reason: reason of the choice, in words.
+    """
+
+    name: str
+    reason: str
+
+
+def choose_steps(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -> NodesChoice:
+    """Choose the way of a call.
+
+    Args:
+        kind: kind of the collective; None if there are no steps for it.
+        nbytes: bytes of the larger side.
+        nodes: nodes of the group.
+        without: name of the operation in the text that there are no steps for it.
+    """
+    least = format_bytes(LEAST_BYTES)
+    if kind is None:
+        why = f"no steps for {without}"
+    elif not nodes.even:
+        why = "no steps for nodes of several sizes"
+    elif nodes.rails == 1:
+        why = "nothing to do within a node"
+    elif nbytes < LEAST_BYTES:
+        why = f"less than {least}: one call is sooner there than three"
+    else:
+        pieces = f"{nodes.rails} rails, pieces: {count_pieces(nbytes)}"
+        return NodesChoice(HIERARCHICAL, f"{nodes}, {pieces}; rather than flat, from {least} on")
+    return NodesChoice(FLAT, f"{nodes}; {why}")
+
+
+def count_pieces(nbytes: int) -> int:
+    """Return the number of pieces of a hierarchical call."""
+    return max(1, min(MOST_PIECES, nbytes // PIECE_BYTES))

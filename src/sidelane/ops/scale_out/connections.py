@@ -11,11 +11,11 @@ import json
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sidelane import forks
@@ -29,8 +29,9 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sq")
 _MOST_NOTE_BYTES = 1 << 16
 _LISTENS_S = 1.0
-_MOST_CALLERS = 256
-"""Largest number of connections that are kept open before they have said who they are; the oldest ends first."""
+_MOST_CALLERS, _HELLO_S = 256, 2.0
+"""Largest number of callers that are heard side by side, and seconds in which each has to say who it is: none costs
+others time."""
 
 
 class Gone(Exception):
@@ -41,12 +42,12 @@ class Gone(Exception):
         super().__init__(rank)
 
 
-class FarConnections:
+class InterNodeConnections:
     """Connections with the ranks of other nodes. Collective.
 
     Args:
         rank: number of this rank in the group.
-        fars: ranks on other nodes.
+        remote_ranks: ranks on other nodes.
         meet: sends what it is given to all ranks, and returns what each of them has sent.
         timeout_s: time-out for the last connection, in seconds.
 
@@ -59,50 +60,76 @@ class FarConnections:
     """
 
     def __init__(
-        self, rank: int, fars: Sequence[int], meet: Callable[[tuple[str, int, str]], Sequence[Any]], timeout_s: float
+        self,
+        rank: int,
+        remote_ranks: Sequence[int],
+        meet: Callable[[tuple[str, int, str]], Sequence[Any]],
+        timeout_s: float,
     ) -> None:
         self.sockets: dict[int, socket.socket] = {}
-        self._texts = dict.fromkeys(fars, b"")
+        self._texts = dict.fromkeys(remote_ranks, b"")
         self._writing = forks.lock()
-        if not fars:
+        if not remote_ranks:
             return
-        with socket.create_server(("", 0), backlog=2 * len(fars) + _MOST_CALLERS) as server:
+        with socket.create_server(("", 0), backlog=2 * len(remote_ranks) + _MOST_CALLERS) as server:
             token = secrets.token_hex(_TOKEN_BYTES)
             listening = meet((_own_address(), server.getsockname()[1], token))
             until = time.monotonic() + timeout_s
             try:
-                for far in (far for far in fars if far < rank):
-                    self._connect(rank, far, listening[far], until)
-                self._accept(server, token, [far for far in fars if far > rank], until)
+                for remote in (remote for remote in remote_ranks if remote < rank):
+                    self._connect(rank, remote, listening[remote], until)
+                self._accept(server, token, [remote for remote in remote_ranks if remote > rank], until)
             except BaseException:
                 self.close()
                 raise
 
-    def _connect(self, rank: int, far: int, listening: Any, until: float) -> None:
+    def _connect(self, rank: int, remote: int, listening: Any, until: float) -> None:
         try:
             address, port, token = str(listening[0]), int(listening[1]), str(listening[2]).encode("ascii")
         except (ValueError, TypeError, IndexError) as error:
-            raise not_understood("scale-out", far, str(listening).encode()) from error
+            raise not_understood("scale-out", remote, str(listening).encode()) from error
         try:
             made = socket.create_connection((address, port), max(STEP_S, until - time.monotonic()))
             made.sendall(_HELLO.pack(token, rank))
         except OSError as error:
-            text = f"scale-out: no connection with rank {far} at {address}: {error}"
-            raise PeerTimeoutError(text, [far]) from error
-        self.sockets[far] = _prepared(made)
+            text = f"scale-out: no connection with rank {remote} at {address}: {error}"
+            raise PeerTimeoutError(text, [remote]) from error
+        self.sockets[remote] = _prepared(made)
 
-    def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
-        with contextlib.closing(_Callers(server)) as callers:
-            while missing := [far for far in fars if far not in self.sockets]:
-                if time.monotonic() > until:
-                    text = f"scale-out: ranks {missing} of other nodes did not connect in time"
-                    raise PeerTimeoutError(text, missing)
-                for made, hello in callers.heard():
-                    found, far = _HELLO.unpack(hello)
-                    if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars:
-                        made.close()  # a stranger
-                    else:
-                        self.sockets[far] = _prepared(made)
+    def _accept(self, server: socket.socket, token: str, remote_ranks: Sequence[int], until: float) -> None:
+        server.settimeout(STEP_S)
+        callers = threading.Semaphore(_MOST_CALLERS)
+        while missing := [remote for remote in remote_ranks if remote not in self.sockets]:
+            if time.monotonic() > until:
+                text = f"scale-out: ranks {missing} of other nodes did not connect in time"
+                raise PeerTimeoutError(text, missing)
+            try:
+                made, _ = server.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # the caller has gone, or this process has no descriptor for it now
+                time.sleep(STEP_S / 10)
+                continue
+            callers.acquire()
+            threading.Thread(target=self._receive_hello, args=(made, token, remote_ranks, callers), daemon=True).start()
+
+    def _receive_hello(
+        self, made: socket.socket, token: str, remote_ranks: Sequence[int], callers: threading.Semaphore
+    ) -> None:
+        """Keep the connection of a caller that says in time who it is, and knows the token; close another one's."""
+        received, until = b"", time.monotonic() + _HELLO_S
+        with contextlib.suppress(OSError):
+            while len(received) < _HELLO.size:
+                made.settimeout(max(1e-3, until - time.monotonic()))
+                received += (more := made.recv(_HELLO.size - len(received)))
+                if not more:
+                    break
+        callers.release()
+        found, remote = _HELLO.unpack(received) if len(received) == _HELLO.size else (b"", -1)
+        if secrets.compare_digest(found, token.encode("ascii")) and remote in remote_ranks:
+            self.sockets[remote] = _prepared(made)
+        else:
+            made.close()
 
     def send(self, targets: Sequence[int], note: Mapping[str, Any]) -> None:
         """Send a note; ranks that are gone, or do not listen, do not matter here."""
@@ -137,64 +164,6 @@ class FarConnections:
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()
-
-
-class _Callers:
-    """Connections to a server that have not said yet who they are, all heard side by side: none costs others time.
-
-    Args:
-        server: server that listens. Its owner closes it.
-    """
-
-    def __init__(self, server: socket.socket) -> None:
-        self._server, self._said = server, dict[socket.socket, bytes]()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        server.setblocking(False)
-
-    def heard(self) -> Iterator[tuple[socket.socket, bytes]]:
-        """Yield the connections that have sent a whole hello, with it, after ``STEP_S`` at the latest."""
-        ready = [key.fileobj for key, _ in self._selector.select(STEP_S)]
-        for made in [made for made in self._said if made in ready]:
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    more = made.recv(_HELLO.size - len(self._said[made]))
-                except ConnectionError:
-                    more = b""
-                self._said[made] += more
-                if not more:
-                    self._forget(made).close()
-                elif len(self._said[made]) == _HELLO.size:
-                    hello = self._said[made]
-                    yield self._forget(made), hello
-        if self._server in ready:
-            self._take()
-
-    def _take(self) -> None:
-        for _ in range(_MOST_CALLERS):
-            try:
-                made, _ = self._server.accept()
-            except BlockingIOError:
-                return  # there are no more
-            except OSError:  # the caller has gone, or this process has no descriptor for it now
-                time.sleep(STEP_S / 10)
-                return
-            if len(self._said) >= _MOST_CALLERS:
-                self._forget(next(iter(self._said))).close()  # ranks say who they are at once
-            made.setblocking(False)
-            self._said[made] = b""
-            self._selector.register(made, selectors.EVENT_READ)
-
-    def _forget(self, made: socket.socket) -> socket.socket:
-        self._selector.unregister(made)
-        del self._said[made]
-        return made
-
-    def close(self) -> None:
-        """Close the connections of those who never said who they are."""
-        for made in self._said:
-            made.close()
-        self._selector.close()
 
 
 def _prepared(made: socket.socket) -> socket.socket:

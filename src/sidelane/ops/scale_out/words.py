@@ -12,27 +12,37 @@ the host. What a slice is (``Slices``) both sides know from the handle: a word n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidelane.memory.ordering import full_fence
-from sidelane.memory.persistent import lasting
-from sidelane.memory.release import keep_bytes
+from sidelane.memory.record import full_fence
+from sidelane.memory.release import deferred_bytes
+from sidelane.memory.storage import persistent
 from sidelane.program.wraparound import as_int32
 
-OPENED, READY, OVER, STOP, BOARD, NEARS, ACQUIRED = range(7)
-"""Indices of the 64-bit words of a kernel's far context: addresses of a handle's words, OVER 0 if all ranks are on this
-node; of the word that is not 0 once all waits end; of the board; of each rank's number on this node (-1: elsewhere);
-and a word on which programs acquire."""
+OPENED, READY, OVER, STOP, STATUS, LOCAL_RANKS, ACQUIRED = range(7)
+"""Indices of the 64-bit words of a kernel's inter-node context: addresses of a handle's words, OVER 0 if all ranks are
+on this node; of the word that is not 0 once all waits end; of the status; of each rank's number on this node (-1:
+elsewhere); and a word on which programs acquire."""
 
 CONTEXT_WORDS = 7
 
 LINE_WORDS = 16
 """Words of a cache line. Words of the kernel and words of the host have lines of their own."""
+
+
+SLICE_BYTES = 1 << 20, 8 << 20
+"""Least and largest number of bytes of a slice unless the caller sets its samples; one that all samples of all tables
+for a rank lie below is smaller. A transfer of the least takes longer than the work of the hosts for it."""
+
+SLICES = 8
+"""Number of slices that the bytes for a rank are cut into, between these bounds: the first one leaves early, and each
+is long enough for the network to be at its full rate (docs/internals/scale-out.md)."""
 
 
 class Outgoing(NamedTuple):
@@ -71,6 +81,77 @@ class Slices:
     stride: int
 
 
+def slice_of(samples: int, tables: int, row_bytes: int, slice_bags: int | None = None) -> tuple[int, int]:
+    """Return the number of samples and of tables of a slice: samples that the caller set, of one table, or as many as
+    an eighth of the bytes for a rank holds (``SLICE_BYTES`` bound it), first samples and then tables.
+
+    Args:
+        samples: largest number of samples of a rank.
+        tables: largest number of tables of a rank.
+        row_bytes: bytes of a sample of a table.
+        slice_bags: samples that the caller set, if any.
+
+    >>> slice_of(2048, 64, 512), slice_of(2048, 4, 1024), slice_of(64, 32, 1024), slice_of(64, 4, 1024, 16)
+    ((2048, 8), (1024, 1), (64, 16), (16, 1))
+    """
+    if slice_bags:
+        return min(samples, slice_bags), 1
+    least, most = SLICE_BYTES
+    nbytes = max(least, min(most, samples * tables * row_bytes // SLICES))
+    bags = min(samples, max(1, nbytes // row_bytes))
+    return bags, max(1, nbytes // (row_bytes * bags))
+
+
+def slices_between(
+    rank: int,
+    remote_ranks: Sequence[int],
+    counts: Sequence[int],
+    samples: Sequence[int],
+    dim: int,
+    cut: tuple[int, int],
+) -> Slices:
+    """Return the slices of a rank and for it. Numbers count groups of tables, and in each groups of samples.
+
+    Args:
+        rank: the rank.
+        remote_ranks: ranks on other nodes.
+        counts: number of tables of each rank.
+        samples: number of samples of each rank.
+        dim: D, number of elements of a bag.
+        cut: number of samples and of tables of a slice.
+
+    >>> found = slices_between(0, (1,), (2, 1), (2, 2), 8, (2, 1))
+    >>> found.sent
+    (Outgoing(target=1, number=0, first=32, size=16), Outgoing(target=1, number=1, first=48, size=16))
+    >>> found.came, found.stride
+    ({1: (Arriving(first=16, rows=2, columns=8),)}, 24)
+    """
+    bags, some = cut
+
+    def parts(owner: int, getter: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the first table, the tables, the first sample and the samples of each slice; none of those with which
+        ranks with more samples go on.
+        """
+        for table in range(0, counts[owner], some):
+            for sample in range(0, samples[0], bags):  # the first rank has most
+                yield table, min(some, counts[owner] - table), sample, max(0, min(bags, samples[getter] - sample))
+
+    sent, starts, width = [], list(itertools.accumulate(counts, initial=0)), sum(counts) * dim
+    for target in remote_ranks:
+        before = sum(samples[:target]) * counts[rank]
+        for number, (table, tables, sample, part) in enumerate(parts(rank, target)):
+            first = (before + table * samples[target] + sample * tables) * dim
+            sent.append(Outgoing(target, number, first, part * tables * dim))
+    came = {
+        source: tuple(
+            Arriving(sample * width + (starts[source] + table) * dim, part, tables * dim)
+            for table, tables, sample, part in parts(source, rank)
+        )
+        for source in remote_ranks
+    }
+    return Slices(tuple(sent), came, width)
+
+
 class HandleWords:
     """The words of a handle, in host memory.
 
@@ -87,7 +168,7 @@ class HandleWords:
         self._exists = np.array([slice.size > 0 for slice in slices.sent], bool)
 
     def addresses(self) -> dict[int, int]:
-        """Return the addresses of the words, by their indices in a far context."""
+        """Return the addresses of the words, by their indices in an inter-node context."""
         first = self._tensor.data_ptr()
         over = first + 4 * self._over
         return {OPENED: first, READY: first + 4, OVER: over if self.slices.came else 0}
@@ -118,6 +199,8 @@ class HandleWords:
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Return words of host memory, int32 zeros, which kernels of the device reach by the same address."""
     pinned = device.type == "cuda"
-    words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned))
+    words = persistent(
+        torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    )
     # Kernels may poll or write pinned words after the last reference: they are released behind the idle device.
-    return keep_bytes(words, device).view(torch.int32) if pinned else words
+    return deferred_bytes(words, device).view(torch.int32) if pinned else words

@@ -35,12 +35,11 @@ from sidelane.errors import ProgramError
 from sidelane.fields import an, several, whole
 from sidelane.program.ir import Program
 from sidelane.program.verify.counters import Counters
+from sidelane.program.verify.flags import check_values
 from sidelane.program.verify.layout import Layout, lay_out_programs
-from sidelane.program.verify.order import HappensBefore
-from sidelane.program.verify.progress import check_progress
+from sidelane.program.verify.order import HappensBefore, check_progress
 from sidelane.program.verify.provenance import check_provenance
 from sidelane.program.verify.structure import check_structure
-from sidelane.program.verify.values import check_values
 
 _PROGRAM, _PROGRAMS = an(Program), several(an(Program), Program)
 

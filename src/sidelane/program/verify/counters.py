@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sidelane.program.verify.layout import FlagUse, Occurrence, event_at
+from sidelane.program.verify.layout import FlagUse, Occurrence, event_at, name_event
 from sidelane.program.verify.races import Clock
-from sidelane.program.verify.report import name_event
 
 
 class Counters:

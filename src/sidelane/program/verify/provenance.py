@@ -21,9 +21,8 @@ from sidelane.program.collective import REDUCING, Buffer, Kind, Span
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
 from sidelane.program.verify.contents import Content, ContentRange, Contents, Mixture, Origin, reduced
-from sidelane.program.verify.layout import Layout, Occurrence, event_at
+from sidelane.program.verify.layout import Layout, Occurrence, event_at, in_sequence, name_bytes, name_event
 from sidelane.program.verify.order import HappensBefore
-from sidelane.program.verify.report import in_sequence, name_bytes, name_event
 
 
 def check_provenance(order: HappensBefore) -> list[str]:

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, reads, writes
-from sidelane.program.verify.layout import Event, Layout, Occurrence, event_at
-from sidelane.program.verify.report import name_bytes, name_event, name_user
+from sidelane.program.verify.layout import Event, Layout, Occurrence, event_at, name_bytes, name_event, name_user
 
 Clock = npt.NDArray[np.int32]
 

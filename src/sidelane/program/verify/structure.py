@@ -24,8 +24,7 @@ from sidelane.program.ir import (
     Wait,
     spans,
 )
-from sidelane.program.verify.layout import MAX_FLAGS
-from sidelane.program.verify.report import name_command
+from sidelane.program.verify.layout import MAX_FLAGS, name_command
 
 
 def check_structure(program: Program) -> list[str]:

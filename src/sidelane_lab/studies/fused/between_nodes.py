@@ -149,7 +149,8 @@ def _rows(ranks: Any, shape: tuple[int, int, int]) -> list[dict[str, object]]:
 
 def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[str, Run], Run]:
     """Return the ways by name, and what makes the result of the last call in float64."""
-    from sidelane.ops.scale_out import EmbeddingAcrossNodes
+    from sidelane.ops.scale_out import embedding_all_to_all
+    from sidelane.ops.scale_out.words import slice_of
     from sidelane_lab.studies.fused.embedding_cases import (
         CPU_DIM,
         CPU_TABLE_ROWS,
@@ -174,7 +175,6 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
     sent, received = (torch.zeros(n, part, tables, dim, **options) for _ in range(2))
     out = torch.zeros(part, n, tables, dim, **options)
     pool = BagKernel(ranks, some, batch)
-    handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in SLICE_BAGS}
 
     def bags() -> torch.Tensor:
         return pool(lists.by_table().reshape(-1), offsets, sent)
@@ -193,8 +193,8 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
         sent.copy_(pooled.view(n, tables, part, dim).transpose(1, 2))
         return out.copy_(exchanged().transpose(0, 1)).view(part, -1)
 
-    def fused(handle: EmbeddingAcrossNodes) -> torch.Tensor:
-        return handle(lists.by_table().reshape(-1), offsets)
+    def fused(cut: int | None) -> torch.Tensor:
+        return embedding_all_to_all(ranks, some, lists.by_table().reshape(-1), offsets, slice_bags=cut)
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, part, tables, dim, dtype=torch.float64, device=device)
@@ -210,9 +210,10 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
         "our kernel, process group, copy": by_our_kernel,
         "embedding_bag, copy, process group, copy": by_torch,
     }
-    for cut, handle in handles.items():
-        size = f"{handle.slice_bags}" + (f" by {handle.slice_tables} tables" if handle.slice_tables > 1 else "")
-        ways[f"fused, slices of {size}{'' if cut else ' by default'}"] = functools.partial(fused, handle)
+    for cut in SLICE_BAGS:
+        bags_of, tables_of = slice_of(part, tables, dim * dtype.itemsize, cut)
+        size = f"{bags_of}" + (f" by {tables_of} tables" if tables_of > 1 else "")
+        ways[f"fused, slices of {size}{'' if cut else ' by default'}"] = functools.partial(fused, cut)
     return ways, expected
 
 

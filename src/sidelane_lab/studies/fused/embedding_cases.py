@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, ORDERS, UNFUSED
-from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
+from sidelane.ops.embedding import EmbeddingAllToAll
+from sidelane.ops.embedding_tables import SUM, UNIT_WARPS, threads_of
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
@@ -177,13 +178,12 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
 
     by_programs: dict[str, Run] = {}
 
-    def by_handle(handle: ops.EmbeddingAllToAll) -> torch.Tensor:
-        return handle(lists.by_table().view(-1), offsets, order=ORDERS[0])
-
     if (batch, tables, pooling) in SWEPT:
         for count in programs_swept(dim, dtype, on_cpu=on_cpu):
-            handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
-            by_programs[with_programs(ORDERS[0], count)] = functools.partial(by_handle, handle)
+            handle = EmbeddingAllToAll(comm, some, batch, SUM, count)
+            by_programs[with_programs(ORDERS[0], count)] = lambda run=handle.run: run(  # type: ignore[misc]
+                ORDERS[0], None, lists.by_table().view(-1), offsets, None
+            )
 
     def expected() -> torch.Tensor:
         wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)

@@ -19,10 +19,10 @@ from sidelane import config as settings
 from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
-from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.heap import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
-from sidelane.session.session import Session
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import poison
 from sidelane_lab.harness.launch import Rank
@@ -51,8 +51,8 @@ class Rig:
     def __init__(self, rank: Rank, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN)
-        self._session = Session(device=rank.device, config=config)
-        self._backend = self._session.lane().backend
+        self._communicator = Communicator(device=rank.device, config=config)
+        self._backend = self._communicator.backend
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
         self._flags = self._backend.memory.allocate(2 * FLAGS * 4)
@@ -98,7 +98,7 @@ class Rig:
 
     def close(self) -> None:
         """Release everything. Not after a failure."""
-        self._session.close()
+        self._communicator.close()
         self._blocks.clear()
 
 
@@ -183,7 +183,7 @@ class EagerCall:
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         self._rig = rig
-        self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.place()
+        self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.caller_stream()
         self._loaded = loaded
         self._slots = slots_of(loaded.program, rig.rank.rank)
 
@@ -221,7 +221,7 @@ class GraphCall(EagerCall):
 
     def __init__(self, rig: Rig, loaded: Any) -> None:
         super().__init__(rig, loaded)
-        self._graph = captured(lambda: self._loaded.run(1, rig.executor.driver.place()), calls=1)
+        self._graph = captured(lambda: self._loaded.run(1, rig.executor.driver.caller_stream()), calls=1)
 
     def arm(self, epoch: int) -> None:
         pass

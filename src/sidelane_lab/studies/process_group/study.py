@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import fsdp
-from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations.ledger import SIDELANE
+from sidelane.memory.allocator import MemoryUse
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured, check_call
 from sidelane_lab.baselines.reference import Case, rounded_bytes

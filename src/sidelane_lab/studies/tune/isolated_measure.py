@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
-from sidelane.c3.strategies import Means, Partition, Strategy, strategies
+from sidelane.c3.strategies import Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.machine import local
 from sidelane.program.collective import Kind
@@ -24,6 +24,7 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job
+from sidelane_lab.pairs.isolated_times import SPLIT
 from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
 from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, pair_streams, refusal, run_alone
@@ -40,8 +41,8 @@ TAKE_UNITS = ("nccl", SM)
 """Implementations whose kernels can be given units."""
 
 CARVE_OUT, GRID, THREADS = "carve_out", "grid", "threads"
-MEANS = (*map(str, Means), CARVE_OUT, GRID, THREADS)
-"""Names of ways to take units from a GEMM: strategies' ways; a request to torch; fewer blocks of a kernel of ours; on a
+MEANS = (SPLIT, CARVE_OUT, GRID, THREADS)
+"""Names of ways to take units from a GEMM: strategies' way; a request to torch; fewer blocks of a kernel of ours; on a
 CPU, fewer threads."""
 
 CHANGE = "_set_sm_carveout_experimental"
@@ -137,7 +138,7 @@ class Bench:
         launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
         why_not = self._meter.attempt(functools.partial(self._objection, means))
-        if why_not is not None and means != (THREADS if self._on_cpu else Means.SPLIT):
+        if why_not is not None and means != (THREADS if self._on_cpu else SPLIT):
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
             return
 
@@ -174,7 +175,7 @@ class Bench:
             able = hasattr(torch._C, CHANGE) and torch.version.hip is None
             return "" if able else f"torch {torch.__version__} has no carve-out of SMs here"
         if self._partitions is not None and means != GRID:
-            return self._partitions.objection(Partition(means=Means(means)))
+            return self._partitions.objection()
         return "" if self._taken() else f"a rank has {self._units} here"
 
     def _taken(self) -> tuple[int, ...]:
@@ -197,9 +198,9 @@ class Bench:
         assert self._partitions is not None
         assert self._streams is not None
         if means == CARVE_OUT:
-            return functools.partial(_on_stream, None, run.run, functools.partial(torch_carve_out, units))
-        streams = self._partitions.streams(Partition(means=Means(means)), units, self._streams, confine=True)
-        return functools.partial(_on_stream, streams.gemm if means == Means.SPLIT else None, run.run, streams.limited)
+            return functools.partial(_carved_out, units, run.run)
+        streams = self._partitions.streams(units, self._streams, confine=True)
+        return functools.partial(_on_stream, streams.gemm, run.run)
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -221,7 +222,7 @@ class Bench:
                 yield from self._given(batch, min(mine, key=lambda run: times[run.label]))
         if self._on_cpu:
             note = f"collectives are given no units: {self._no_partitions}"
-            yield self._row(batch, means=Means.SPLIT, units=SMALLEST_SHARE, note=note)
+            yield self._row(batch, means=SPLIT, units=SMALLEST_SHARE, note=note)
 
     def _right(self, batch: IsolatedBatch) -> tuple[dict[str, ReadyCall], list[IsolatedRow]]:
         """Return calls that are right, by label, and rows of the others."""
@@ -238,28 +239,28 @@ class Bench:
 
     def _given(self, batch: IsolatedBatch, run: ReadyCall) -> Iterator[IsolatedRow]:
         """Measure a collective on its own units."""
-        partition, launches = Partition(means=Means.SPLIT), {}
+        launches: dict[int, Callable[[], None]] = {}
         reason = self._no_partitions
         if self._partitions is not None:
-            reason = self._meter.attempt(functools.partial(self._partitions.objection, partition)) or ""
+            reason = self._meter.attempt(self._partitions.objection) or ""
         if reason or self._partitions is None or self._streams is None:
-            yield self._row(batch, run, means=Means.SPLIT, units=SMALLEST_SHARE, note=reason)
+            yield self._row(batch, run, means=SPLIT, units=SMALLEST_SHARE, note=reason)
             return
         for units in self._taken():
-            streams = self._partitions.streams(partition, units, self._streams, confine=True)
-            launch = functools.partial(_on_stream, streams.collective, run.run, contextlib.nullcontext)
+            streams = self._partitions.streams(units, self._streams, confine=True)
+            launch = functools.partial(_on_stream, streams.collective, run.run)
             wrong = check_launch(self._meter, run.label, launch, run, (), next(self._seeds))
             if wrong is None:
                 launches[units] = launch
             else:
-                yield self._row(batch, run, means=Means.SPLIT, units=units, note=wrong.text)
+                yield self._row(batch, run, means=SPLIT, units=units, note=wrong.text)
         for units, time_us in self.times(launches).items():
             yield self._sent(batch, run, units, time_us)
 
     def _sent(self, batch: IsolatedBatch, run: ReadyCall, units: int, time_us: float) -> IsolatedRow:
         ranks = self._rank.world_size
         sent = batch.nbytes * (ranks - 1) / ranks * (2 if batch.collective is Kind.ALL_REDUCE else 1)
-        means = Means.SPLIT if units else ""
+        means = SPLIT if units else ""
         return self._row(batch, run, means=means, units=units, time_us=time_us, gbps=sent / time_us / 1e3)
 
     # --- a GEMM and a collective under every strategy, for the shares of c3.expected ----------------------------------
@@ -461,19 +462,16 @@ def torch_carve_out(units: int) -> Iterator[None]:
         change(before)
 
 
-def _on_stream(
-    stream: torch.cuda.Stream | None,
-    operation: Callable[[], object],
-    limited: Callable[[], contextlib.AbstractContextManager[object]],
-) -> None:
-    """Run on another stream (None: on the current one), between what the current one has and will have."""
-    if stream is None:
-        with limited():
-            operation()
-        return
+def _carved_out(units: int, operation: Callable[[], object]) -> None:
+    with torch_carve_out(units):
+        operation()
+
+
+def _on_stream(stream: torch.cuda.Stream, operation: Callable[[], object]) -> None:
+    """Run on another stream, between what the current one has and will have."""
     caller = torch.cuda.current_stream()
     stream.wait_stream(caller)
-    with torch.cuda.stream(stream), limited():
+    with torch.cuda.stream(stream):
         operation()
     caller.wait_stream(stream)
 

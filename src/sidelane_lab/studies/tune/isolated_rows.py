@@ -47,9 +47,9 @@ class IsolatedRow(FlatRow):
         bytes: bytes of the collective as in :class:`CollectiveRow`, of the traffic, or of the memory that is read.
         implementation: implementation of the collective or of the traffic; ``host``: copies between device and host.
         variant: variant of the implementation.
-        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``,
-            ``grid``, ``threads``. For ``beside`` it says whose time it is, ``gemm`` or ``traffic``, and for ``pair``
-            the strategy.
+        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``carve_out``, ``grid``,
+            ``threads``, and in older files ``target``. For ``beside`` it says whose time it is, ``gemm`` or
+            ``traffic``, and for ``pair`` the strategy.
         units: compute units taken from the GEMM, or given to the collective; 0: it has all.
         device_units: compute units of the device.
         time_us: median over rounds of the slowest rank.

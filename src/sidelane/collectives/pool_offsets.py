@@ -1,8 +1,8 @@
-"""Comparison of the places of tensors in pools: a tensor that all ranks have at one place of a pool is symmetric.
+"""Comparison of the offsets of tensors in pools: a tensor that all ranks have at one offset of a pool is symmetric.
 
 In a pool (``session/pools.py``) each rank places tensors by itself, so no rank knows where those of its peers lie. In
-the first call with a tensor each rank posts the place of its storage and waits for the posts of its peers. All ranks
-read the same posts, so they decide alike: a tensor at one place is symmetric from then on, as long as its storage
+the first call with a tensor each rank posts the offset of its storage and waits for the posts of its peers. All ranks
+read the same posts, so they decide alike: a tensor at one offset is symmetric from then on, as long as its storage
 lives; any other one is staged. Each rank remembers this by the storage and not by its address, so memory that is
 allocated again at the same address is compared anew. ``docs/internals/reach.md`` says why this is safe.
 """
@@ -18,18 +18,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane.collectives.agreement import Request
-from sidelane.collectives.heap import SymmetricHeap
+from sidelane.memory.heap import SymmetricHeap
 from sidelane.program.collective import REDUCING, Buffer
 
-PLACES = " places "
-"""Separator in a post between what the call itself exchanges and the places of its tensors in pools."""
+OFFSETS = " offsets "
+"""Separator in a post between what the call itself exchanges and the offsets of its tensors in pools."""
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
 _SWEEP = 1024
 """Number of remembered storages at which deleted ones are removed for the first time."""
 
-PostedPlace = tuple[str, int, int] | None
+PostedOffset = tuple[str, int, int] | None
 """Name of a pool, offsets in bytes of a storage and of the tensor in it; None for a tensor that is not compared."""
 
 Outcomes = tuple[str | None, ...]
@@ -53,11 +53,11 @@ class Reached:
         return f"{self.how}: {self.why}" if self.why else self.how
 
 
-class PostedPlaces(NamedTuple):
-    """The places that a rank posts with a call.
+class PostedOffsets(NamedTuple):
+    """The offsets that a rank posts with a call.
 
     Attributes:
-        text: the places, for its peers.
+        text: the offsets, for its peers.
         storages: storages of the compared tensors, in the order of :data:`Outcomes`.
     """
 
@@ -65,7 +65,7 @@ class PostedPlaces(NamedTuple):
     storages: tuple[torch.UntypedStorage | None, ...]
 
 
-class PoolPlaces:
+class PoolOffsets:
     """The comparisons of one lane.
 
     Args:
@@ -80,7 +80,7 @@ class PoolPlaces:
         self._most = _SWEEP
 
     def alike(self, tensor: torch.Tensor) -> bool:
-        """Return True if the ranks have compared the storage of a tensor, and it lies at one place on all of them."""
+        """Return True if the ranks have compared the storage of a tensor, and it lies at one offset on all of them."""
         return self._found(tensor) == ""
 
     def reasons(self, tensors: Sequence[torch.Tensor | None]) -> tuple[str | None, ...] | None:
@@ -96,11 +96,11 @@ class PoolPlaces:
         return None if all(each is None for each in found) else found
 
     def why_staged(self, tensor: torch.Tensor) -> str:
-        """Return the reason why a tensor in no symmetric place is staged."""
+        """Return the reason why a tensor outside of symmetric memory is staged."""
         if not self._has_peers:
             return "it has no peers"
         if self._heap.pool_at(tensor.data_ptr()) is None:
-            return "it is ordinary memory (allowed=tensors of Communicator.empty, or made in a sidelane.pool)"
+            return "it is ordinary memory (allowed=tensors of Communicator.empty, tensors of a sidelane.pool)"
         return self._reason(tensor)
 
     def _reason(self, tensor: torch.Tensor) -> str:
@@ -116,7 +116,7 @@ class PoolPlaces:
 
     def posted(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None], most_text: int
-    ) -> PostedPlaces | None:
+    ) -> PostedOffsets | None:
         """Return what this rank posts with a call; None if it has no tensor to compare.
 
         Args:
@@ -127,18 +127,18 @@ class PoolPlaces:
         found = self._to_compare(requests, tensors)
         if all(tensor is None for tensor in found):
             return None
-        places: list[PostedPlace] = []
+        offsets: list[PostedOffset] = []
         for tensor in found:
             pool = None if tensor is None else self._heap.pool_at(tensor.data_ptr())
             if tensor is None or pool is None:
-                places.append(None)
+                offsets.append(None)
             else:
                 storage = tensor.untyped_storage().data_ptr() - pool.start
-                places.append((pool.name, storage, tensor.data_ptr() - pool.start))
-        text = json.dumps(places, separators=(",", ":"))
+                offsets.append((pool.name, storage, tensor.data_ptr() - pool.start))
+        text = json.dumps(offsets, separators=(",", ":"))
         if len(text) > most_text:
             return None
-        return PostedPlaces(text, tuple(None if tensor is None else tensor.untyped_storage() for tensor in found))
+        return PostedOffsets(text, tuple(None if tensor is None else tensor.untyped_storage() for tensor in found))
 
     def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Return True if a call has tensors in pools that the ranks must compare."""
@@ -147,7 +147,7 @@ class PoolPlaces:
         return any(tensor is not None for tensor in self._to_compare(requests, tensors))
 
     def compare(self, texts: Sequence[str], requests: Sequence[Request]) -> tuple[list[Request] | None, Outcomes]:
-        """Compare the places that all ranks have posted for a call that they have agreed on.
+        """Compare the offsets that all ranks have posted for a call that they have agreed on.
 
         Args:
             texts: text of each rank; empty for a rank that compares nothing.
@@ -158,19 +158,19 @@ class PoolPlaces:
         """
         if not all(texts):
             return None, ()
-        rows: list[list[PostedPlace]] = [json.loads(text) for text in texts]
+        rows: list[list[PostedOffset]] = [json.loads(text) for text in texts]
         columns = list(zip(*rows, strict=True))
         outcomes = tuple(_outcome(column) for column in columns)
-        at_one_place = [
-            outcome == "" and all(place == column[0] for place in column)
+        is_symmetric = [
+            outcome == "" and all(offset == column[0] for offset in column)
             for outcome, column in zip(outcomes, columns, strict=True)
         ]
         reached = [
-            self._reached(request, at_one_place[2 * number : 2 * number + 2]) for number, request in enumerate(requests)
+            self._reached(request, is_symmetric[2 * number : 2 * number + 2]) for number, request in enumerate(requests)
         ]
-        return reached if any(at_one_place) else None, outcomes
+        return reached if any(is_symmetric) else None, outcomes
 
-    def note(self, posted: PostedPlaces, outcomes: Outcomes) -> None:
+    def note(self, posted: PostedOffsets, outcomes: Outcomes) -> None:
         """Remember the results of a comparison by storage."""
         if len(self._known) >= self._most:
             # Living storages are never forgotten: this rank would compare again, and its peers would not.
@@ -204,12 +204,12 @@ class PoolPlaces:
                 found.append(tensor if is_new else None)
         return found
 
-    def _reached(self, request: Request, at_one_place: Sequence[bool]) -> Request:
-        """Return a request with the symmetric regions of its tensors, output first, where they are at one place."""
+    def _reached(self, request: Request, is_symmetric: Sequence[bool]) -> Request:
+        """Return a request with the symmetric regions of its tensors, output first, where they are at one offset."""
         output, input = (
-            self._heap.place(region) if is_symmetric else region
+            self._heap.region_at(region) if is_symmetric else region
             for region, is_symmetric in zip(
-                (request.region(Buffer.OUTPUT), request.region(Buffer.INPUT)), at_one_place, strict=True
+                (request.region(Buffer.OUTPUT), request.region(Buffer.INPUT)), is_symmetric, strict=True
             )
         )
         if not request.collective.in_place:
@@ -219,11 +219,11 @@ class PoolPlaces:
         return dataclasses.replace(request, input=input)
 
 
-def _outcome(column: Sequence[PostedPlace]) -> str | None:
-    """Compare the places of one tensor's storage on all ranks. See :data:`Outcomes` for the result."""
-    if any(place is None for place in column):
+def _outcome(column: Sequence[PostedOffset]) -> str | None:
+    """Compare the offsets of one tensor's storage on all ranks. See :data:`Outcomes` for the result."""
+    if any(offset is None for offset in column):
         return None
-    storages = [(place[0], place[1]) for place in column if place is not None]
+    storages = [(offset[0], offset[1]) for offset in column if offset is not None]
     for rank, storage in enumerate(storages):
         if storage != storages[0]:
             return f"it lies at {_words(storages[0])} on rank 0 and at {_words(storage)} on rank {rank}"

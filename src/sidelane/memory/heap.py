@@ -1,4 +1,4 @@
-"""The symmetric blocks of a session, and the places of tensors in them."""
+"""Symmetric memory: blocks that all ranks of a group allocate together, and the offsets of tensors in them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from sidelane import forks
-from sidelane.collectives.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
 from sidelane.errors import Page, UnavailableError
-from sidelane.memory.base import SymmetricBlock, SymmetricMemory
-from sidelane.memory.release import give_back
+from sidelane.memory.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
+from sidelane.memory.release import release_dropped
 from sidelane.memory.storage import storage_of
 
 Location = tuple[int, int] | None
@@ -27,6 +27,39 @@ POOL = "pool "
 
 _LANE_NUMBERS = 1 << 32
 """Number of block numbers that are reserved for each lane."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SymmetricBlock:
+    """One collective allocation.
+
+    Attributes:
+        tensor: this rank's bytes, 1-d uint8 of ``nbytes``, zero when allocated.
+        addresses: address of each rank's block in *this process*; that of its own rank is ``tensor.data_ptr()``.
+        mapping: object that keeps the peers' memory mapped; None without peers. CPU ranks: a tensor for each rank.
+    """
+
+    tensor: torch.Tensor
+    addresses: tuple[int, ...]
+    mapping: object
+
+
+class SymmetricMemory(Protocol):
+    """Allocator of symmetric blocks for one group on one device."""
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """Allocate ``nbytes`` (> 0) on every rank. Collective: every rank calls it with the same size.
+
+        Raises:
+            MismatchError: ranks asked for different sizes.
+            PeerTimeoutError: a rank did not come.
+            UnavailableError: the machine does not have the memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release this object's resources. Tensors that callers still hold remain valid."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +83,7 @@ class Region:
         return self.block is not None
 
     @property
-    def place(self) -> Location:
+    def location(self) -> Location:
         """Block and offset, which must be equal on all ranks for a program to reach the peers' bytes."""
         return None if self.block is None else (self.block, self.offset)
 
@@ -80,8 +113,8 @@ class SymmetricHeap:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self._blocks: dict[int, SymmetricBlock] = {}
-        self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
-        self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
+        self._starts: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
+        self._held: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
         self._lock = forks.rlock()
@@ -93,7 +126,7 @@ class SymmetricHeap:
         """Add a block that all ranks have allocated."""
         with self._lock:
             self._blocks[number] = block
-            self._places = sorted([*self._places, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
+            self._starts = sorted([*self._starts, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
         with _heaps_lock:
             generation_cell[0] += 1
 
@@ -101,7 +134,7 @@ class SymmetricHeap:
         """Forget a block that all ranks have given up: tensors in it are ordinary memory from now on."""
         with self._lock:
             self._blocks.pop(number, None)
-            self._places = [place for place in self._places if place[1] != number]
+            self._starts = [start for start in self._starts if start[1] != number]
         with _heaps_lock:
             generation_cell[0] += 1
 
@@ -132,7 +165,7 @@ class SymmetricHeap:
                     f"use this communicator's empty() ({self.owner}), or ordinary memory"
                 )
             return Region(address, nbytes)
-        return self.place(Region(address, nbytes))
+        return self.region_at(Region(address, nbytes))
 
     def anchor(self, address: int, nbytes: int) -> int | None:
         """Return the address of symmetric memory, 0 for ordinary memory; None if :meth:`locate` may refuse it."""
@@ -142,7 +175,7 @@ class SymmetricHeap:
         block = self._blocks[number].tensor
         return address if address + nbytes <= block.data_ptr() + block.nbytes else None
 
-    def place(self, region: Region) -> Region:
+    def region_at(self, region: Region) -> Region:
         """Find the block and offset of a region, which must begin in a symmetric block.
 
         Raises:
@@ -193,17 +226,17 @@ class SymmetricHeap:
         assert region.block is not None
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
-    def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep the symmetric ones among tensors until :meth:`close`: a graph holds their addresses."""
         for tensor in tensors:
             if tensor is not None and tensor.nbytes and self._find(tensor.data_ptr()) is not None:
-                self._kept[tensor.untyped_storage().data_ptr()] = tensor
+                self._held[tensor.untyped_storage().data_ptr()] = tensor
 
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still hold remain valid as ordinary memory."""
         with self._lock:
-            self._blocks, self._places, self._pools = {}, [], {}
-            self._kept.clear()
+            self._blocks, self._starts, self._pools = {}, [], {}
+            self._held.clear()
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
         """Return the heap of another communicator that holds an address; None if there is none."""
@@ -214,11 +247,11 @@ class SymmetricHeap:
         return None
 
     def _find(self, address: int) -> int | None:
-        places = self._places
-        position = bisect.bisect(places, address, key=operator.itemgetter(0)) - 1
+        starts = self._starts
+        position = bisect.bisect(starts, address, key=operator.itemgetter(0)) - 1
         if position < 0:
             return None
-        start, number, nbytes = places[position]
+        start, number, nbytes = starts[position]
         return number if address < start + nbytes else None
 
 
@@ -265,7 +298,7 @@ class LaneMemory:
         Raises:
             UnavailableError: the device has no more memory, or the limit is reached; on every rank alike.
         """
-        give_back()
+        release_dropped()
         self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
         for text in dropped:
             self._pool.drop(from_text(text))
@@ -275,9 +308,9 @@ class LaneMemory:
             self._grow(rounded(nbytes, SEGMENT_BYTES))
             taken = self._pool.take(nbytes)
             assert taken is not None
-        number, place = taken
-        segment = self._segments[place.segment].tensor
-        return storage_of(segment, place.offset, nbytes, lambda: self._dropped.append(number)), not grows
+        number, found = taken
+        segment = self._segments[found.segment].tensor
+        return storage_of(segment, found.offset, nbytes, lambda: self._dropped.append(number)), not grows
 
     def adopt(self, block: SymmetricBlock) -> int:
         """Add a block of all ranks that others have allocated; return its number, for ``SymmetricHeap.remove``."""
