@@ -22,8 +22,7 @@ from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")

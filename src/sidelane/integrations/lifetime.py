@@ -21,7 +21,7 @@ from sidelane.integrations.fallback import FailedPeers, kinds
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.works import late_ranks
+from sidelane.integrations.works import absent_ranks
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
 
@@ -112,7 +112,7 @@ class GroupLifetime:
             raise self._refusal(self._ended)
 
     def _refusal(self, why: str) -> CommunicatorClosedError:
-        return CommunicatorClosedError(f"process group {self.name} {why} (allowed=calls before that, and a new group)")
+        return CommunicatorClosedError(f"process group {self.name} {why}: a new group can make calls")
 
     def finish(self) -> None:
         """Wait for the calls under way, and release everything."""
@@ -247,7 +247,7 @@ class GroupLifetime:
             return "", ()
         if not isinstance(communicator, Communicator):
             return communicator.late()
-        return late_ranks(communicator.control)
+        return absent_ranks(communicator.control)
 
     def leave(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, whose thread would wait on, because of this rank, and tell its peers."""

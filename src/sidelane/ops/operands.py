@@ -102,7 +102,7 @@ def check_product(
     weight = check_tensor(name, "weight", weight, comm.device, FLOATS, dims)
     x = check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
     if x.shape[1] != weight.shape[-1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]})")
     return x, weight
 
 
@@ -124,7 +124,7 @@ def check_routed(
     host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
     experts = experts_of(weight)
     if method == SPLIT and host is None:
-        raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+        raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
     if experts is not None and method in (SPLIT, UNFUSED):  # at every measured shape the kernel is faster (decision 26)
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
@@ -192,7 +192,7 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     captured = is_captured(comm)
     if found is None:
         if captured:  # nothing can be copied from here to there
-            words = "counts of the host inside of a capture (value=new ones, allowed=those of a call before)"
+            words = "counts of the host inside of a capture are those of an earlier call (value=new ones)"
             raise UnavailableError(f"{name}: {words}")
         loose = [key for key, cached_object in known.items() if not cached_object.in_a_graph]
         if len(loose) >= MOST_CACHED:
