@@ -126,7 +126,7 @@ def mesh() -> Any:
 @pytest.mark.parametrize("make", [Communicator, wrap])
 @pytest.mark.parametrize(
     ("group", "hint"),
-    [("gloo", "torch.distributed.init_process_group"), (0, "None for the default one)"), (mesh(), "mesh.get_group(0)")],
+    [("gloo", "torch.distributed.init_process_group"), (0, "ProcessGroup, None)"), (mesh(), "mesh.get_group(0)")],
 )
 def test_what_is_no_group_is_refused_before_anything_is_made(make: Any, group: Any, hint: str) -> None:
     with pytest.raises(TypeError) as refused:

@@ -62,7 +62,7 @@ def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = 
         text = "fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)"
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
-        raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
+        raise see(ValueError("fsdp.enable: it is on for this model: disable it first"), Page.FSDP)
     enabled, chosen = EnabledFsdp(), settings.current() if config is None else config
     copies_out = direct_gather.objection() if zero_copy else "not asked for"
     try:

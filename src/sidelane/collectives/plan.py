@@ -195,8 +195,8 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     if candidate.implementation == SM:
         if prelaunched:
             raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
-                f"{PRELAUNCH} is for copy engines)"
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}): "
+                f"{PRELAUNCH} is for copy engines"
             )
         # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
         there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
@@ -246,7 +246,9 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         if variant in elsewhere - here:
             allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
-        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
+        raise ValueError(
+            f"{kind}: {what} (value={variant!r}, allowed={allowed}); all except auto also with {PRELAUNCH}"
+        )
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:

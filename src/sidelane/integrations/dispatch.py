@@ -258,11 +258,11 @@ class GroupDispatcher:
         """Raise for a call that the graph under capture would not hold; no step has run."""
         maker = self.names.get(device, "none") if call.refusal else SIDELANE
         if device == "cpu":
-            why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
+            why = "tensors of the CPU, which replays would not touch: make it before the capture or after it"
         elif maker not in (SIDELANE, "nccl"):
             why = f"{maker} makes it, on the host ({call.refusal})"
         elif maker == SIDELANE and device not in self.life.communicators:
-            why = "the group's first call that Sidelane makes (allowed=one before the capture)"
+            why = "the group's first call that Sidelane makes: make one before the capture"
         else:
             return
         raise UnavailableError(f"{call.operation.name}: not while a graph is captured: {why}")

@@ -112,7 +112,7 @@ class GroupLifetime:
             raise self._refusal(self._ended)
 
     def _refusal(self, why: str) -> CommunicatorClosedError:
-        return CommunicatorClosedError(f"process group {self.name} {why} (allowed=calls before that, and a new group)")
+        return CommunicatorClosedError(f"process group {self.name} {why}: a new group can make calls")
 
     def finish(self) -> None:
         """Wait for the calls under way, and release everything."""

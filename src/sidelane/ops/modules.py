@@ -118,7 +118,7 @@ class EmbeddingBagAllToAll(nn.Module):
         with reporting_refusals(comm, "EmbeddingBagAllToAll"):
             check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
             if not num_embeddings:
-                raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
+                raise ValueError("EmbeddingBagAllToAll: tables of a rank (value=0, allowed=1 and more)")
         self.mode, self.embedding_dim, self.sparse = mode, embedding_dim, sparse
         self._comm = library.number_of(comm)
         self.tables = nn.ParameterList(

@@ -51,7 +51,7 @@ class Computation:
     def __post_init__(self) -> None:
         validate(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
         if not (math.isfinite(self.us) and self.us > 0):
-            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds, more than 0)")
+            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds above 0)")
         if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
             raise ValueError(
                 f"beside: hidden (value={self.copies_hidden}, {self.kernels_hidden}, allowed=1 and less: a share)"
@@ -155,7 +155,7 @@ def check_beside(function: str, beside: object) -> None:
     """
     if not isinstance(beside, Computation) and beside not in BESIDE:
         raise ValueError(
-            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, or what Communicator.beside returns)"
+            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, a result of Communicator.beside)"
         )
 
 

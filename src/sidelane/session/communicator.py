@@ -138,7 +138,7 @@ class Communicator:
         name: str | None = None,
     ) -> None:
         if isinstance(group, Communicator) and (device is not None or config is not None):
-            raise ValueError("Communicator: device and config (allowed=neither, next to another communicator)")
+            raise ValueError("Communicator: a communicator that shares another one takes neither device nor config")
         self._is_first = not isinstance(group, Communicator)
         if isinstance(group, Communicator):
             session = group.session
@@ -270,7 +270,7 @@ class Communicator:
                 raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
-                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed=..{_MOST_BYTES} bytes)")
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.allocations, self.config.memory_bytes
@@ -607,7 +607,9 @@ class Communicator:
         found = self._peers.get(region.location)
         if found is None:
             if self.backend.caller_stream()[1]:
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+                raise UnavailableError(
+                    "peers: of a new tensor, while a graph is captured; call it once before the capture"
+                )
             addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
             found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found

@@ -185,12 +185,12 @@ class Batched:
     def _append(self, single: SingleCall) -> None:
         if not self._is_open:
             where = "behind the end of the block" if self._has_ended else "without a with block"
-            raise RuntimeError(f"batch: {single.name} {where} (allowed=inside of one)")
+            raise RuntimeError(f"batch: {single.name} {where}; calls of a batch are made inside of it")
         self._singles.append(single)
 
     def __enter__(self) -> Batched:
         if self._is_open or self._has_ended:
-            raise RuntimeError("batch: entered a second time (allowed=once; each call has a batch of its own)")
+            raise RuntimeError("batch: entered a second time; each call has a batch of its own")
         self._is_open = True
         return self
 
@@ -245,8 +245,8 @@ def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
         for other_written, (end, other) in last.items():
             if end > region.address and (written or other_written):
                 raise ValueError(
-                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written "
-                    "(allowed=tensors that lie apart)"
+                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written; "
+                    "they must lie apart"
                 )
         if region.address + region.nbytes > last.get(written, (0, 0))[0]:
             last[written] = (region.address + region.nbytes, number)

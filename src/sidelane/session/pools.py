@@ -205,7 +205,7 @@ class DevicePlacer:
                 raise UnavailableError(f"pool: {device} has not become idle in {timeout_s} s")
         self._slot = self._library.open(region.data_ptr(), region.nbytes, device.index)
         if self._slot < 0:
-            raise UnavailableError(f"pool: pools of this process (value={ARENAS + 1}, allowed={ARENAS} at once)")
+            raise UnavailableError(f"pool: pools of this process open at once (value={ARENAS + 1}, allowed=..{ARENAS})")
         with torch.cuda.device(device):
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
@@ -228,7 +228,8 @@ class DevicePlacer:
                 raise
             raise torch.OutOfMemoryError(
                 f"{self._name}: torch's allocator asked for {refused} bytes, which do not fit (value={self.used} bytes "
-                f"taken of {self._region.nbytes}; allowed=a larger nbytes of sidelane.pool, or fewer tensors at once)"
+                f"taken of {self._region.nbytes}); make the sidelane.pool with a larger nbytes, or hold fewer tensors "
+                "at once"
             ) from error
 
     def close(self) -> None:

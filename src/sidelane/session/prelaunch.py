@@ -104,7 +104,7 @@ class Prelaunched:
         if self._is_closed:
             raise RuntimeError(f"arm: the handle was closed (value={self})")
         if self._is_armed:
-            raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
+            raise RuntimeError(f"arm: armed already, and its trigger must come first (value=call {self._epoch})")
         call = calls.number()
         with calls.reporting_refusals(call, self._signature):
             if calls.backend.caller_stream()[1]:
@@ -150,7 +150,7 @@ class Prelaunched:
         if not self._is_armed:
             self._require_armed("trigger_from_host")
         if not self._host_trigger:  # CPU ranks could, but the same code on GPUs could not
-            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
+            raise ValueError("trigger_from_host: it needs a call prepared with host_trigger=True")
         calls = self._calls
         try:
             self._held.fire_from_host()
@@ -175,7 +175,7 @@ class Prelaunched:
         if calls.forked:
             calls.require_open()
         if not self._epoch or self._is_closed:
-            raise RuntimeError(f"wait: there is nothing to wait for (value={self}, allowed=after arm)")
+            raise RuntimeError(f"wait: there is nothing to wait for before arm (value={self})")
         with calls.failing_for_good():
             self._held.wait(begun=not self._is_armed)
         calls.unfinished.discard(self)
@@ -238,7 +238,7 @@ class Prelaunched:
             self._calls.require_open()
         if not self._is_armed:
             state = "closed" if self._is_closed else "fired" if self._epoch else "never armed"
-            raise RuntimeError(f"{method}: not armed (value={self}, {state}; allowed=after arm)")
+            raise RuntimeError(f"{method}: not armed, and arm must come first (value={self}, {state})")
 
 
 def prepare_prelaunched(

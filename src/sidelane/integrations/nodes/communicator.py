@@ -101,9 +101,9 @@ class NodesCall:
         kind = self.kind
         for tensor in (output, input):
             if tensor.device != device or not tensor.is_contiguous():
-                raise ValueError(f"{kind}: tensor (value={tensor.device}, allowed=contiguous, on {device})")
+                raise ValueError(f"{kind}: tensors must be contiguous, on {device} (value={tensor.device})")
         if output.dtype != input.dtype:
-            raise TypeError(f"{kind}: dtypes (value={output.dtype} and {input.dtype}, allowed=the same)")
+            raise TypeError(f"{kind}: dtypes must be equal (value={output.dtype} and {input.dtype})")
         count = min(output.numel(), input.numel()) if kind is not Kind.ALL_TO_ALL else input.numel() // size
         wanted = {
             Kind.ALL_GATHER: (count * size, count),
@@ -129,7 +129,7 @@ class NodesCall:
         ends = {True: 0, False: 0}  # of those that are written, and of those that are read
         for begin, end, is_written in sorted(each for each in touched if each[0] < each[1]):
             if begin < ends[True] or (is_written and begin < ends[False]):
-                raise ValueError(f"{self.kind}: tensors (value=that overlap, allowed=apart, or in place)")
+                raise ValueError(f"{self.kind}: tensors overlap: they lie apart, or the call is in place")
             ends[is_written] = max(ends[is_written], end)
 
 

@@ -128,7 +128,7 @@ def register(algorithm: Algorithm) -> Algorithm:
     """
     for kind in algorithm.kinds:
         if _registered.setdefault((kind, algorithm.name), algorithm) is not algorithm:
-            raise ValueError(f"register: name (value={algorithm.name!r}, allowed=what no algorithm for {kind} has)")
+            raise ValueError(f"register: another algorithm for {kind} has this name (value={algorithm.name!r})")
     return algorithm
 
 

@@ -62,7 +62,7 @@ def relay(collective: Collective, transport: Transport = Transport.PUSH, *, roun
     if collective.kind is not Kind.BROADCAST:
         raise ValueError(f"{RELAY}: collective (value={collective.kind}, allowed=broadcast)")
     if transport is not Transport.PUSH:
-        raise ValueError(f"{RELAY}: transport (value={transport}, allowed=push: ranks write into each other's outputs)")
+        raise ValueError(f"{RELAY}: transport (value={transport}, allowed=push): ranks write into each other's outputs")
     if rounds is None:
         rounds = worthwhile_rounds(collective)
     if rounds < 1:
