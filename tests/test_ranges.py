@@ -199,7 +199,7 @@ def test_an_observer_that_raises_fails_no_call(caplog: pytest.LogCaptureFixture)
     ranges.observe(noting)
     with ranges.ObservedCall("fine", (), (), (0,)):
         pass
-    ranges.tell("failed", ValueError())
+    ranges.notify("failed", ValueError())
     ranges.leave(failing)
     ranges.leave(noting)
     assert [f"Failing.{event} failed" in caplog.text for event in ("begin", "returned", "end", "failed")] == [True] * 4

@@ -173,7 +173,7 @@ class FlightRecorder(Observer):
         most = self._entries.maxlen
         assert most is not None
         if len(self._groups) >= 2 * most:
-            kept = {entry.group for entry in self._kept()}
+            kept = {entry.group for entry in self._recent()}
             for old in [old for old in list(self._groups) if old not in kept]:
                 self._groups.pop(old, None)
                 self._sequences.pop(old, None)
@@ -223,7 +223,7 @@ class FlightRecorder(Observer):
 
     def content(self) -> dict[str, Any]:
         """Return the calls in the form of torch's dumps, with one key more: ``sidelane``."""
-        kept = self._kept()
+        kept = self._recent()
         groups = dict(self._groups)  # other threads may make calls of new groups
         numbers = {group: number for number, group in enumerate(groups)}
         entries = [self._row(entry, numbers[entry.group]) for entry in kept if entry.group in numbers]
@@ -255,7 +255,7 @@ class FlightRecorder(Observer):
             },
         }
 
-    def _kept(self) -> list[_Entry]:
+    def _recent(self) -> list[_Entry]:
         while True:
             try:
                 return list(self._entries)

@@ -101,8 +101,8 @@ def refusal(what: str, maker: int) -> CommunicatorClosedError:
     """
     return CommunicatorClosedError(
         f"{what}: it was made in another process (pid {maker}), of which this one (pid {os.getpid()}) is a forked copy "
-        "(allowed=a group of its own and what is made from that: dist.destroy_process_group() lets go of the other "
-        "process's here, and changes nothing there)"
+        ". Make a group of its own here, and everything else from that: dist.destroy_process_group() drops the "
+        "other process's group here, and changes nothing there"
     )
 
 

@@ -36,7 +36,7 @@ OTHER_GROUP = "another group than that of the shards"
 
 
 @explained(Page.FSDP)
-def enable(model: nn.Module, *, config: Config | None = None, straight_into_parameters: bool = True) -> EnabledFsdp:
+def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = True) -> EnabledFsdp:
     """Let Sidelane gather the parameters and scatter the gradients of a model. Collective.
 
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
@@ -49,7 +49,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     Args:
         model: model that ``fully_shard`` was applied to, or some of its modules.
         config: settings; None for those in force.
-        straight_into_parameters: gather into the memory that parameters have while they are used, if that is
+        zero_copy: gather into the memory that parameters have while they are used, if that is
             possible; ``sidelane.report()`` gives the reason if not. Otherwise FSDP2 copies them out of a buffer.
 
     Returns:
@@ -64,9 +64,9 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
         text = "fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)"
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
-        raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
+        raise see(ValueError("fsdp.enable: it is on for this model: disable it first"), Page.FSDP)
     enabled, chosen = EnabledFsdp(), settings.current() if config is None else config
-    copies_out = direct_gather.objection() if straight_into_parameters else "not asked for"
+    copies_out = direct_gather.objection() if zero_copy else "not asked for"
     try:
         for shard in shards:
             enabled._take(shard, chosen, copies_out)
@@ -133,7 +133,7 @@ class EnabledFsdp:
         self._replace(params, "_reduce_scatter_comm", Scatter(calls, params._reduce_scatter_comm, config.deterministic))
         if gather.copies_out is None:
             gather.direct = direct_gather.DirectGather(params, calls)
-            self._undo.callback(gather.direct.give_back)
+            self._undo.callback(gather.direct.return_all)
             gather.direct.take_over()
 
     def _replace(self, params: Any, name: str, ours: Any) -> None:

@@ -56,7 +56,7 @@ def trace_as_groups(kind: type[Any]) -> None:
     itself, and nothing is done. Importing the compiler takes a second, which a program that compiles nothing is spared.
     """
     if torch.__version__ < "2.13":
-        after_import("torch._dynamo.variables.distributed", lambda module: _ask_for_subclasses(module, kind))
+        after_import("torch._dynamo.variables.distributed", lambda module: _accept_subclasses(module, kind))
 
 
 def after_import(name: str, change: Callable[[Any], None]) -> None:
@@ -93,7 +93,7 @@ class _ChangingFinder(importlib.abc.MetaPathFinder):
         return found
 
 
-def _ask_for_subclasses(module: Any, kind: type[Any]) -> None:
+def _accept_subclasses(module: Any, kind: type[Any]) -> None:
     variable = getattr(module, "ProcessGroupVariable", None)
     if variable is not None:
         torchs = variable.is_process_group

@@ -47,7 +47,7 @@ observers: tuple[Observer, ...] = ()
 
 
 class Observer:
-    """Something that is told of calls. It keeps no tensors. A subclass has the methods of what it notes."""
+    """Something that is notified of calls. It keeps no tensors. A subclass has the methods of what it notes."""
 
     def begin(self, call: ObservedCall) -> Any:
         """Take note of a call that begins, on its thread; what is returned is this observer's note of the call."""
@@ -74,14 +74,14 @@ def observe(observer: Observer) -> None:
     """Tell an observer of all calls from now on."""
     global observers
     observers = (*observers, observer)
-    _settle()
+    _set_active()
 
 
 def leave(observer: Observer) -> None:
     """Tell an observer of no more calls."""
     global observers
     observers = tuple(one for one in observers if one is not observer)
-    _settle()
+    _set_active()
 
 
 def mark_by_nvtx() -> None:
@@ -92,10 +92,10 @@ def mark_by_nvtx() -> None:
     """
     global _domain
     _domain = importlib.import_module("nvtx").get_domain(DOMAIN)
-    _settle()
+    _set_active()
 
 
-def tell(event: str, *arguments: object) -> None:
+def notify(event: str, *arguments: object) -> None:
     """Call a method of all observers. Their errors are logged: an observer fails no call."""
     for observer in observers:
         try:
@@ -128,7 +128,7 @@ class ObservedCall:
     began_ns = ended_ns = finished_ns = 0
     work: Any = None
     _recorded = _is_marked = False
-    _told: Sequence[tuple[Observer, Any]] = ()
+    _notified: Sequence[tuple[Observer, Any]] = ()
     _profiled: Any = None
     _device: str | None = None
 
@@ -151,14 +151,14 @@ class ObservedCall:
         try:
             if observers:
                 self.began_ns = time.time_ns()
-                self._told = told = []
+                self._notified = notified = []
                 for observer in observers:
                     note = None
                     try:
                         note = observer.begin(self)
                     except Exception:
                         log.calls.exception(_FAILED, type(observer).__name__, "begin")
-                    told.append((observer, note))
+                    notified.append((observer, note))
             if _domain is not None:
                 _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
                 self._is_marked = True
@@ -182,23 +182,23 @@ class ObservedCall:
             self._profiled.__exit__(kind, error, trace)
         if self._is_marked:
             _domain.pop_range()
-        if self._told:
+        if self._notified:
             self.ended_ns = time.time_ns()
-            self._tell("returned", error)
+            self._notify("returned", error)
             if error is None and self.device != "cuda" and (self.work is None or hasattr(self.work, "when_ended")):
                 if self.work is not None and self.work.when_ended(self._end):
-                    return  # observers are told of the end when the host learns of it
+                    return  # observers are notified of the end when the host learns of it
                 self.finished_ns = self.ended_ns
-            self._tell("end", error)
+            self._notify("end", error)
 
     def _end(self, error: BaseException | None) -> None:
         self.finished_ns = time.time_ns()
-        self._tell("end", error)
+        self._notify("end", error)
         self.outputs = self.inputs = ()  # the work keeps its callbacks, and with this one it would keep the tensors
         self.work = None
 
-    def _tell(self, event: str, error: BaseException | None) -> None:
-        for observer, note in self._told:
+    def _notify(self, event: str, error: BaseException | None) -> None:
+        for observer, note in self._notified:
             try:  # written out, as in __enter__: a function that guards any event costs a call 0.2 us for each
                 getattr(observer, event)(self, note, error)
             except Exception:
@@ -292,7 +292,7 @@ def world_rank() -> int:
     return int(os.environ.get("RANK", "0")) if _world_rank is None else _world_rank
 
 
-def _settle() -> None:
+def _set_active() -> None:
     """Set :data:`is_active`: while only torch's profiler may observe, it is torch's own function."""
     global is_active
     is_active = (lambda: True) if observers or _domain is not None else torch.autograd._profiler_enabled

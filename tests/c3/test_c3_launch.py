@@ -11,7 +11,7 @@ import torch
 from made_up_device import FakeDevice
 
 from sidelane.c3 import launch, overlap
-from sidelane.c3.launch import kept_for_backward
+from sidelane.c3.launch import saved_for_backward
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.candidate import EVERYTHING
@@ -160,18 +160,18 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
         return 2 * tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed / 2):
-        with kept_for_backward(lane):  # type: ignore[arg-type]
+        with saved_for_backward(lane):  # type: ignore[arg-type]
             y = x @ weight
         assert kept == ["packed"]
     y.sum().backward()
     torch.testing.assert_close(weight.grad, x.t() @ torch.ones(3, 3))
     seen: list[Any] = []
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", lambda *hooks: seen.append(hooks) or open_block())
-    with kept_for_backward(lane):  # type: ignore[arg-type]
+    with saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     recorded = Recorded()
     assert seen[0][0](recorded) is recorded and recorded.on == [lane]
-    with torch.no_grad(), kept_for_backward(lane):  # type: ignore[arg-type]
+    with torch.no_grad(), saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     assert len(seen) == 1, "nothing is saved without gradients"
 

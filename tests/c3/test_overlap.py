@@ -44,8 +44,8 @@ def test_auto_takes_engines_and_refuses_half_a_description(pool: RankPool) -> No
     for told in pool.run(overlap_cases.chosen, 2):
         assert told[0] == "conccl: copy engines leave all units to the computation"
         assert len(told) == 11 and all("moves (value=" in text for text in told[1:6])
-        assert all("allowed=the first two with auto" in told[number] for number in (6, 7, 8))
-        assert "allowed=with strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
+        assert all("strategy auto takes beside and moves" in told[number] for number in (6, 7, 8))
+        assert "need strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
 
 
 def test_failures(pool: RankPool) -> None:

@@ -66,7 +66,7 @@ def test_the_oldest_that_was_not_used_goes_first(monkeypatch: pytest.MonkeyPatch
 def test_calls_share_the_bytes_of_their_program_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     program, other = (build(all_gather([nbytes, nbytes]), "b2b") for nbytes in (64, 128))
     monkeypatch.setattr(call_cache, "MOST_NEW", 0)
-    monkeypatch.setattr(CallCache, "comes_again", lambda *_: True)
+    monkeypatch.setattr(CallCache, "has_seen", lambda *_: True)
     monkeypatch.setattr(CallEntry, "held_program", lambda entry: other if entry.key[0] >= 100 else program)
     cache = CallCache()
     enter(cache, range(5))

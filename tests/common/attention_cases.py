@@ -130,7 +130,7 @@ def lengths_that_change(group: dist.ProcessGroup, most: int) -> None:
         compiled = torch.compile(sequence_parallel_attention, backend="aot_eager", fullgraph=True)
         for seed, positions in enumerate((8, 11, 14, 23, 38)):
             check(comm, compiled, Shape(1, positions, 4, 2, 8, is_causal=True), seed)
-            comm.kept[seed] = None
+            comm.cache[seed] = None
         assert counters["stats"]["unique_graphs"] - before <= most
 
 

@@ -29,10 +29,9 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             ]
             own = [table.to(device) for table in tables[rank]]
             width = sum(counts) * dim
-            shared = comm.empty(-(-batch // n), width, dtype=dtype)
             samples = [batch // n + (peer < batch % n) for peer in range(n)]
             mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
-            for number in range(calls):
+            for _ in range(calls):
                 kind = draws.sizes.choice(("sum", "mean", "weighted"))
                 index = draws.sizes.choice((torch.int32, torch.int64))
                 first = draws.sizes.randrange(3)
@@ -56,22 +55,17 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 indices = torch.tensor([row for (bag,) in bags[first:last] for row in bag], dtype=index)
                 offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
                 weights = torch.cat(factors[first:last]) if kind == "weighted" else None
-                out = shared[: samples[rank]] if number % 2 else None
                 draws.late()
                 mode = "mean" if kind == "mean" else "sum"
                 result = ops.embedding_all_to_all(
                     *(comm, own, indices.to(device), offsets.to(device)),
                     mode=mode,
                     per_sample_weights=None if weights is None else weights.to(device),
-                    out=out,
                     order=order,
                 )
                 kept.append((result.clone(), expected))
-            unfused = embedding.unfused_bags(
-                *(comm, own, indices.to(device), offsets.to(device), counts),
-                mode=mode,
-                per_sample_weights=None if weights is None else weights.to(device),
-            )
+            factor = None if weights is None else weights.to(device)
+            unfused = embedding.unfused_bags(comm, own, counts, mode, indices.to(device), offsets.to(device), factor)
             check_close(unfused, expected, "unfused")
         check_all(comm, kept)
     return len(kept)
@@ -96,7 +90,7 @@ def ordered(comm: Communicator, asked: str, captured: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
         patch.setattr(operator, "is_captured", lambda _: captured)
-        found = handle.run(asked, None, indices, offsets, None, None)
+        found = handle.run(asked, None, indices, offsets, None)
     pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
     check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)
     handle.close()
@@ -232,7 +226,5 @@ def embedding_calls(comm: Communicator) -> Calls:
         call(rows=indices[:2], starts=torch.arange(3)),
         call(mode="mean", per_sample_weights=torch.ones(4)),
         call(per_sample_weights=torch.ones(3)),
-        call(out=torch.ones(1, 4 * 2 * comm.world_size)),
-        call(out=comm.kept.setdefault("test", torch.ones(2, 2))),
     ]
     return wrong, call()

@@ -100,10 +100,10 @@ def compared(comm: Communicator) -> list[str]:
         assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
         assert f"; measured at {6 * n}, 8, 5, eager" in told
         assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
-    moved = [found for found in comm.kept.values() if isinstance(found, RoutedParts)]
+    moved = [found for found in comm.cache.values() if isinstance(found, RoutedParts)]
     pieces = [[pieces for _, pieces in found.known] for found in moved]
     assert pieces == [[SCATTER.pieces, 3]], pieces
-    gathers = [key for key in comm.kept if isinstance(key, tuple) and key[0] == GATHER.name]
+    gathers = [key for key in comm.cache if isinstance(key, tuple) and key[0] == GATHER.name]
     assert {key[-1] for key in gathers} == {GATHER.pieces, 3}
     large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
     assert large.shape == (2, 70_000) and bool((large == 2 * n).all())
@@ -184,13 +184,13 @@ def of_parameters(group: dist.ProcessGroup) -> int:
                 calls.append(functools.partial(op, comm, x, weight, counts, most_rows=2 * n, method=method))
         few, scale = torch.randn(2, 8).requires_grad_(), torch.nn.Parameter(torch.ones(8))
         bags = [few], torch.zeros(2 * n).int(), torch.arange(2 * n + 1)
-        pooled, product, normal, gathered = comm.empty(2, 8 * n), *(torch.empty(2, size) for size in (5, 8, 8 * n))
+        product, normal, gathered = (torch.empty(2, size) for size in (5, 8, 8 * n))
         for method, out in itertools.product(("fused", "unfused"), (False, True)):
-            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal, pooled)]
+            given: list[dict[str, Any]] = [{"out": each} if out else {} for each in (product, normal)]
             calls += [
                 functools.partial(ops.gemv_all_reduce, comm, weight, few, method=method, **given[0]),
                 functools.partial(norm, comm, few, scale, method=method, **given[1]),
-                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method, **given[2]),
+                functools.partial(ops.embedding_all_to_all, comm, *bags, method=method),
             ]
         patch.setattr(pipelined_gemm, "MOST_SHAPES", 0)
         calls += [functools.partial(getattr(ops, name), comm, x, weight, method="unfused") for name in SPLIT]

@@ -40,7 +40,7 @@ class Overwritten:
 
     def __exit__(self, *_: object) -> None:
         Overwritten.over += 1
-        for made in list(self._comm.kept.values()):
+        for made in list(self._comm.cache.values()):
             for name in ("_output", "_came", "_values"):
                 if isinstance(result := getattr(made, name, None), torch.Tensor):
                     result.fill_(torch.nan)

@@ -291,7 +291,7 @@ def embedding(comm: Communicator) -> Iterator[Launched]:
             counts, handle._programs, batch, 4 * dim, remote_first=order == "remote_first"
         )
         yield Launched(
-            lambda order=order: handle.run(order, None, indices, offsets, None, None),  # type: ignore[misc]
+            lambda order=order: handle.run(order, None, indices, offsets, None),  # type: ignore[misc]
             handle._kernel,
             placed(comm, "output", handle._output, 4 * sum(counts) * 4 * dim),
             [without_counters(shadow, handle._kernel.flags * n)],

@@ -119,7 +119,7 @@ class StandinDriver(HipDriver):
             work()
         finally:
             self.runtime.call("hipStreamEndCapture", stream, ctypes.addressof(graph))
-        found = self.runtime.ask(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
+        found = self.runtime.query(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
         self.runtime.call("hipGraphDestroy", graph)
         return int(found)
 

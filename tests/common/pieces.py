@@ -120,7 +120,7 @@ class MadeUpPieces:
         _map(address, nbytes, _NONE, _NOTHING | _FIXED)
         self.mapped.remove(address)
 
-    def give_back(self, address: int, nbytes: int) -> None:
+    def free_range(self, address: int, nbytes: int) -> None:
         assert self.reserved.pop(address) == nbytes
         assert not any(address <= piece < address + nbytes for piece in self.mapped)
         _munmap(address, nbytes)

@@ -97,7 +97,7 @@ def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, s
             asked, call = name != "not asked for", "no such call" if name == "torch 2.11" else storage._EXCHANGE
             with (
                 mock.patch.object(storage, "_EXCHANGE", call),
-                fsdp.enable(model, config=CONFIG, straight_into_parameters=asked) if on else contextlib.nullcontext(),
+                fsdp.enable(model, config=CONFIG, zero_copy=asked) if on else contextlib.nullcontext(),
                 CopiesOut() as copies,
             ):
                 for step in range(3):

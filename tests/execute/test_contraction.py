@@ -31,7 +31,7 @@ import sidelane_lab
 from sidelane import Communicator, Config, ops
 from sidelane.device.language import COMPILE_OPTIONS
 from sidelane.execute.cuda.kernel_launch import compile_for
-from sidelane.ops import float8_rows
+from sidelane.ops.rows import dequantized_rows
 
 LAUNCHERS = {  # the only files with launches by Triton's launcher, or with compilations
     "sidelane/device/triton_interpreter.py",
@@ -106,7 +106,7 @@ def test_kernels_that_meet_no_peer(compiled: list[bool]) -> None:
     packed, rows = torch.zeros(2, 260, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int64)
     with made_up_launches() as made:
         made.launched = lambda *_: None  # type: ignore[method-assign]  # it reads the context of kernels that have one
-        float8_rows.dequantized_rows(packed, rows, 256, torch.float32)
+        dequantized_rows(packed, rows, 256, torch.float32)
     assert compiled and all(compiled)
 
 

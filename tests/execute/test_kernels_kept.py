@@ -15,7 +15,7 @@ import pytest
 from homeless import leave_home
 
 from interpreter import Interpreter
-from sidelane.device import flags, target
+from sidelane.device import flags, language
 from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
@@ -107,7 +107,7 @@ def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
     assert any(line.startswith("LL_SLOT_BYTES=") for line in own)
     assert kernel_launch._source_of(broadcast._broadcast_relay) != own
     reduces = kernel_launch._source_of(direct._direct_reduce)
-    assert kernel_launch._text_of(target.__file__) in reduces, "what it asks while it is compiled"
+    assert kernel_launch._text_of(language.__file__) in reduces, "what it asks while it is compiled"
     direct._direct_reduce.made()
     assert kernel_launch._source_of(direct._direct_reduce) == reduces
 
@@ -166,12 +166,12 @@ def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> N
 
     def read() -> None:
         while not done.is_set():
-            if place.exists() and kernel_launch._kept(place) not in binaries:
+            if place.exists() and kernel_launch._read_cached(place) not in binaries:
                 torn.append(place.read_bytes()[:100])
 
     reader = threading.Thread(target=read)
     reader.start()
-    writers = [threading.Thread(target=kernel_launch._keep, args=(place, one)) for one in binaries * 4]
+    writers = [threading.Thread(target=kernel_launch._write_cached, args=(place, one)) for one in binaries * 4]
     for writer in writers:
         writer.start()
     for writer in writers:

@@ -19,7 +19,7 @@ from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder
 
 
-class Witness:
+class FakeLiveness:
     """Knows who has died, and does something else whenever it is asked."""
 
     def __init__(self, asked: Callable[[], object] = lambda: None) -> None:
@@ -32,27 +32,27 @@ class Witness:
         return [rank for rank in self.gone if rank in peers]
 
 
-def status_of(rank: int, store: dist.Store, witness: Any, timeout_s: float = 0.3) -> NodesStatus:
-    ranks = NodeRanks(store, rank, Nodes.named("aabb"), witness, Config(timeout_s=timeout_s), "ranks")
+def status_of(rank: int, store: dist.Store, liveness: Any, timeout_s: float = 0.3) -> NodesStatus:
+    ranks = NodeRanks(store, rank, Nodes.named("aabb"), liveness, Config(timeout_s=timeout_s), "ranks")
     return NodesStatus(ranks, lambda: None)
 
 
-def watchdog_of(witness: Witness, timeout_s: float) -> NodesWatchdog:
-    made = NodesWatchdog(status_of(0, dist.HashStore(), witness, timeout_s), lambda: None, lambda error: None)
+def watchdog_of(liveness: FakeLiveness, timeout_s: float) -> NodesWatchdog:
+    made = NodesWatchdog(status_of(0, dist.HashStore(), liveness, timeout_s), lambda: None, lambda error: None)
     made._thread = object()  # type: ignore[assignment]  # which would look by itself
     return made
 
 
 def test_who_has_come_to_the_call_is_not_named_though_its_part_has_ended() -> None:
     store = dist.HashStore()
-    others = {rank: status_of(rank, store, Witness()) for rank in (1, 2, 3)}
+    others = {rank: status_of(rank, store, FakeLiveness()) for rank in (1, 2, 3)}
 
     def answers() -> None:
         for rank, calls in ((1, 7), (2, 6), (3, 8)):  # rank 2 has not come to the seventh call
             others[rank].calls = calls
             others[rank].answer()
 
-    asks = status_of(0, store, Witness(answers))
+    asks = status_of(0, store, FakeLiveness(answers))
     asks.calls = 7
     found = asks.agree(PeerTimeoutError("late", ()))
     assert isinstance(found, PeerTimeoutError) and found.ranks == (2,)
@@ -68,7 +68,7 @@ class Stream:
 
 
 def test_a_call_has_its_time_from_where_it_begins_to_run() -> None:
-    watchdog = watchdog_of(Witness(), 10)
+    watchdog = watchdog_of(FakeLiveness(), 10)
     first, second = Stream(), Stream()
     for stream in (first, second):
         watchdog.begin(lambda stream=stream: stream.begun, lambda stream=stream: stream.ended)  # type: ignore[misc]
@@ -83,9 +83,9 @@ def test_a_call_has_its_time_from_where_it_begins_to_run() -> None:
 
 
 def test_a_death_ends_a_call_soon_but_not_one_that_ends_well() -> None:
-    witness, stream = Witness(), Stream()
-    watchdog = watchdog_of(witness, 600)
-    witness.gone = [1]
+    liveness, stream = FakeLiveness(), Stream()
+    watchdog = watchdog_of(liveness, 600)
+    liveness.gone = [1]
     assert watchdog.look(0) is None, "nobody waits for it"
     stream.begun = True
     watchdog.begin(lambda: stream.begun, lambda: stream.ended)
@@ -103,7 +103,7 @@ def test_what_the_watchdog_ends_is_said_once(in_call: bool) -> None:
     made.rank, made.world_size, made.device = 0, 4, torch.device("cpu")
     made.own, made.calls, made.owner, made._order = mock.Mock(), mock.Mock(), mock.Mock(), HostOrder(made)
     made.calls.config = Config()
-    made.status = status_of(0, dist.HashStore(), Witness())
+    made.status = status_of(0, dist.HashStore(), FakeLiveness())
     ended = PeerTimeoutError("rank 3 did not answer", (3,))
 
     def run(*arguments: object) -> None:

@@ -22,18 +22,17 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.device.language import COMPILE_OPTIONS
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, compiling_for
 from sidelane.ops import (
     dispatch_gemm,
     embedding,
     embedding_backward,
     embedding_tables,
     experts,
-    float8_rows,
     gemm,
     gemv,
     rms_norm_kernels,
+    rows,
 )
 from sidelane.ops.scale_out import embedding as far_embedding
 from sidelane_lab.studies.fused import single_rank
@@ -355,14 +354,14 @@ def test_rows_of_float8_compile(dtype: str) -> None:
     constants: dict[str, object] = {"GROUPS": 8, "SCALED": 128, "LARGEST": 448.0, "LEAST": 1e-4}
     known = ("x", "values", "scales", "output", "columns", "x_stride", "width", "first_scale")
     kinds, names = f"*{dtype} *fp8e4nv *fp32 i32 i32 i32 i32", [name for name in known if name != "output"]
-    text, _, stack = compiled(float8_rows.QUANTIZE, kinds, constants, 4, multiples=names)
+    text, _, stack = compiled(rows.QUANTIZE, kinds, constants, 4, multiples=names)
     assert stack <= 8 and "cvt.rn.satfinite.e4m3x2.f32" in text
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     kinds, names = (
         f"*fp8e4nv *fp32 *{dtype} *i32 i32 i32 i32",
         [name for name in known if name not in ("x", "x_stride")],
     )
-    text, _, stack = compiled(float8_rows.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
+    text, _, stack = compiled(rows.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
     assert stack <= 8 and re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 
 

@@ -120,7 +120,7 @@ def run_in_processes(group: dist.ProcessGroup, seed: int) -> int:
         for name in sizes_of(fitted, 0):
             sizes = [sizes_of(fitted, peer)[name] for peer in range(n)]
             block = rig.memory.allocate(max(1, *sizes))
-            for peer, tensor in enumerate(block.kept):
+            for peer, tensor in enumerate(block.mapping):
                 memory.map(address_of(peer, name), tensor[: sizes[peer]].numpy())
             mine[name] = block.tensor[: sizes[rank]]
         draw = random.Random(1000 * seed + rank)

@@ -89,7 +89,7 @@ for module, bound, most in (
     (plan, "MOST_PROGRAMS", 50),
     (call_cache, "MOST_BYTES", 1 << 18),
     (repeat, "MOST_BYTES", 1 << 18),
-    (dispatch, "MOST_KEPT", 16),
+    (dispatch, "MOST_CACHED", 16),
 ):
     assert hasattr(module, bound)
     setattr(module, bound, most)  # full long before the first look: what grows is no cache

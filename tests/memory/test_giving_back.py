@@ -15,7 +15,7 @@ import torch
 
 from sidelane.execute.cuda.driver import HostWords
 from sidelane.memory import release
-from sidelane.memory.release import Kept, give_back
+from sidelane.memory.release import DeferredRelease, release_dropped
 
 GPU = torch.device("cuda", 0)
 
@@ -59,37 +59,37 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_what_is_dropped_is_given_back_when_asked_for(device: SimpleNamespace):
     freed: list[int] = []
-    kept = [Kept(Memory(freed, number), GPU) for number in range(3)]
+    kept = [DeferredRelease(Memory(freed, number), GPU) for number in range(3)]
     kept.clear()
     assert freed == []
-    assert give_back() and freed == [0, 1, 2]
+    assert release_dropped() and freed == [0, 1, 2]
 
 
 def test_without_lanes_it_is_given_back_at_once(device: SimpleNamespace):
     freed: list[int] = []
     release.lanes.discard(device.lane)
-    Kept(Memory(freed), GPU)
+    DeferredRelease(Memory(freed), GPU)
     assert freed == [0]
 
 
 def test_garbage_is_given_back_at_no_moment_of_its_own(device: SimpleNamespace):
     freed: list[int] = []
-    cycle: list[object] = [Kept(Memory(freed), GPU)]
+    cycle: list[object] = [DeferredRelease(Memory(freed), GPU)]
     cycle.append(cycle)
     del cycle
     gc.collect()
     assert freed == []
-    assert give_back() and freed == [0]
+    assert release_dropped() and freed == [0]
 
 
 def test_not_in_a_capture(device: SimpleNamespace):
     freed: list[int] = []
     release.lanes.discard(device.lane)
     device.capturing = True
-    Kept(Memory(freed), GPU)
-    assert not give_back() and freed == []
+    DeferredRelease(Memory(freed), GPU)
+    assert not release_dropped() and freed == []
     device.capturing = False
-    assert give_back() and freed == [0]
+    assert release_dropped() and freed == [0]
 
 
 def test_not_while_a_call_waits_for_its_trigger(device: SimpleNamespace):
@@ -97,10 +97,10 @@ def test_not_while_a_call_waits_for_its_trigger(device: SimpleNamespace):
     one = Submitter()
     release.submitters.add(one)
     one.armed = True
-    Kept(Memory(freed), GPU)
-    assert not give_back() and freed == []
+    DeferredRelease(Memory(freed), GPU)
+    assert not release_dropped() and freed == []
     one.armed = False
-    assert give_back() and freed == [0]
+    assert release_dropped() and freed == [0]
     assert not one.lock.locked()
 
 
@@ -108,20 +108,20 @@ def test_not_in_the_middle_of_a_call(device: SimpleNamespace):
     freed: list[int] = []
     one = Submitter()
     release.submitters.add(one)
-    Kept(Memory(freed), GPU)
+    DeferredRelease(Memory(freed), GPU)
     with one.lock:
-        assert not give_back() and freed == []
-    assert give_back() and freed == [0]
+        assert not release_dropped() and freed == []
+    assert release_dropped() and freed == [0]
 
 
 def test_a_device_that_does_not_become_idle_is_asked_again(device: SimpleNamespace):
     freed: list[int] = []
     device.idle.clear()
-    Kept(Memory(freed), GPU)
-    assert not give_back() and not give_back() and freed == []
+    DeferredRelease(Memory(freed), GPU)
+    assert not release_dropped() and not release_dropped() and freed == []
     assert sum(thread.name == f"sidelane-waits-{GPU}" for thread in threading.enumerate()) == 1
     device.idle.set()
-    assert give_back() and freed == [0]
+    assert release_dropped() and freed == [0]
 
 
 def test_what_gives_back_more(device: SimpleNamespace):
@@ -131,27 +131,27 @@ def test_what_gives_back_more(device: SimpleNamespace):
     class Both(Memory):
         def __init__(self) -> None:
             super().__init__(freed, 1)
-            self.other = Kept(Memory(freed, 2), GPU)
+            self.other = DeferredRelease(Memory(freed, 2), GPU)
 
         def __del__(self) -> None:
             super().__del__()
-            Kept(Memory(freed, 3), GPU)
-            nested.append(give_back())
+            DeferredRelease(Memory(freed, 3), GPU)
+            nested.append(release_dropped())
 
     nested: list[bool] = []
-    Kept(Both(), GPU)
-    assert not give_back() and freed == [1] and nested == [False]  # one at a time
-    assert give_back() and sorted(freed) == [1, 2, 3]
+    DeferredRelease(Both(), GPU)
+    assert not release_dropped() and freed == [1] and nested == [False]  # one at a time
+    assert release_dropped() and sorted(freed) == [1, 2, 3]
 
 
 def test_what_is_held_is_told_from_what_waits(device: SimpleNamespace):
-    assert give_back()
+    assert release_dropped()
     before, _ = release.held_bytes()
-    kept = [Kept(torch.empty(1000, dtype=torch.uint8), GPU), Kept(Memory([]), GPU)]
+    kept = [DeferredRelease(torch.empty(1000, dtype=torch.uint8), GPU), DeferredRelease(Memory([]), GPU)]
     assert release.held_bytes() == (before + 1000, 0)
     kept.clear()
     assert release.held_bytes() == (before, 1000)
-    assert give_back() and release.held_bytes() == (before, 0)
+    assert release_dropped() and release.held_bytes() == (before, 0)
 
 
 def in_a_fork(job: Callable[[], None]) -> int:
@@ -185,19 +185,19 @@ def test_words_that_a_stream_may_still_write_are_given_back_behind_it(
     monkeypatch.setattr(torch, "zeros", lambda *given, pin_memory, **more: zeros(*given, **more))
     words = make()
     gc.collect()
-    assert give_back()
-    assert len(release._kept) == 1, "a view keeps them"
+    assert release_dropped()
+    assert len(release._deferred) == 1, "a view keeps them"
     device.idle.clear()
     del words
-    assert not give_back()
+    assert not release_dropped()
     device.idle.set()
-    assert give_back()
+    assert release_dropped()
 
 
 def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device: SimpleNamespace):
     """As ranks are made that are forked from a process which has imported everything."""
     freed: list[int] = []
-    waits = [Kept(Memory(freed, 1), GPU), Kept(Memory(freed, 2), GPU)]
+    waits = [DeferredRelease(Memory(freed, 1), GPU), DeferredRelease(Memory(freed, 2), GPU)]
     waits.pop()
     armed = Submitter()
     armed.armed = True
@@ -206,15 +206,15 @@ def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device
     def job() -> None:
         lane = Submitter()
         release.lanes.add(lane)
-        mine = [Kept(Memory(freed, 3), GPU)]
+        mine = [DeferredRelease(Memory(freed, 3), GPU)]
         mine.clear()
         waits.clear()
         assert freed == []
-        assert give_back() and freed == [3]
+        assert release_dropped() and freed == [3]
         assert release.held_bytes() == (0, 0)
 
     with release._giving_back:  # as another thread might
         assert in_a_fork(job) == 0
     release.submitters.discard(armed)
     waits.clear()
-    assert give_back() and sorted(freed) == [1, 2]
+    assert release_dropped() and sorted(freed) == [1, 2]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sidelane.memory import storage as made_apart
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops import operands
 
 GPU = torch.device("cuda")
@@ -49,7 +49,7 @@ def test_another_thread_makes_it_on_a_stream_of_its_own(streams: list[Any]) -> N
         return threading.get_ident(), torch.zeros(3, device="cpu")
 
     with torch.device("meta"), torch.inference_mode():
-        (thread, tensor), _ = lasting(GPU, make), lasting(torch.device("cuda", 1), make)
+        (thread, tensor), _ = persistent(GPU, make), persistent(torch.device("cuda", 1), make)
     assert thread != threading.get_ident() and not tensor.is_inference()
     names = [each if isinstance(each, str) else "stream" if isinstance(each, mock.Mock) else each for each in streams]
     assert names == ["stream of 1", *[1, "stream", "made", "synchronize"] * 2], "the device of the caller's thread"
@@ -60,26 +60,26 @@ def test_what_cannot_be_made_is_told_to_the_caller(streams: list[Any]) -> None:
         raise torch.OutOfMemoryError("none left")
 
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        lasting(GPU, make)
+        persistent(GPU, make)
 
 
 def test_captures_and_cpus_make_it_where_they_are(streams: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lasting(torch.device("cpu"), threading.get_ident) == threading.get_ident()
+    assert persistent(torch.device("cpu"), threading.get_ident) == threading.get_ident()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert lasting(GPU, threading.get_ident) == threading.get_ident()
+    assert persistent(GPU, threading.get_ident) == threading.get_ident()
     assert not streams
 
 
 def test_what_cpus_keep_can_be_written_in_every_mode() -> None:
     with torch.inference_mode():
-        made = lasting(torch.device("cpu"), lambda: torch.zeros(3))
+        made = persistent(torch.device("cpu"), lambda: torch.zeros(3))
         assert torch.is_inference_mode_enabled()
     made.add_(1)
 
 
 def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
-    monkeypatch.setattr(operands, "lasting", lambda device, make: made.append(make()) or made[-1])
+    monkeypatch.setattr(operands, "persistent", lambda device, make: made.append(make()) or made[-1])
     comm: Any = SimpleNamespace(kept={}, device=torch.device("cpu"))
     for _ in range(2):
         found = operands._from_host("a test", comm, [[1, 2], [3, 4]])

@@ -21,7 +21,7 @@ from ranks import RankPool
 from sidelane.errors import PeerTimeoutError
 from sidelane.memory import torch_symm
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.release import keep_bytes
+from sidelane.memory.release import deferred_bytes
 from sidelane.memory.torch_symm import TorchSymmetricMemory, alone_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
@@ -110,7 +110,7 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
     pids: list[int] = [0] * n
     dist.all_gather_object(pids, os.getpid(), group)
     wrong: list[str] = []
-    torch_symm.keep_bytes = lambda tensor: tensor  # there is no device  # type: ignore[assignment]
+    torch_symm.deferred_bytes = lambda tensor: tensor  # there is no device  # type: ignore[assignment]
     memories = [TorchSymmetricMemory(Exchange(group, 30.0), torch.device("cuda", 0), 30.0) for _ in range(3)]
 
     def work(number: int, memory: TorchSymmetricMemory) -> None:
@@ -137,7 +137,7 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
         thread.join()
     for memory in memories:
         memory.close()
-    torch_symm.keep_bytes = keep_bytes
+    torch_symm.deferred_bytes = deferred_bytes
     return wrong
 
 
@@ -149,14 +149,14 @@ def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
     """Devices for which a rendezvous was made where no pool of a graph gets hold of what it keeps."""
     n, found = dist.get_world_size(group), []
 
-    def lasting(device: torch.device, make: Callable[[], Handle]) -> Handle:
+    def persistent(device: torch.device, make: Callable[[], Handle]) -> Handle:
         found.append(device)
         return make()
 
     modules = {"torch._inductor.cudagraph_trees": mock.Mock()} if compiles else {}
     with (
-        mock.patch.object(torch_symm, "keep_bytes", lambda tensor: tensor),
-        mock.patch.object(torch_symm, "lasting", lasting),
+        mock.patch.object(torch_symm, "deferred_bytes", lambda tensor: tensor),
+        mock.patch.object(torch_symm, "persistent", persistent),
         mock.patch.dict(sys.modules, modules),
     ):
         if not compiles:

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.native import arena, build
-from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
+from sidelane.native import build
 from sidelane.native.build import find_compiler
-from sidelane.session import pool_cuda
-from sidelane.session.pool_cuda import DevicePlacer, give_back_pools
+from sidelane.session import pools
+from sidelane.session.pools import ARENAS, ArenaLibrary, DevicePlacer, load_arenas, release_pools
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C compiler")
 
@@ -176,14 +175,14 @@ class FakeCuda:
             finally:
                 self.active.pop()
 
-        monkeypatch.setattr(pool_cuda, "_allocators", {})
-        monkeypatch.setattr(pool_cuda, "_closed", [])
+        monkeypatch.setattr(pools, "_allocators", {})
+        monkeypatch.setattr(pools, "_closed", [])
         monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
         monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(pool_cuda, "becomes_idle", lambda device: not self.busy)
+        monkeypatch.setattr(pools, "becomes_idle", lambda device: not self.busy)
 
     def allocate(self, nbytes: int) -> int:
         """As an operation does inside ``with``."""
@@ -225,22 +224,22 @@ def test_a_pool_places_what_is_allocated_inside(cuda: FakeCuda) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"^of another device$"), placer.active():
         raise torch.OutOfMemoryError("of another device")
     placer.close()
-    give_back_pools()
+    release_pools()
     assert not gone, "tensors live"
     cuda.free(pool, first), cuda.free(pool, second)
     cuda.capturing = True
-    give_back_pools()
+    release_pools()
     assert not gone, "not in the middle of a capture"
     cuda.capturing, cuda.graphs = False, 1
-    give_back_pools()
+    release_pools()
     assert not gone, "a graph has it"
     cuda.graphs, cuda.busy = 0, True
-    give_back_pools()
+    release_pools()
     assert not gone, "what is queued may use it"
     cuda.busy = False
-    give_back_pools()
+    release_pools()
     assert gone == ["gone"]
-    give_back_pools()
+    release_pools()
     assert gone == ["gone"]
 
 
@@ -250,10 +249,10 @@ def test_too_many_pools(cuda: FakeCuda) -> None:
         DevicePlacer("one more", region(), int, 1.0)
     for placer in placers:
         placer.close()
-    give_back_pools()
+    release_pools()
     again = DevicePlacer("again", region(), int, 1.0)
     again.close()
-    give_back_pools()
+    release_pools()
 
 
 def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:
@@ -264,7 +263,7 @@ def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:
 
 def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load_arenas.cache_clear()
-    monkeypatch.setattr(arena, "find_compiler", lambda: ())
+    monkeypatch.setattr(pools, "find_compiler", lambda: ())
     monkeypatch.setattr(build, "private_cache", lambda: tmp_path)
     try:
         with pytest.raises(UnavailableError, match="cannot be compiled: no C compiler"):

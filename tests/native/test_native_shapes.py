@@ -80,13 +80,13 @@ def test_what_comes_again_is_left_to_python(host: Host) -> None:
     shape, there, other = Shape(host), (new(), new(4)), (new(), new(4))
     for given, made in ((there, True), (other, True), (there, False), (other, False), (there, False)):
         assert host.run(given) is made
-        assert host.replay.again is not made
+        assert host.replay.repeated is not made
     assert shape.asked == 2 and len(shape.made) == 2
     host.remember(tensors=there)
     assert host.run(there) is True
     assert host.log == [("ran",)] or host.log == ["ran"], "as it is remembered at its addresses"
     assert host.run((new(), new(4))) is True
-    assert not host.replay.again
+    assert not host.replay.repeated
 
 
 @pytest.mark.usefixtures("tensors")

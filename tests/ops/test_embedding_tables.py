@@ -100,7 +100,7 @@ def test_lists_that_change_with_every_call_do_not_pile_up() -> None:
     comm = communicator()
     for _ in range(MOST_CHECKED + 5):
         checked(comm, tables_of(1))
-    assert len(comm.kept[checked]) <= MOST_CHECKED
+    assert len(comm.cache[checked]) <= MOST_CHECKED
 
 
 @pytest.mark.parametrize("machine", ["h100x2", "h200x2"])

@@ -62,7 +62,10 @@ def test_experts_behind_depths_that_differ(four: Crew) -> None:
 
 def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
     for told in four.run(fused_experts.refused, 2):
-        assert all("several experts (value=counts on the device" in line for line in told) and len(told) == 2
+        assert (
+            all("several experts needs counts on the host (value=on the device" in line for line in told)
+            and len(told) == 2
+        )
 
 
 def test_counts_of_the_host_in_captures(four: Crew) -> None:

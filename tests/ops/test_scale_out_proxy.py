@@ -22,8 +22,8 @@ from marks import long
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane.errors import PeerError, PeerTimeoutError
-from sidelane.ops.scale_out.connections import FarConnections, Gone
-from sidelane.ops.scale_out.proxy import FarCall, Proxy
+from sidelane.ops.scale_out.connections import Gone, InterNodeConnections
+from sidelane.ops.scale_out.proxy import InterNodeCall, Proxy
 from sidelane.ops.scale_out.transport import WINDOW, GroupTransport
 from sidelane.ops.scale_out.words import OPENED, OVER, READY, Arriving, HandleWords, Outgoing, Slices
 from sidelane.program.wraparound import as_int32
@@ -108,17 +108,18 @@ class Rank:
     """A rank on a node of its own, with as many slices for each other one; its transfers end when ``late`` says so."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, slices: int, timeout_s: float, late: Late) -> None:
-        self.rank, self.fars, self.slices = rank, [far for far in range(size) if far != rank], slices
-        self.links = FarConnections(rank, self.fars, meeting(store, rank, size), timeout_s)
+        self.rank, self.remote_ranks, self.slices = rank, [far for far in range(size) if far != rank], slices
+        self.links = InterNodeConnections(rank, self.remote_ranks, meeting(store, rank, size), timeout_s)
         self.errors: list[PeerError] = []
         transport: Any = LateTransport(rank, late)
         self.proxy = Proxy(
-            *(rank, self.fars, self.links, transport, CPU), timeout_s=timeout_s, failed=self.errors.append
+            *(rank, self.remote_ranks, self.links, transport, CPU), timeout_s=timeout_s, failed=self.errors.append
         )
         part, place = ROWS * COLUMNS, ROWS * STRIDE
-        sent = [Outgoing(far, n, (far * slices + n) * part, part) for far in self.fars for n in range(slices)]
+        sent = [Outgoing(far, n, (far * slices + n) * part, part) for far in self.remote_ranks for n in range(slices)]
         came = {
-            far: tuple(Arriving((far * slices + n) * place, ROWS, COLUMNS) for n in range(slices)) for far in self.fars
+            far: tuple(Arriving((far * slices + n) * place, ROWS, COLUMNS) for n in range(slices))
+            for far in self.remote_ranks
         }
         self.handle = HandleWords(Slices(tuple(sent), came, STRIDE), CPU)
         words = {OPENED: 1, READY: len(sent), OVER: 1}
@@ -131,7 +132,7 @@ class Rank:
         self.proxy.start()
 
     def begin(self, epoch: int) -> None:
-        self.call = FarCall(epoch, self.handle, self.source, self.landing)
+        self.call = InterNodeCall(epoch, self.handle, self.source, self.landing)
         self.proxy.begin(self.call)
 
     def open(self, epoch: int) -> None:
@@ -140,7 +141,7 @@ class Rank:
     def put(self, epoch: int, target: int, *numbers: int) -> None:
         """Do as ``send_release`` does, with some slices for a target, or all."""
         for number in numbers or range(self.slices):
-            self.words[READY][self.fars.index(target) * self.slices + number] = as_int32(epoch)
+            self.words[READY][self.remote_ranks.index(target) * self.slices + number] = as_int32(epoch)
 
     def came(self, source: int) -> int:
         """Return the number of slices that have come from a rank in this call."""
@@ -159,12 +160,12 @@ class Rank:
 
     def launch(self, epoch: int, draws: random.Random) -> None:
         """Do as a kernel does in a call: slices in any order; they are read when the call is over."""
-        size = len(self.fars) + 1
+        size = len(self.remote_ranks) + 1
         self.source.copy_(torch.arange(self.source.numel()) + 1000.0 * self.rank + 1e5 * (epoch % 100))
         self.begin(epoch)
         time.sleep(draws.choice((0, 0, 2e-3)))
         self.open(epoch)
-        slices = [(target, number) for target in self.fars for number in range(self.slices)]
+        slices = [(target, number) for target in self.remote_ranks for number in range(self.slices)]
         draws.shuffle(slices)
         for target, number in slices:
             self.put(epoch, target, number)
@@ -174,7 +175,7 @@ class Rank:
             came = self.landing.view(-1, ROWS, STRIDE)[sender * self.slices + number]
             assert came[:, :COLUMNS].equal(first + torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)), (epoch, sender)
             assert not came[:, COLUMNS:].any(), "what lies between rows was written"
-        assert self.call.over.wait(20) and size == 1 + len(self.fars)
+        assert self.call.over.wait(20) and size == 1 + len(self.remote_ranks)
 
     def close(self) -> None:
         self.proxy.close()
@@ -245,7 +246,7 @@ def test_slices_that_a_rank_does_not_have_are_not_waited_for() -> None:
     """A rank with fewer samples gets fewer slices, whose words lie where those of the others do."""
     sent = Outgoing(1, 0, 0, 4), Outgoing(1, 1, 4, 0)
     came = {1: (Arriving(0, 1, 4), Arriving(4, 0, 4)), 2: (Arriving(8, 0, 4),)}
-    call = FarCall(1, HandleWords(Slices(sent, came, 8), CPU), torch.zeros(4), torch.zeros(16))
+    call = InterNodeCall(1, HandleWords(Slices(sent, came, 8), CPU), torch.zeros(4), torch.zeros(16))
     assert call.leaving == 1 and call.missing == {1: 1}
     with pytest.raises(PeerError, match=r"rank 1 sent slice 1 \(allowed=0\.\.1"):
         call.target(1, 1)
@@ -448,7 +449,7 @@ def leave(stranger: socket.socket) -> None:
     ("behave", "number"), [(say_nothing, 8), (drip, 4), (lie, 40), (leave, 40), long(say_nothing, 300)]
 )
 def test_strangers_keep_no_rank_from_the_meeting(behave: Callable[[socket.socket], None], number: int) -> None:
-    store, found = dist.HashStore(), dict[int, FarConnections]()
+    store, found = dist.HashStore(), dict[int, InterNodeConnections]()
 
     def be(stranger: socket.socket) -> None:
         with stranger:
@@ -463,7 +464,7 @@ def test_strangers_keep_no_rank_from_the_meeting(behave: Callable[[socket.socket
                 threading.Thread(target=be, args=(stranger,), daemon=True).start()
             came.set()
         else:
-            found[rank] = FarConnections(rank, [1 - rank], lambda own: late(rank, own), 10.0)
+            found[rank] = InterNodeConnections(rank, [1 - rank], lambda own: late(rank, own), 10.0)
 
     def late(rank: int, own: object) -> list[object]:
         heard = meeting(store, rank, 2)(own)

@@ -8,19 +8,19 @@ from ranks import RankPool
 
 from sidelane import Communicator, Config
 from sidelane.session import answers
-from sidelane.session.answers import recall, remember
+from sidelane.session.answers import lookup, remember
 
 
 def memo(group: dist.ProcessGroup) -> None:
     with Communicator(group, config=Config(timeout_s=30)) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "MOST_ANSWERS", 3)
-        assert recall(comm, "first") is None
+        assert lookup(comm, "first") is None
         for number, question in enumerate(("first", "second", None, "third")):
             remember(comm, question, number)
-        assert [recall(comm, question) for question in ("first", "second", "third", None)] == [0, 1, 3, None]
-        assert recall(comm, ["unhashable"]) is None  # type: ignore[arg-type]
+        assert [lookup(comm, question) for question in ("first", "second", "third", None)] == [0, 1, 3, None]
+        assert lookup(comm, ["unhashable"]) is None  # type: ignore[arg-type]
         remember(comm, "fourth", 4)
-        assert [recall(comm, question) for question in ("first", "fourth")] == [None, 4], "room was made"
+        assert [lookup(comm, question) for question in ("first", "fourth")] == [None, 4], "room was made"
 
 
 def test_few_answers_are_remembered(pool: RankPool) -> None:

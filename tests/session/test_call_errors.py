@@ -68,7 +68,7 @@ def test_wrong_arguments_are_refused_on_every_rank_and_nothing_breaks(pool: Rank
     texts = pool.run(wrong_arguments, 3)[0]
     assert "output must hold 3 times the elements of input (output=13, input=4, allowed output=12)" in texts[0]
     assert "another communicator" in texts[4]
-    assert "allowed=as tensor.contiguous() has them" in texts[2]
+    assert "as tensor.contiguous() makes them" in texts[2]
     assert "in-place call" in texts[5]
     assert "(value='swap', allowed=auto, b2b, striped, bcst" in texts[6]
     assert "symmetric memory" in texts[7]
@@ -201,7 +201,7 @@ def alone(group: dist.ProcessGroup) -> list[str]:
 def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) -> None:
     first, second = pool.run(alone, 2)
     assert "for rank 1: all ranks of a group make its communicators and calls, in one order" in first[0]
-    assert first[1:] == second == ["Communicator: closed (allowed=calls before close(), or in its block)"]
+    assert first[1:] == second == ["Communicator: closed; calls come before close(), or inside of its block"]
 
 
 def misspelt(group: dist.ProcessGroup) -> list[str]:

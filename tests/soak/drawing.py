@@ -15,8 +15,7 @@ from sidelane.choice.candidate import candidates
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import PRELAUNCH
+from sidelane.program.shape import PRELAUNCH, CallShape
 from sidelane.session.prelaunch import prelaunchable
 from soak.calls import FRESH, Call, Form, Part, Spot
 from soak.memory import GUARD_BYTES

@@ -22,8 +22,7 @@ from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
@@ -217,7 +216,7 @@ def _moved(collective: Callable[[], S], stream: torch.cuda.Stream) -> S:
 def _computed(compute: Callable[[], T], stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> T:
     if stream is caller:
         return compute()
-    with torch.cuda.stream(stream), kept_for_backward(stream):
+    with torch.cuda.stream(stream), saved_for_backward(stream):
         return compute()
 
 
@@ -244,7 +243,7 @@ def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def kept_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
+def saved_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
     """Record tensors saved for backward meanwhile on a stream; existing hooks go on working."""
     if not torch.is_grad_enabled():
         yield

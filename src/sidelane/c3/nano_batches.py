@@ -56,7 +56,7 @@ def nano_batches(parts: Iterable[Generator[Waitable | None, Any, T]]) -> list[T]
     """
     turns = list(parts)
     if not turns or not all(isinstance(part, Generator) for part in turns):
-        text = f"nano_batches: parts (value={turns!r}, allowed=one generator or more, which yields its collectives)"
+        text = f"nano_batches: parts must be one generator or more, each yielding its collectives (value={turns!r})"
         raise see(ValueError(text), Page.OVERLAP)
     results: dict[int, T] = {}
     under_way: dict[int, Waitable | None] = dict.fromkeys(range(len(turns)))
@@ -86,17 +86,17 @@ class BegunCollective:
     def __init__(self, start: Callable[[torch.Tensor], Started], backward: Callable[[torch.Tensor], Started]) -> None:
         self.start, self.backward = start, backward
         self.output: torch.Tensor | None = None
-        self._kept: tuple[torch.Tensor, Started] | None = None  # input and output live until the collective has ended
+        self._held: tuple[torch.Tensor, Started] | None = None  # input and output live until the collective has ended
 
     def run(self, start: Callable[[torch.Tensor], Started], tensor: torch.Tensor) -> torch.Tensor:
         """Start a collective, of the input or of a gradient, and return its output, which is not written yet."""
-        self._kept = tensor, start(tensor)
-        return self._kept[1][0].detach()  # another tensor than the caller's, which may be used for the next call
+        self._held = tensor, start(tensor)
+        return self._held[1][0].detach()  # another tensor than the caller's, which may be used for the next call
 
     def finish(self) -> torch.Tensor:
         """Order the caller behind the collective that was started last, and return its output."""
-        assert self._kept is not None, "a collective is under way"
-        (_, (output, work)), self._kept = self._kept, None
+        assert self._held is not None, "a collective is under way"
+        (_, (output, work)), self._held = self._held, None
         if work is not None:
             work.wait()
         return output.detach()
@@ -105,7 +105,7 @@ class BegunCollective:
         """Order the caller behind the collective, and return its output."""
         begun, self.output = self.output, None
         if begun is None:
-            raise RuntimeError("BegunCollective.wait: it has been waited for (allowed=once)")
+            raise RuntimeError("BegunCollective.wait: it has been waited for already; a work is waited for once")
         output: torch.Tensor = _Finish.apply(begun, self)  # type: ignore[no-untyped-call]
         return output
 

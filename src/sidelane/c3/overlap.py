@@ -24,7 +24,7 @@ from sidelane.modes import keep_compilers_out
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
-from sidelane.session.answers import recall, remember
+from sidelane.session.answers import lookup, remember
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -88,12 +88,12 @@ def overlap(
     if strategy == AUTO:
         if beside is None or not moves or units is not None:
             raise _refused(
-                f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
+                f"overlap: strategy auto takes beside and moves, and no units (value={beside}, {moves}, {units})"
             )
         way = choose_overlap(on, beside, moves).candidate
     else:
         if beside is not None or moves:
-            raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
+            raise _refused(f"overlap: beside and moves need strategy='auto' (value={beside}, {moves})")
         way = possible(strategy, on.device, units)
     return _run(way, compute, collective, on)
 
@@ -111,7 +111,7 @@ def _check_collective(collective: object) -> None:
     Raises:
         ValueError: it is not callable, or takes another number of arguments than one.
     """
-    allowed = "allowed=a callable that takes a communicator, such as lambda comm: comm.all_gather(output, input))"
+    allowed = "allowed=a callable of one communicator), for example lambda comm: comm.all_gather(output, input)"
     if not callable(collective):
         raise _refused(f"overlap: collective (value={collective!r}, {allowed}")
     if not isinstance(collective, FunctionType) or collective.__code__.co_flags & inspect.CO_VARARGS:
@@ -139,7 +139,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
     """
     pairs = _checked(beside, moves)
     capturing, question = _is_capturing(comm.device), (beside, pairs)
-    found: Selection[LaunchMode] | None = None if capturing else recall(comm, question)
+    found: Selection[LaunchMode] | None = None if capturing else lookup(comm, question)
     if found is None:
         found = choose_strategy(
             beside.us,
@@ -156,7 +156,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
 
 def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
     if not isinstance(beside, Computation):
-        raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
+        raise ValueError(f"overlap: beside must be a result of Communicator.beside (value={beside!r})")
     found = []
     for pair in [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves):
         match pair:
@@ -271,7 +271,7 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
     if units is None:
         return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
     if found.partition is None or units < 1:
-        raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
+        raise _refused(f"overlap: {name} takes no such number of units (value={units})")
     return LaunchMode(found, units)
 
 

@@ -20,8 +20,7 @@ from sidelane.choice.profile import Curve, Profile
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
-from sidelane.program.shape import CallShape, Computation
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Computation, Variant
 
 SMALL_BYTES = 1 << 20
 """Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends

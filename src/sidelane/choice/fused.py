@@ -205,9 +205,9 @@ def _nearest(
     alike = [time for time in times if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))]
     alike = [time for time in alike if element_bytes in (None, time.element_bytes)]
     alike = [time for time in alike if time.captured == captured] or alike
-    far = [(_distances(time.sizes, sizes), time) for time in alike]
-    near = [(distances, time) for distances, time in far if max(distances) <= math.log(FARTHEST)]
-    return min(near, key=lambda found: (sum(found[0]), found[1].sizes))[1] if near else None
+    distant = [(_distances(time.sizes, sizes), time) for time in alike]
+    close = [(distances, time) for distances, time in distant if max(distances) <= math.log(FARTHEST)]
+    return min(close, key=lambda found: (sum(found[0]), found[1].sizes))[1] if close else None
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:

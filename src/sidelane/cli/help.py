@@ -139,7 +139,7 @@ def _where_to_read() -> Iterator[None]:
 @contextlib.contextmanager
 def saying_that_pytorch_loads() -> Iterator[None]:
     """Print a notice on stderr if that is a terminal and PyTorch is still being loaded after a while."""
-    timer = threading.Timer(PATIENCE_S, _say)
+    timer = threading.Timer(PATIENCE_S, _report_wait)
     timer.daemon = True  # the command does not wait for it
     if sys.stderr.isatty():
         timer.start()
@@ -149,7 +149,7 @@ def saying_that_pytorch_loads() -> Iterator[None]:
         timer.cancel()
 
 
-def _say() -> None:
+def _report_wait() -> None:
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     if getattr(spec, "_initializing", False):  # importlib marks modules under way so
         click.echo(click.style("loading PyTorch", dim=True), err=True)

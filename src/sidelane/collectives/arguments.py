@@ -104,8 +104,8 @@ class Arguments:
             if tuple(tensor.shape) != allowed:
                 raise ValueError(
                     f"all_to_all: shape of {name} (value={list(tensor.shape)} on rank {self.rank} of "
-                    f"{self.world_size}, allowed={[*allowed]} with scatter_dim={scatter_dim} by {[*scattered]} and "
-                    f"gather_dim={gather_dim} by {[*gathered]}; input={list(input.shape)}, output={list(output.shape)})"
+                    f"{self.world_size}, allowed={[*allowed]}); scatter_dim={scatter_dim} by {[*scattered]}, "
+                    f"gather_dim={gather_dim} by {[*gathered]}, input={list(input.shape)}, output={list(output.shape)}"
                 )
         output_region, input_region = self.regions("all_to_all", output, input)
         self._apart("all_to_all", output_region, input_region)
@@ -209,7 +209,7 @@ class Arguments:
         if (whole is not None) != (self.rank == root):
             given = "None" if whole is None else "a tensor"
             raise ValueError(
-                f"{function}: {name} on rank {self.rank} (value={given}, allowed=a tensor on the root {root} only)"
+                f"{function}: {name} is passed by the root alone, rank {root} (value={given} on rank {self.rank})"
             )
         region = EMPTY
         if whole is not None:
@@ -243,8 +243,8 @@ class Arguments:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)}, "
-                    "allowed=as tensor.contiguous() has them)"
+                    f"{function}: tensors must be contiguous, as tensor.contiguous() makes them "
+                    f"(strides={tensor.stride()}, shape={tuple(tensor.shape)})"
                 )
         return tuple(self.locate(tensor) for tensor in tensors)
 

@@ -200,7 +200,7 @@ class CpuHeld:
     def wait(self, *, begun: bool) -> None:
         if not begun:
             if not self._fired():
-                raise RuntimeError("wait: not fired (allowed=after trigger(), trigger_from_host() or a kernel's store)")
+                raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
             self.fire()
         elif self._work is not None:
             self._work.wait()

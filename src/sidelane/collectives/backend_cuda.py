@@ -155,7 +155,7 @@ class CudaBackend(Backend):
         self._order_after_last(aside)
         if caller[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             work: CudaWork = CudaMarkedWork(self, stream, loaded)
-            _keep_for(stream, [tensor for tensor in tensors if tensor is not None])
+            _hold_for(stream, [tensor for tensor in tensors if tensor is not None])
             return work
         loaded.run(epoch, aside)
         behind = side.caller if caller[0] == aside[0] else current_stream(stream.device_index)
@@ -332,7 +332,7 @@ class CudaWork(Work):
 
     def __del__(self) -> None:
         if self._held and not sys.is_finalizing():
-            _keep_for(self._stream, self._held)
+            _hold_for(self._stream, self._held)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -345,7 +345,7 @@ class CudaWork(Work):
         if held:
             self._held = ()
             if waiting is not self._caller:
-                _keep_for(self._stream, held)
+                _hold_for(self._stream, held)
         if timeout > NO_TIMEOUT:
             until = time.monotonic() + timeout.total_seconds()
             while not self._event.query():
@@ -368,7 +368,7 @@ class CudaWork(Work):
         return self._backend.future_behind(self._event, self.outputs)
 
 
-def _keep_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+def _hold_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
     """Keep the caching allocator from handing out these tensors' bytes again while the stream uses them."""
     for tensor in tensors:
         tensor.record_stream(stream)

@@ -40,7 +40,7 @@ MOST_NEW = 64
 """Number of the newest entries, which are kept beyond that only if their call has come again."""
 
 MOST_SEEN = 4096
-"""Number of keys in one half of the keys that were seen once (``CallCache.comes_again``)."""
+"""Number of keys in one half of the keys that were seen once (``CallCache.has_seen``)."""
 
 UNIT = 16
 """Bytes of which the addresses of one shape differ by multiples: loaded programs depend on no larger alignment."""
@@ -64,7 +64,7 @@ class CallCache:
         self.nbytes = 0
         self._entries: dict[Key, CallEntry] = {}
         self._new: collections.deque[CallEntry] = collections.deque()
-        self._kept: collections.deque[CallEntry] = collections.deque()
+        self._admitted: collections.deque[CallEntry] = collections.deque()
         self._holders: collections.Counter[int] = collections.Counter()  # kept entries by the identity of their program
         self._seen: set[int] = set()
         self._seen_before: set[int] = set()
@@ -83,13 +83,13 @@ class CallCache:
         """Return the entry of a key, a new one if there is none."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = CallEntry(key, is_used=self.comes_again(key))
+            entry = self._entries[key] = CallEntry(key, is_used=self.has_seen(key))
             self._new.append(entry)
             if len(self._new) > MOST_NEW:
-                self._keep(self._new.popleft())
+                self._admit(self._new.popleft())
         return entry
 
-    def _keep(self, entry: CallEntry) -> None:
+    def _admit(self, entry: CallEntry) -> None:
         """Keep an entry that was asked for since it was new, in place of others; forget any other one."""
         if not entry.is_used:
             del self._entries[entry.key]
@@ -97,13 +97,13 @@ class CallCache:
         entry.is_used = False
         entry.program = entry.held_program()
         entry.nbytes = BASE_BYTES if entry.program is None else loaded_bytes(entry.program)
-        self._kept.append(entry)
+        self._admitted.append(entry)
         self._count(entry, 1)
-        while self.nbytes > MOST_BYTES and len(self._kept) > 1:
-            oldest = self._kept.popleft()
+        while self.nbytes > MOST_BYTES and len(self._admitted) > 1:
+            oldest = self._admitted.popleft()
             if oldest.is_used:
                 oldest.is_used = False
-                self._kept.append(oldest)
+                self._admitted.append(oldest)
             else:
                 self._count(oldest, -1)
                 del self._entries[oldest.key]
@@ -127,7 +127,7 @@ class CallCache:
         entry.is_used = True
         return entry.prepared
 
-    def comes_again(self, key: Key) -> bool:
+    def has_seen(self, key: Key) -> bool:
         """Return True if this was asked of a key before, among the last ``MOST_SEEN`` keys at least."""
         value = hash(key)  # takes little memory; a collision only caches a call after its first time instead of second
         if value in self._seen or value in self._seen_before:
@@ -145,11 +145,11 @@ class CallCache:
             if entry in self._new:
                 self._new.remove(entry)
             else:
-                self._kept.remove(entry)
+                self._admitted.remove(entry)
                 self._count(entry, -1)
 
     def _forget_all(self) -> None:
-        for kept in (self._entries, self._new, self._kept, self._holders):
+        for kept in (self._entries, self._new, self._admitted, self._holders):
             kept.clear()
         self.nbytes = 0
 

@@ -93,12 +93,12 @@ class CallPath:
         return self.repeats
 
     def run(
-        self, asked: CallForm, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
+        self, call_form: CallForm, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
         """Make a call.
 
         Args:
-            asked: kind and arguments of the call.
+            call_form: kind and arguments of the call.
             variant: see ``Communicator.all_gather``.
             beside: see ``Communicator.all_gather``.
             async_op: see ``Communicator.all_gather``.
@@ -113,27 +113,27 @@ class CallPath:
         number = calls.number()
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond
             try:
-                found = self._find(asked, variant, beside, async_op)
+                found = self._find(call_form, variant, beside, async_op)
             except Exception as error:
-                calls.refuse(number, asked.name, error)
+                calls.refuse(number, call_form.name, error)
                 raise
-            known, comes_again = found.known, True
-            if isinstance(known, PlannedCall) and (asked.exchanges or found.offsets is not None):
-                prepared = self._exchange(number, asked, found, known)
-                comes_again = False
+            known, is_repeated = found.known, True
+            if isinstance(known, PlannedCall) and (call_form.exchanges or found.offsets is not None):
+                prepared = self._exchange(number, call_form, found, known)
+                is_repeated = False
             else:
                 is_new = isinstance(known, PlannedCall) and not self.preparer.planner.known(known.agreement)
                 calls.announce(number, known.signature, compares=is_new)
                 if isinstance(known, PreparedCall):
                     prepared = known
                 else:
-                    prepared, comes_again = self._prepare(found, known, remember)
-            work = calls.run(prepared, number, async_op, asked.tensors, asked.written(), found.caller)
+                    prepared, is_repeated = self._prepare(found, known, remember)
+            work = calls.run(prepared, number, async_op, call_form.tensors, call_form.written(), found.caller)
             # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
             if remember and self.repeats is not None and not found.is_pooled:
                 program = known if isinstance(known, ShapeProgram) else None
-                if comes_again:
-                    self.repeats.remember(found.key, prepared, found.caller, asked=asked.repeated_as)
+                if is_repeated:
+                    self.repeats.remember(found.key, prepared, found.caller, call_form=call_form.repeated_as)
                 elif program is not None:
                     self.repeats.remember(found.key, prepared, found.caller, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
@@ -141,11 +141,11 @@ class CallPath:
             raise
         return work
 
-    def _find(self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
+    def _find(self, call_form: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
         caller = self.calls.backend.caller_stream()
-        key: Key = (asked.name, variant, beside, asked.details, caller[1], generation(), asked.identities())
-        reasons = self._pool_offsets.reasons(asked.tensors) if self.arguments.heap.pools else None
+        key: Key = (call_form.name, variant, beside, call_form.details, caller[1], generation(), call_form.identities())
+        reasons = self._pool_offsets.reasons(call_form.tensors) if self.arguments.heap.pools else None
         if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
             key = (*key, reasons)
         is_pooled, shape = reasons is not None, None
@@ -157,32 +157,32 @@ class CallPath:
             and (not is_pooled or async_op or (entry.planned is not None and not entry.planned.compares))
         ):
             return _Found(caller, key, is_pooled, None, entry.prepared)
-        if not is_pooled and not caller[1] and isinstance(asked, SingleCall):
-            shape = shape_of(self.arguments, key, asked.tensors)
+        if not is_pooled and not caller[1] and isinstance(call_form, SingleCall):
+            shape = shape_of(self.arguments, key, call_form.tensors)
             program = None if shape is None else self.preparer.program_of(shape)
             if program is not None:
                 return _Found(caller, key, False, shape, program)
         entry = self._cache.entry(key)
         if entry.planned is None:
-            entry.planned = self._plan(asked, variant, beside, captured=caller[1])
+            entry.planned = self._plan(call_form, variant, beside, captured=caller[1])
         planned, offsets = entry.planned, None
         # An asynchronous call does not wait for the hosts of its peers, unless it exchanges sizes anyway.
-        if planned.compares and (asked.exchanges or not async_op):
+        if planned.compares and (call_form.exchanges or not async_op):
             room = MOST_TEXT_BYTES - 1 - len(planned.signature + SPLITS + planned.exchanged + OFFSETS)
-            offsets = self._pool_offsets.posted(planned.requests, asked.tensors, room)
+            offsets = self._pool_offsets.posted(planned.requests, call_form.tensors, room)
         return _Found(caller, key, is_pooled, shape, planned, offsets)
 
-    def _plan(self, asked: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
+    def _plan(self, call_form: CallForm, variant: str, beside: Beside | None, *, captured: bool) -> PlannedCall:
         """Check a call that is new. Raises TypeError or ValueError for wrong arguments."""
-        asked.check_variant(variant, self.calls.backend.abilities)
-        hint = self.hint(asked.name, beside)
-        requests = asked.requests(self.arguments)
-        agreement = asked.agreement(requests, variant, captured, hint)
+        call_form.check_variant(variant, self.calls.backend.abilities)
+        hint = self.hint(call_form.name, beside)
+        requests = call_form.requests(self.arguments)
+        agreement = call_form.agreement(requests, variant, captured, hint)
         return PlannedCall(
-            requests, agreement, *asked.posted(agreement), self._pool_offsets.compares(requests, asked.tensors)
+            requests, agreement, *call_form.posted(agreement), self._pool_offsets.compares(requests, call_form.tensors)
         )
 
-    def _exchange(self, number: int, asked: CallForm, found: _Found, planned: PlannedCall) -> PreparedCall:
+    def _exchange(self, number: int, call_form: CallForm, found: _Found, planned: PlannedCall) -> PreparedCall:
         """Exchange split sizes and offsets in pools with the peers, and prepare the call that follows from them."""
         calls, offsets = self.calls, found.offsets
         shown = "" if offsets is None else OFFSETS + offsets.text
@@ -190,17 +190,17 @@ class CallPath:
         posts = calls.posts(number)
         compared = self._cache.entry(found.key).compared
         if compared is None or compared.posts != posts:
-            compared = self._compare(number, asked, found, planned, posts)
+            compared = self._compare(number, call_form, found, planned, posts)
             self._cache.entry(found.key).compared = compared
         if offsets is not None:
             self._pool_offsets.note(offsets, compared.outcomes)
         return compared.prepared
 
     def _compare(
-        self, number: int, asked: CallForm, found: _Found, planned: PlannedCall, posts: Sequence[PostedCall]
+        self, number: int, call_form: CallForm, found: _Found, planned: PlannedCall, posts: Sequence[PostedCall]
     ) -> ComparedCall:
         """Compare the posts of all ranks, and prepare the call that follows from them."""
-        exchanged, requests = asked.compared(self.calls.control, number, posts, planned.requests)
+        exchanged, requests = call_form.compared(self.calls.control, number, posts, planned.requests)
         key = found.key if exchanged is None else (*found.key, exchanged)
         outcomes: Outcomes = ()
         if found.offsets is not None:
@@ -211,7 +211,7 @@ class CallPath:
         prepared = self._cache.prepared(key)
         if prepared is None:
             known = planned.agreement
-            agreement = asked.agreement(requests, known.variant, known.frozen, known.beside)
+            agreement = call_form.agreement(requests, known.variant, known.frozen, known.beside)
             with self.calls.making_ready():
                 prepared = self.preparer.prepare(agreement, requests, key)
         return ComparedCall(posts, prepared, outcomes)
@@ -222,9 +222,9 @@ class CallPath:
             with self.calls.making_ready():
                 return self.preparer.prepare(known.agreement, known.requests, found.key, found.shape), False
         assert found.shape is not None
-        again = remember and self.repeats is not None and self.repeats.comes_again
+        repeated = remember and self.repeats is not None and self.repeats.is_repeated
         try:
-            return self.preparer.prepare_at(known, found.shape, found.key, comes_again=again)
+            return self.preparer.prepare_at(known, found.shape, found.key, is_repeated=repeated)
         except Exception:
             with self.calls.making_ready():
                 raise
@@ -245,7 +245,7 @@ class CallPath:
         """
         calls = self.calls
         call = calls.number()
-        with calls.telling_refusals(call, name):
+        with calls.reporting_refusals(call, name):
             if calls.backend.caller_stream()[1]:
                 raise UnavailableError(
                     f"{name}: not while a graph is captured: nothing can be allocated or agreed on there"

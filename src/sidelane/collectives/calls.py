@@ -106,12 +106,12 @@ class Calls:
         backend: Backend,
         config: Config,
         renew: Callable[[int], None] = lambda call: None,
-        keep: Callable[[Sequence[torch.Tensor | None]], None] = lambda tensors: None,
+        hold: Callable[[Sequence[torch.Tensor | None]], None] = lambda tensors: None,
         ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
         self.ranks, self.name = ranks, name
-        self.control, self.backend, self.config, self.renew, self.keep = control, backend, config, renew, keep
+        self.control, self.backend, self.config, self.renew, self.hold = control, backend, config, renew, hold
         self.last_choice: Choice | None = None
         self.armed: Handle | None = None
         self.unfinished: set[Handle] = set()
@@ -162,7 +162,7 @@ class Calls:
     def require_open(self) -> None:
         """Raise as :meth:`number` does."""
         if self.closed:
-            raise CommunicatorClosedError("Communicator: closed (allowed=calls before close(), or in its block)")
+            raise CommunicatorClosedError("Communicator: closed; calls come before close(), or inside of its block")
         if self.forked:
             raise forks.refusal("Communicator", self.control.pid)
         if self.failure is not None:
@@ -203,7 +203,7 @@ class Calls:
             raise
         self.last_choice = prepared.choice
         if prepared.frozen:
-            self.keep(tensors)
+            self.hold(tensors)
         if written:
             count_writes(written)
         if work is not None:
@@ -242,7 +242,7 @@ class Calls:
         """
         compare(self.control, call, self.posts(call))  # all ranks raise an error here alike
 
-    def telling_refusals(self, call: int, name: str) -> _OnError:
+    def reporting_refusals(self, call: int, name: str) -> _OnError:
         """Tell the peers about any error that keeps this rank from making the call."""
         return _OnError(Exception, functools.partial(self.refuse, call, name))
 
@@ -258,9 +258,9 @@ class Calls:
         rank = self.control.rank
         self.failure = RuntimeError(
             f"{name}: another call of this communicator is under way in another thread (value="
-            f"{threading.current_thread().name!r}, allowed=one call at a time: a communicator for each thread, or "
-            "threads that see to the order of their calls). Which of them comes first is not known, so that the "
-            "communicator is of no use any more"
+            f"{threading.current_thread().name!r}): one call is made at a time. Give each thread a communicator, or "
+            "order the calls of the threads. Which of them comes first is not known, so that the communicator is of no "
+            "use any more"
         )
         self.control.abort(f"rank {rank} called {name} in two threads at once", (rank,))
         raise self.failure
@@ -296,21 +296,21 @@ class Calls:
             raise
         except Exception as error:
             rank = self.control.rank
-            self._keep_failure(error)
+            self._note_failure(error)
             self.control.abort(f"rank {rank} could not make its call: {type(error).__name__}: {error}", (rank,))
             raise
 
-    def _keep_failure(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         """Keep an error to raise it in later calls; not if the communicator is closed, since an error keeps frames."""
         self.failure = error
         if self.closed:
             self.failure = None
         if ranges.observers:
-            ranges.tell("failed", error)
+            ranges.notify("failed", error)
 
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, and tell the peers that this rank makes no more calls."""
-        self._keep_failure(error)
+        self._note_failure(error)
         if isinstance(error, KeyboardInterrupt):
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
         else:

@@ -17,9 +17,8 @@ from sidelane.program.caching import Once, program_bytes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
-from sidelane.program.shape import CallShape
+from sidelane.program.shape import PRELAUNCH, CallShape, Variant
 from sidelane.program.transform import freeze, hold, lower, prelaunch
-from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 
@@ -196,8 +195,8 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     if candidate.implementation == SM:
         if prelaunched:
             raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: "
-                f"{PRELAUNCH} is for copy engines)"
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}): "
+                f"{PRELAUNCH} is for copy engines"
             )
         # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
         there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
@@ -247,7 +246,9 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         if variant in elsewhere - here:
             allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
-        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
+        raise ValueError(
+            f"{kind}: {what} (value={variant!r}, allowed={allowed}); all except auto also with {PRELAUNCH}"
+        )
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:

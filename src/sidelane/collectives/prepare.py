@@ -73,7 +73,7 @@ class Staging:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_captured = False
-        self._kept: list[SymmetricBlock] = []
+        self._held: list[SymmetricBlock] = []
         self._take(None)
 
     def _take(self, block: SymmetricBlock | None) -> None:
@@ -88,7 +88,7 @@ class Staging:
     def close(self) -> None:
         """Release the memory, including blocks that captured graphs refer to."""
         self._take(None)
-        self._kept.clear()
+        self._held.clear()
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
         """Make sure that a call has enough staging. Collective if it grows.
@@ -113,7 +113,7 @@ class Staging:
             )
         if grows:
             if self._block is not None and self._is_captured:
-                self._kept.append(self._block)
+                self._held.append(self._block)
             elif self._block is not None:
                 # The allocation is collective: when it ends, the calls on the old block have ended on every rank.
                 self._backend.synchronize()
@@ -167,7 +167,7 @@ class Preparer:
             KernelProgram: _SharedMemory(kernels, arenas=self._arena.addresses if self._arena else ()),
         }
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
-        self._kept: list[object] = []
+        self._held: list[object] = []
         self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
 
@@ -178,7 +178,7 @@ class Preparer:
         return found if found is not None and self.planner.known(found.agreement) else None
 
     def prepare_at(
-        self, known: ShapeProgram, shape: Shape, key: Key, *, comes_again: bool
+        self, known: ShapeProgram, shape: Shape, key: Key, *, is_repeated: bool
     ) -> tuple[PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
@@ -186,17 +186,17 @@ class Preparer:
             known: the program of the shape.
             shape: shape and addresses of the call.
             key: cache key of the call, with its addresses.
-            comes_again: the call was made before, by compiled code.
+            is_repeated: the call was made before, by compiled code.
 
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
         loaded = self._load(known.plan.program, known.at(shape.addresses), False)
         prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
-        again = comes_again or self.cache.comes_again(key)
-        if again:
+        repeated = is_repeated or self.cache.has_seen(key)
+        if repeated:
             self.cache.entry(key).prepared = prepared
-        return prepared, again
+        return prepared, repeated
 
     def prepare(
         self,
@@ -227,7 +227,7 @@ class Preparer:
             raise
         if frozen:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
-            self._kept.append(loaded)
+            self._held.append(loaded)
         prepared = PreparedCall(loaded, agreement.text, frozen, plan.choice)
         if not was_known:
             choice = plan.choice
@@ -283,7 +283,7 @@ class Preparer:
         """Forget every loaded program, and release the memory."""
         self.cache.clear()
         self.cache.keepers.clear()
-        self._kept.clear()
+        self._held.clear()
         for program in list(self.own_programs):
             program.close()
         for staging in self._stagings:

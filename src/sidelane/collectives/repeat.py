@@ -67,7 +67,7 @@ class Repeats:
     ) -> None:
         self.backend = backend
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
-        control, posts, lock = calls.control, calls.control.own_posts(), backend.executor.lock
+        control, own, lock = calls.control, calls.control.own, backend.executor.lock
         guards = (
             (calls, "closed", False),
             (calls, "failure", None),
@@ -78,8 +78,8 @@ class Repeats:
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
-            *(tuple(posts.records), tuple(record.address for record in posts.records), posts.begun_address),
-            *(control, control.post_call, posts.lock, lock.acquire, lock.release),
+            *(tuple(own.slots), tuple(record.address for record in own.slots), own.begun_address),
+            *(control, control.post_call, control.lock, lock.acquire, lock.release),
             *(count_writes, torch.Tensor),
         )
         self.run = self._replay.run
@@ -94,9 +94,9 @@ class Repeats:
         self._replay.forget()
 
     @property
-    def comes_again(self) -> bool:
+    def is_repeated(self) -> bool:
         """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
-        return bool(self._replay.again)
+        return bool(self._replay.repeated)
 
     def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
@@ -110,7 +110,7 @@ class Repeats:
         prepared: PreparedCall,
         caller: CallerStream,
         *,
-        asked: SingleCall | None = None,
+        call_form: SingleCall | None = None,
         shape: Shape | None = None,
         program: ShapeProgram | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Repeats:
             key: kind, variant, beside, details, frozen, generation, identities of the tensors.
             prepared: the prepared call that ran.
             caller: the stream on which it ran.
-            asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
+            call_form: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
             shape: shape of the call, to make calls of it again at any addresses; None: only at these.
             program: program of the shape.
         """
@@ -137,7 +137,7 @@ class Repeats:
             form = admits, shape.distance is not None, shape.distance or 0, rows
         else:
             repetition = prepared.loaded.repetition(caller)
-        if not self._give(key, prepared, caller, repetition, asked, shape=form):
+        if not self._give(key, prepared, caller, repetition, call_form, shape=form):
             return
         preparer = self._preparer
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
@@ -189,8 +189,8 @@ class Repeats:
         launch = self._replay.launch(
             *(caller[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
         )
-        again: Callable[..., bool | None] = launch.run
-        return again
+        run: Callable[..., bool | None] = launch.run
+        return run
 
     def _give(
         self,
@@ -198,7 +198,7 @@ class Repeats:
         prepared: PreparedCall,
         caller: CallerStream,
         repetition: Repetition | None,
-        asked: SingleCall | None = None,
+        call_form: SingleCall | None = None,
         *,
         shape: object = None,
     ) -> bool:
@@ -209,8 +209,8 @@ class Repeats:
             return False
         kind, variant, beside, details, _, _, identities = key
         lists = 0
-        if asked is not None:
-            details, lists = asked.details, len(asked.tensors)
+        if call_form is not None:
+            details, lists = call_form.details, len(call_form.tensors)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
         if self._nbytes > MOST_BYTES:

@@ -27,7 +27,7 @@ from sidelane import log
 from sidelane.errors import UnavailableError
 from sidelane.memory.heap import SymmetricBlock, SymmetricHeap
 from sidelane.memory.posts import SPLITS
-from sidelane.memory.release import Kept
+from sidelane.memory.release import DeferredRelease
 from sidelane.memory.storage import bytes_at, storage_of
 from sidelane.modes import after_import
 from sidelane.session import Communicator
@@ -49,7 +49,7 @@ class FsdpBuffers:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._lent: dict[int, bool] = {}  # by address: True if it returns to the pool
+        self._leased: dict[int, bool] = {}  # by address: True if it returns to the pool
 
     def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a symmetric buffer, which returns to the pool when its last view has gone.
@@ -68,22 +68,22 @@ class FsdpBuffers:
             whole = free.pop(0) if free else self._comm.empty(nbytes, dtype=torch.uint8)
         except UnavailableError:
             return torch.empty(*size, dtype=dtype, device=self._comm.device)
-        self._lent[whole.data_ptr()] = True
+        self._leased[whole.data_ptr()] = True
         part = storage_of(whole, 0, nbytes, lambda: self._came_back(free, whole))
         return part[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
 
     def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
         """Keep a tensor out of the pool, because another backend holds it."""
         address = tensor.untyped_storage().data_ptr()
-        if address in self._lent:
-            self._lent[address] = False
+        if address in self._leased:
+            self._leased[address] = False
 
     def clear(self) -> None:
         """Drop the free buffers."""
         self._free.clear()
 
     def _came_back(self, free: list[torch.Tensor], whole: torch.Tensor) -> None:
-        if self._lent.pop(whole.data_ptr()):
+        if self._leased.pop(whole.data_ptr()):
             free.append(whole)
 
 
@@ -167,12 +167,12 @@ class Allocating:
         return found
 
 
-def ask_groups_of(kind: type[Any]) -> None:
+def use_group_memory_of(kind: type[Any]) -> None:
     """Let FSDP2 ask groups of a kind for memory: at once if FSDP2 is imported, else when it is."""
-    after_import(PARAM_GROUP, lambda module: _ask_groups(module, kind))
+    after_import(PARAM_GROUP, lambda module: _use_group_memory(module, kind))
 
 
-def _ask_groups(module: Any, kind: type[Any]) -> None:
+def _use_group_memory(module: Any, kind: type[Any]) -> None:
     """Give parameter groups of ``module`` torch's collectives that ask groups for memory, if these are of a kind."""
     names = (
         *("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter"),
@@ -260,7 +260,7 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
             made.why = found
             continue
         starts, mappings = found
-        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, Kept((mappings, owner), device))
+        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, DeferredRelease((mappings, owner), device))
         made.numbers.append(communicator.allocations.adopt(block))
         made.nbytes += nbytes
     if made.why:

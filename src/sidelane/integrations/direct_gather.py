@@ -102,7 +102,7 @@ class DirectGather:
 
     def __init__(self, params: Any, calls: FsdpGroup) -> None:
         self._params, self._calls, self._ring = params, calls, calls.ring
-        self._lent: dict[Any, RingPart] = {}  # by parameter: the part that holds the parameter's own memory meanwhile
+        self._leased: dict[Any, RingPart] = {}  # by parameter: the part that holds the parameter's own memory meanwhile
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered | None:
@@ -166,7 +166,7 @@ class DirectGather:
             param.free_unsharded_param = functools.partial(self._free, param)
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def return_all(self) -> None:
         """Restore torch's functions. Parameters in use get ordinary memory with the same contents."""
         if self._params._all_gather_result is not None:
             try:
@@ -174,24 +174,24 @@ class DirectGather:
             except SidelaneError:  # the gather has failed, and its error was raised
                 self._params._all_gather_result = None
         for param in self._params.fsdp_params:
-            copy = param.all_gather_outputs[0].clone() if param in self._lent else None
+            copy = param.all_gather_outputs[0].clone() if param in self._leased else None
             self._take_back(param)
             if copy is not None:
                 exchange_memory(param.all_gather_outputs[0].untyped_storage(), copy.untyped_storage())
             vars(param).pop("free_unsharded_param", None)
         restore_functions(self)
 
-    def lend(self, param: Any, part: RingPart) -> None:
+    def lease(self, param: Any, part: RingPart) -> None:
         """Give the storage of a parameter the memory of a gather."""
         self._take_back(param)
         storage = param.all_gather_outputs[0].untyped_storage()
         if storage.size():  # torch has filled it now, or in a gather of its own
             storage.resize_(0)
         exchange_memory(storage, part.memory.untyped_storage())
-        self._lent[param] = part
+        self._leased[param] = part
 
     def _take_back(self, param: Any) -> None:
-        part = self._lent.pop(param, None)
+        part = self._leased.pop(param, None)
         if part is not None:
             exchange_memory(param.all_gather_outputs[0].untyped_storage(), part.memory.untyped_storage())
             part.release()
@@ -225,7 +225,7 @@ class Gathered(AllGatherResult):
             *(params, self.parts, self.param_all_gather_input_numels, self.param_all_gather_input_dtypes), strict=True
         ):
             param.init_all_gather_outputs(numels, dtypes, ranks, device)
-            self.direct.lend(param, part)
+            self.direct.lease(param, part)
         self.parts.clear()
 
 

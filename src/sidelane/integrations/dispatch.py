@@ -33,7 +33,7 @@ from sidelane.sizes import format_bytes
 SMALL_BYTES = 4096
 """Bytes of asynchronous calls up to which their works are kept a while."""
 
-MOST_KEPT = 256
+MOST_CACHED = 256
 
 STAGED_BYTES = 48 << 20
 """Bytes from which NCCL makes an all-to-all of ordinary tensors: staging takes longer. On two H200s, 64 MB take 137 us
@@ -63,10 +63,10 @@ class GroupDispatcher:
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
-        self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
+        self._held: collections.deque[dist.Work] = collections.deque(maxlen=MOST_CACHED)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
         self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
-        life.forgets = (self._kept.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
+        life.forgets = (self._held.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         forks.in_copies_of(self, lambda made: made._repeated.clear())  # so that all calls are refused in one place
@@ -143,7 +143,7 @@ class GroupDispatcher:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if is_async and nbytes <= SMALL_BYTES:
-            self._kept.append(work)
+            self._held.append(work)
         if observed is not None:
             observed.maker = self._maker(tensors)
         return work
@@ -180,7 +180,7 @@ class GroupDispatcher:
         if self._coalescing is not None:
             self._coalescing.append(work)
         if call.is_async and call.nbytes <= SMALL_BYTES:
-            self._kept.append(work)
+            self._held.append(work)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
         return work
@@ -254,11 +254,11 @@ class GroupDispatcher:
         """Raise for a call that the graph under capture would not hold; no step has run."""
         maker = self.names.get(device, "none") if call.refusal else SIDELANE
         if device == "cpu":
-            why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
+            why = "tensors of the CPU, which replays would not touch: make it before the capture or after it"
         elif maker not in (SIDELANE, "nccl"):
             why = f"{maker} makes it, on the host ({call.refusal})"
         elif maker == SIDELANE and device not in self.life.communicators:
-            why = "the group's first call that Sidelane makes (allowed=one before the capture)"
+            why = "the group's first call that Sidelane makes: make one before the capture"
         else:
             return
         raise UnavailableError(f"{call.operation.name}: not while a graph is captured: {why}")
@@ -297,11 +297,11 @@ class GroupDispatcher:
                 args, copies = calls.contiguous_arguments(call)
             work = getattr(self.life.other, call.operation.method)(*args)
         except RuntimeError as error:
-            self.life.witness.explain(error, needed)
+            self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.witness, needed, looks=is_of_all and name == "gloo", copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, looks=is_of_all and name == "gloo", copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""

@@ -120,7 +120,7 @@ def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
     return found
 
 
-class Witness:
+class FailedPeers:
     """Names those that have died or left when the other group fails, and while it waits.
 
     Args:

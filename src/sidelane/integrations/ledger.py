@@ -125,7 +125,7 @@ class Ledger:
             level = logging.INFO if where == SIDELANE else logging.WARNING
             log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
         if where != SIDELANE and ranges.observers:
-            ranges.tell("fell_back", operation, where, why)
+            ranges.notify("fell_back", operation, where, why)
 
     def row(self, key: RowKey, entry: _Sum) -> ReportRow:
         """Return a sum as a row of the report."""

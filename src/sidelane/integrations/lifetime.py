@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config as settings
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.integrations.fallback import Witness, kinds
+from sidelane.integrations.fallback import FailedPeers, kinds
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import NodeRanks
 from sidelane.integrations.order import HostOrder, StreamOrder
@@ -37,11 +37,11 @@ class GroupLifetime:
     Args:
         group: group that torch knows; this object does not keep it alive.
         other: group behind it.
-        witness: knows the processes that have died.
+        failed_peers: knows the processes that have died.
         here: ranks of the group; their settings have the time-out of Sidelane's calls.
 
     Attributes:
-        other, witness: see above.
+        other, failed_peers: see above.
         ranks: ranks of the group, in the world.
         rank: number of this rank in the group.
         nodes: nodes of the ranks.
@@ -57,13 +57,15 @@ class GroupLifetime:
         forgets: functions that drop the works, decisions and memory of calls, before the communicators are closed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup, witness: Witness, here: NodeRanks) -> None:
-        self._whose, self.other, self.witness, self._here = weakref.ref(group), other, witness, here
+    def __init__(
+        self, group: dist.ProcessGroup, other: dist.ProcessGroup, failed_peers: FailedPeers, here: NodeRanks
+    ) -> None:
+        self._whose, self.other, self.failed_peers, self._here = weakref.ref(group), other, failed_peers, here
         self.ranks, self.rank, self.nodes = here.liveness.ranks, here.rank, here.nodes
         self.timeout = timedelta(seconds=here.config.timeout_s)
         self.name = "undefined"
         self.names = {device.type: str(backend.name()).lower() for device, (_, backend) in kinds(other).items()}
-        self.asked: tuple[str, str] | None = None
+        self.requested: tuple[str, str] | None = None
         self.owner = forks.Owner("process group")
         self._ended = ""  # words for its end
         # Only weak references here: connections and threads end with a group, not when garbage is collected.
@@ -93,9 +95,9 @@ class GroupLifetime:
     def check(self) -> None:
         """Raise a PeerError, which the peers receive, if the group has ended and waiting for peers is useless."""
         if self._ended:
-            raise self._told()
+            raise self._ending_error()
 
-    def _told(self) -> PeerError:
+    def _ending_error(self) -> PeerError:
         return PeerError(f"process group {self.name} {self._ended} on rank {self.rank}", (self.rank,))
 
     def require(self) -> None:
@@ -109,7 +111,7 @@ class GroupLifetime:
             raise self._refusal(self._ended)
 
     def _refusal(self, why: str) -> CommunicatorClosedError:
-        return CommunicatorClosedError(f"process group {self.name} {why} (allowed=calls before that, and a new group)")
+        return CommunicatorClosedError(f"process group {self.name} {why}: a new group can make calls")
 
     def finish(self) -> None:
         """Wait for the calls under way, and release everything."""
@@ -126,13 +128,13 @@ class GroupLifetime:
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
-            self.witness.liveness.leave(str(self._told()))
+            self.failed_peers.liveness.leave(str(self._ending_error()))
         for forget in self.forgets:
             forget()
         communicators, self.communicators = self.communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                _leave(communicator, self._told())
+                _leave(communicator, self._ending_error())
             communicator.close()
 
     def explain(self, error: Exception) -> None:
@@ -142,12 +144,12 @@ class GroupLifetime:
         if self.ranks != tuple(range(len(self.ranks))):
             error.add_note(f"ranks of {self.name} are, in the world: {list(self.ranks)}")
 
-    def what_was_asked(self) -> tuple[str, str]:
-        """Return the devices and backends of the group; see ``asked``."""
-        if self.asked is None:  # torch notes it after it has made the group
+    def requested_backends(self) -> tuple[str, str]:
+        """Return the devices and backends of the group; see ``requested``."""
+        if self.requested is None:  # torch notes it after it has made the group
             group = self.group
-            self.asked = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
-        return self.asked
+            self.requested = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
+        return self.requested
 
     def uses(self, device: str) -> str:
         """Return the reason why Sidelane does not take tensors of such a device; "" if it does."""
@@ -162,8 +164,8 @@ class GroupLifetime:
             return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self.orders:
             return f"Sidelane does not know {device}"
-        asked, config = self.what_was_asked()
-        if asked == SIDELANE:
+        requested, config = self.requested_backends()
+        if requested == SIDELANE:
             is_control = device == "cpu" and "cuda" in self.names
             return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
         names = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}

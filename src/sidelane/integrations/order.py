@@ -235,11 +235,11 @@ class StreamOrder:
         if not is_async:
             if side is not None:
                 _wait_for(side)
-            if call.communicator.make_again(call.kind, given, call.details, 0):
+            if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return EndedWork(tensors[:1])
         elif side is not None:
             side.follow()
-            if call.communicator.make_again(call.kind, given, call.details, side.handle):
+            if call.communicator.repeat_call(call.kind, given, call.details, side.handle):
                 made: dist.Work = call.backend.work_on(side, tensors, (tensors[0],))
                 return made
         if not are_plain(tensors, call.dtype, call.device):

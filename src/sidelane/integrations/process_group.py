@@ -22,11 +22,11 @@ from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
-from sidelane.integrations.fallback import Witness, kinds, make_other
+from sidelane.integrations.fallback import FailedPeers, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.memory.liveness import Wider, keep, known
+from sidelane.memory.liveness import Wider, known, set_liveness
 from sidelane.modes import untraced
 from sidelane.session import Communicator
 
@@ -66,14 +66,14 @@ class SidelaneGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
         self._store, self.world_ranks = store, tuple(ranks)
         here = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
-        keep(self, here.liveness)
-        witness = Witness(here.liveness)
+        set_liveness(self, here.liveness)
+        failed_peers = FailedPeers(here.liveness)
         try:
             self._other, self._owned = other(timedelta(seconds=here.config.timeout_s)), owned
         except RuntimeError as error:  # a rank that has met the others may end while they connect
-            witness.explain(error, range(size))
+            failed_peers.explain(error, range(size))
             raise
-        self._lifetime, self._description = GroupLifetime(self, self._other, witness, here), "undefined"
+        self._lifetime, self._description = GroupLifetime(self, self._other, failed_peers, here), "undefined"
         self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
@@ -89,9 +89,9 @@ class SidelaneGroup(dist.ProcessGroup):
         """Return the name of the backend in torch."""
         return SIDELANE
 
-    def take_devices(self, asked: str, config: str | None = None) -> None:
+    def take_devices(self, requested: str, config: str | None = None) -> None:
         """Set the group's devices and backends: the caller's request, short and in full, both as torch writes it."""
-        self._lifetime.asked = asked, config or asked
+        self._lifetime.requested = requested, config or requested
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
         """Return the communicator for a device's tensors (None: the current GPU's, else the CPU's). Collective.
@@ -155,7 +155,7 @@ class SidelaneGroup(dist.ProcessGroup):
             return make_other(*arguments, timeout, name, (), None)
 
         made = SidelaneGroup(*arguments, timeout or self._lifetime.timeout, ranks, other, wider=(wider, chosen))
-        made.take_devices(*self._lifetime.what_was_asked())
+        made.take_devices(*self._lifetime.requested_backends())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made

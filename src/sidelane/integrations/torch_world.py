@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from sidelane.integrations.buffers import ask_groups_of
+from sidelane.integrations.buffers import use_group_memory_of
 from sidelane.integrations.fallback import make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.process_group import SidelaneGroup
@@ -92,10 +92,10 @@ def split_group(
     if not isinstance(parent, SidelaneGroup):
         return _TORCHS["split_group"](parent_pg, split_ranks, timeout, pg_options, group_desc, **others)  # type: ignore[misc]
     if pg_options is not None or any(value is not None for value in others.values()):
-        raise ValueError("split_group: pg_options and backend (allowed=None, on a Sidelane group)")
+        raise ValueError("split_group: pg_options and backend of a Sidelane group (allowed=None)")
     size, every = parent.size(), list(itertools.chain.from_iterable(split_ranks or []))
     if not split_ranks or not all(split_ranks):
-        raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed=lists of one rank and more)")
+        raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed=non-empty lists of ranks)")
     if len(set(every)) < len(every) or not set(every) <= set(range(size)):
         allowed = f"ranks 0 to {size - 1} of the group, once"
         raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed={allowed})")
@@ -175,4 +175,4 @@ for _ours in (split_group, batch_isend_irecv, _set_pg_timeout):
     if hasattr(dist, _name):
         setattr(dist, _name, _ours)
 trace_as_groups(SidelaneGroup)
-ask_groups_of(SidelaneGroup)
+use_group_memory_of(SidelaneGroup)

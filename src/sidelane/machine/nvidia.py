@@ -32,7 +32,6 @@ def inspect() -> Accelerators:
     notes: list[str] = []
     with _nvml(notes) as nvml:
         gpus = tuple(_gpu(index, nvml, notes) for index in range(count))
-        pair_links = _pair_links(count, nvml) if nvml else None
         driver = _driver_version(nvml)
     peer_access = tuple(
         tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
@@ -41,7 +40,6 @@ def inspect() -> Accelerators:
         device_type=DEVICE_TYPE,
         gpus=gpus,
         peer_access=peer_access,
-        pair_links=pair_links,
         driver=f"{driver}, CUDA {torch.version.cuda}",
         library=f"NCCL {_nccl_version_text()}",
         library_uses_copy_engines=nccl_uses_copy_engines(),
@@ -88,12 +86,12 @@ def _gpu(index: int, nvml: Any, notes: list[str]) -> InstalledGpu:
     power_cap_w: float | None = None
     if nvml:
         handle = _handle(nvml, index)
-        states = [_ask(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        states = [_query(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
         active = [link for link, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]
         links = len(active)
-        ends = [_ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) for link in active]
+        ends = [_query(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) for link in active]
         through_switch = nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH in ends if links else None
-        cap_mw = _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        cap_mw = _query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         power_cap_w = cap_mw / 1000 if cap_mw is not None else None
     return InstalledGpu(
         index=index,
@@ -124,28 +122,12 @@ def _copy_engines(index: int, notes: list[str]) -> int | None:
     return None
 
 
-def _pair_links(count: int, nvml: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return direct NVLinks between each two GPUs; None if there are none (links that end at a switch have no pair)."""
-    by_bus = {nvml.nvmlDeviceGetPciInfo(_handle(nvml, index)).busId: index for index in range(count)}
-    links = [[0] * count for _ in range(count)]
-    for index in range(count):
-        handle = _handle(nvml, index)
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if _ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
-                continue
-            end = _ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-            peer = by_bus.get(end.busId) if end is not None else None
-            if peer is not None:
-                links[index][peer] += 1
-    return tuple(tuple(row) for row in links) if any(map(any, links)) else None
-
-
 def _handle(nvml: Any, index: int) -> Any:
     # NVML counts all GPUs of the machine, torch those that it is allowed to see: only the UUID is the same for both.
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
-def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call NVML; return None if the device does not support the query (every NVML error is a plain Exception)."""
     try:
         return function(*arguments)
@@ -154,7 +136,7 @@ def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _driver_version(nvml: Any) -> str:
-    version = _ask(nvml.nvmlSystemGetDriverVersion) if nvml else None
+    version = _query(nvml.nvmlSystemGetDriverVersion) if nvml else None
     return version.decode() if isinstance(version, bytes) else version or "unknown"
 
 

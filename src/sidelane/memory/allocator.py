@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 ALIGNMENT = 512
 """Bytes to which sizes and offsets of allocations are rounded."""
@@ -43,8 +44,7 @@ class MemoryUse:
         return cls(sum(use.reserved for use in found), used, None, sum(use.own for use in found))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """Bytes of a segment.
 
     Attributes:
@@ -97,20 +97,17 @@ class BlockAllocator:
         self.reserved += nbytes
         self._add_hole(Range(segment, 0, nbytes))
 
-    def drop(self, numbers: Iterable[int]) -> list[Range]:
-        """Note that one rank has dropped ranges. Return those that all ranks have dropped and that are free now."""
-        free: list[Range] = []
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Note that one rank has dropped ranges. Those that all ranks have dropped are free from now on."""
         for number in numbers:
             self._dropped[number] += 1
             if self._dropped[number] == self._world_size:
                 del self._dropped[number]
-                free.append(self._given.pop(number))
-                self._add_hole(free[-1])
-        return free
+                self._add_hole(self._given.pop(number))
 
     def _add_hole(self, new: Range) -> None:
         holes: list[Range] = []
-        for hole in sorted([*self._holes, new], key=_start):
+        for hole in sorted([*self._holes, new]):
             if holes and (hole.segment, hole.offset) == (holes[-1].segment, holes[-1].offset + holes[-1].nbytes):
                 hole = Range(hole.segment, holes[-1].offset, holes.pop().nbytes + hole.nbytes)
             holes.append(hole)
@@ -157,7 +154,3 @@ def from_text(text: str) -> list[int]:
         first, _, last = part.partition("-")
         found.extend(range(int(first), int(last or first) + 1))
     return found
-
-
-def _start(found: Range) -> tuple[int, int]:
-    return found.segment, found.offset

@@ -12,8 +12,6 @@ sequence number and a checksum, so that a reader gets either a whole record or n
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import os
 import threading
 import time
@@ -45,7 +43,6 @@ from sidelane.memory.posts import (
     different,
     fit,
 )
-from sidelane.memory.record import Record
 
 NO_CALL = 0
 """Number of no call, since calls begin at 1: ``check`` with it finds aborts of peers only."""
@@ -53,21 +50,6 @@ NO_CALL = 0
 _MOST_PAYLOADS = 4096
 _LIVENESS_INTERVAL_S = 0.1  # checking a process costs a system call or two
 _STEP_S = 200e-6  # time in which peers usually come: no sleep until then
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OwnPosts:
-    """Memory in which a rank posts its calls, for compiled code that replaces :meth:`ControlBlock.post_call`.
-
-    Attributes:
-        records: ring of records; call ``n`` is posted in record ``n % len(records)``.
-        begun_address: address of the 64-bit word that holds the last call begun.
-        lock: held while writing.
-    """
-
-    records: list[Record]
-    begun_address: int
-    lock: threading.Lock
 
 
 class ControlBlock:
@@ -79,6 +61,8 @@ class ControlBlock:
         exchange: connection of the ranks, all on one machine. From here on its waits raise failures posted here.
 
     Attributes:
+        own: part of this rank. Compiled code posts calls there, in place of :meth:`post_call`.
+        lock: held while this rank writes there.
         world_ranks: numbers of the ranks in the world, for observers.
         unread: first call whose post peers may not have read yet; 0 if there is none.
         pid: process id of this rank.
@@ -92,8 +76,8 @@ class ControlBlock:
         self.rank, self.world_size = shared.rank, shared.world_size
         self._liveness, self.pid = exchange.liveness, os.getpid()
         self._parts = [PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
-        self._own = self._parts[shared.rank]
-        self._lock = threading.Lock()  # a part has one writer at a time
+        self.own = self._parts[shared.rank]
+        self.lock = threading.Lock()  # a part has one writer at a time
         self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code
         self._open_calls: set[int] = set()
         self._last_ended = 0
@@ -127,18 +111,14 @@ class ControlBlock:
                 if len(self._payloads) >= _MOST_PAYLOADS:
                     self._payloads.clear()
                 self._payloads[signature] = payload
-        with self._lock:
-            own = self._own
+        with self.lock:
+            own = self.own
             status = OK if refusal is None else REFUSED if blames is None else REPEATED + blames
             own.slots[call % RING_CALLS].write(call, status, payload)
             if refusal is None and own.words[BEGUN] < call:
                 own.words[BEGUN] = call
             if refusal is not None and own.words[AGREED] < call:
                 own.words[AGREED] = call  # a rank that refuses does not compare: peers need keep no posts for it
-
-    def own_posts(self) -> OwnPosts:
-        """Return the memory that :meth:`post_call` writes."""
-        return OwnPosts(self._own.slots, _address(self._own.words, BEGUN), self._lock)
 
     def payload(self, signature: str) -> bytes | None:
         """Return the payload of posts with ``signature``; None before the first such post."""
@@ -147,23 +127,23 @@ class ControlBlock:
     def begin(self, call: int, step: str) -> None:
         """Record that this rank has begun ``call``; ``step`` describes it in a few words."""
         self._check_usable("begin")
-        with self._lock:
+        with self.lock:
             self._open_calls.add(call)
-            self._own.words[BEGUN] = max(self._own.words[BEGUN], call)
-            self._own.step.write(call, RUNS, fit(step, STEP_TEXT_BYTES - 1))
+            self.own.words[BEGUN] = max(self.own.words[BEGUN], call)
+            self.own.step.write(call, RUNS, fit(step, STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
         """Record that this rank waits for a peer in ``call``; ``step`` replaces the text of ``begin``."""
-        with self._lock:
-            self._own.step.write(call, WAITS, fit(step, STEP_TEXT_BYTES - 1))
+        with self.lock:
+            self.own.step.write(call, WAITS, fit(step, STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
         """Record that ``call`` has ended on this rank, with or without an error."""
-        with self._lock:
+        with self.lock:
             self._open_calls.discard(call)
             self._last_ended = max(self._last_ended, call)
             # Calls may end out of order; the word promises that everything up to it has ended.
-            self._own.words[ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
+            self.own.words[ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
         """Make ``check`` raise on every rank from now on. Only the first message of a rank counts.
@@ -177,17 +157,17 @@ class ControlBlock:
             return  # a forked copy shares the memory, but is no rank
         culprits = ",".join(map(str, ranks or (self.rank,)))
         with self._giving_up:
-            if self._own.abort.is_blank:
+            if self.own.abort.is_blank:
                 payload = culprits.encode() + b"\0" + fit(message, ABORT_BYTES - 100)
                 # The monotonic clock is one for the machine: it tells which of several aborts came first.
-                self._own.abort.write(time.monotonic_ns(), TIMED_OUT if timed_out else FAILED, payload)
+                self.own.abort.write(time.monotonic_ns(), TIMED_OUT if timed_out else FAILED, payload)
 
     def close(self) -> None:
         """Record that this rank makes no further call. Idempotent. The memory is unmapped with the last reference."""
         self._is_closed = True
         if os.getpid() != self.pid:
             return  # a forked copy shares the memory, but is no rank
-        self._own.words[CLOSED] = 1
+        self.own.words[CLOSED] = 1
 
     # --- reading all parts --------------------------------------------------------------------------------------------
 
@@ -229,11 +209,11 @@ class ControlBlock:
         Raises:
             PeerError: the calls differ; both are named.
         """
-        own = self._own.slot(call)
+        own = self.own.slot(call)
         for rank, part in enumerate(self._parts):
             if part.slot(call).number != call or part.slot(call).looks_like(own):
                 continue
-            mine, other = self._own.posted(self.rank, call), part.posted(rank, call)
+            mine, other = self.own.posted(self.rank, call), part.posted(rank, call)
             if mine is None or other is None or other.common == mine.common:
                 continue
             text = f"call {call}: ranks made different calls, and bytes have moved: {different(mine, other)}"
@@ -258,7 +238,7 @@ class ControlBlock:
                     found[rank] = posted
             if len(found) == self.world_size:
                 self._check_aborts()  # a rank may have posted and then given up
-                self._own.words[AGREED] = self.unread = call
+                self.own.words[AGREED] = self.unread = call
                 self._patience_s = timeout_s
                 if ranges.observers and missing:
                     self.waited(missing, time.monotonic() - began)
@@ -271,7 +251,7 @@ class ControlBlock:
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Tell observers that the host has waited for some ranks."""
-        ranges.tell("waited", [self.world_ranks[rank] for rank in ranks], seconds)
+        ranges.notify("waited", [self.world_ranks[rank] for rank in ranks], seconds)
 
     def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
         """Write a line of the log, once for ``call``, if this rank has waited long.
@@ -341,7 +321,7 @@ class ControlBlock:
 
     def _look(self) -> None:
         """Raise if the last call that all ranks agreed on cannot complete any more."""
-        self.check(int(self._own.words[AGREED]))
+        self.check(int(self.own.words[AGREED]))
 
     def _let_peers_read(self) -> None:
         """Wait, before a post is overwritten, until peers have read it: this rank may have run ahead of a slow one.
@@ -371,7 +351,7 @@ class ControlBlock:
         return PostedCall(rank, text, None)
 
     def _other_call(self, rank: int, call: int) -> str:
-        own, other = self._own.posted(self.rank, call), self._parts[rank].posted(rank, call)
+        own, other = self.own.posted(self.rank, call), self._parts[rank].posted(rank, call)
         if other is None:
             lost = self._overwritten(rank, call) if call else None
             return f", {lost.shown}" if lost else ""
@@ -423,7 +403,3 @@ class ControlBlock:
     def _check_usable(self, method: str) -> None:
         if self._is_closed:
             raise CommunicatorClosedError(f"ControlBlock.{method}: the control block was closed")
-
-
-def _address(words: memoryview, index: int) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(words)) + words.itemsize * index

@@ -69,7 +69,7 @@ class Exchange:
         group: group of ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
         warn_s: seconds after which the log names the ranks that have not come.
-        again: the store may hold values of an earlier group of this name, which are skipped. It costs a round trip.
+        skips_earlier: skip values that an earlier group of this name has left in the store. It costs a round trip.
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
@@ -86,7 +86,7 @@ class Exchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, again: bool = False
+        self, group: dist.ProcessGroup, timeout_s: float, *, warn_s: float = DEFAULT_WARN_S, skips_earlier: bool = False
     ) -> None:
         require_own(group, "Communicator")
         self.rank, self.world_size, self.ranks = group.rank(), group.size(), ranks_of(group)
@@ -95,15 +95,15 @@ class Exchange:
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = dist.HashStore() if self.world_size == 1 else store_of(group)
         self._store: dist.Store | None = None
-        said = dist.PrefixStore(f"sidelane/{self._group}", self.store)
-        self.liveness: Liveness = liveness_of(group, said, self.rank, self.ranks)
+        shared = dist.PrefixStore(f"sidelane/{self._group}", self.store)
+        self.liveness: Liveness = liveness_of(group, shared, self.rank, self.ranks)
         with _counting:
             self._slots = _slots.setdefault(group, itertools.count(1))
         self._go_on()
         self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
-        self._deciding, self._again, self._read_each_at = False, again, 0.0
+        self._deciding, self._skips_earlier, self._read_each_at = False, skips_earlier, 0.0
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
         """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
@@ -140,12 +140,12 @@ class Exchange:
         if other is not None:
             raise MismatchError(
                 f"exchange {self._number} of communicator {self.name}: rank {self.rank} is about: {what}; "
-                f"rank {other}: {found[other].what} (allowed=the same calls, in the same order)"
+                f"rank {other}: {found[other].what}. All ranks make the same calls in the same order"
             )
         own = self._posted.item
         unlike = [rank for rank, post in enumerate(found) if not alike(own, post.item)]
         if unlike:
-            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, allowed=as {own!r:.{SHOWN}}"
+            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, here={own!r:.{SHOWN}}"
             raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
         if self._number > 1:
             return [post.item for post in found]
@@ -210,7 +210,7 @@ class Exchange:
     def _meet(self, what: str, item: Any) -> list[Post]:
         """Run an exchange: the first one at the first slot where all ranks meet, later ones at that slot."""
         is_first = self._number == 1
-        if is_first and self._again:
+        if is_first and self._skips_earlier:
             self._go_past(what)
         while True:
             outcome, failure = self._take_part(what, item)
@@ -367,7 +367,7 @@ class Exchange:
             if _KEEPS_NOTHING in str(error):
                 raise UnavailableError(
                     f"{users_call() or what}: the group's store keeps no values, as that of torch's fake groups, whose "
-                    "ranks cannot meet (allowed=groups with a TCPStore, FileStore or HashStore)"
+                    "ranks cannot meet (allowed=groups of a TCPStore, FileStore, HashStore)"
                 ) from None
             gone = self.liveness.gone(range(self.world_size), within_s=DYING_S)
             why = "".join(f"{how}; " for how in gone.values())
@@ -390,7 +390,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
             f"Communicator: the group has no store (allowed=groups of torch.distributed): {error}"
         ) from error
     if store is None:
-        raise UnavailableError("Communicator: the group has no store (allowed=groups that were made with one)")
+        raise UnavailableError("Communicator: the group was made without a store, and needs one")
     # Its own connection: a wait for a key occupies a connection as long as it lasts. If the store ended with a rank,
     # attempts to connect take long.
     liveness = known(group)

@@ -16,7 +16,7 @@ import torch
 from sidelane import forks
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
-from sidelane.memory.release import give_back
+from sidelane.memory.release import release_dropped
 from sidelane.memory.storage import storage_of
 
 Location = tuple[int, int] | None
@@ -36,12 +36,12 @@ class SymmetricBlock:
     Attributes:
         tensor: this rank's bytes, 1-d uint8 of ``nbytes``, zero when allocated.
         addresses: address of each rank's block in *this process*; that of its own rank is ``tensor.data_ptr()``.
-        kept: object that keeps the peers' memory mapped; None without peers. CPU ranks: a tensor for each rank.
+        mapping: object that keeps the peers' memory mapped; None without peers. CPU ranks: a tensor for each rank.
     """
 
     tensor: torch.Tensor
     addresses: tuple[int, ...]
-    kept: object
+    mapping: object
 
 
 class SymmetricMemory(Protocol):
@@ -114,7 +114,7 @@ class SymmetricHeap:
         self.owner = owner
         self._blocks: dict[int, SymmetricBlock] = {}
         self._starts: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
-        self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
+        self._held: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
         self._lock = forks.rlock()
@@ -226,17 +226,17 @@ class SymmetricHeap:
         assert region.block is not None
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
-    def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def hold(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep the symmetric ones among tensors until :meth:`close`: a graph holds their addresses."""
         for tensor in tensors:
             if tensor is not None and tensor.nbytes and self._find(tensor.data_ptr()) is not None:
-                self._kept[tensor.untyped_storage().data_ptr()] = tensor
+                self._held[tensor.untyped_storage().data_ptr()] = tensor
 
     def close(self) -> None:
         """Forget the blocks. Tensors that callers still hold remain valid as ordinary memory."""
         with self._lock:
             self._blocks, self._starts, self._pools = {}, [], {}
-            self._kept.clear()
+            self._held.clear()
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
         """Return the heap of another communicator that holds an address; None if there is none."""
@@ -298,7 +298,7 @@ class LaneMemory:
         Raises:
             UnavailableError: the device has no more memory, or the limit is reached; on every rank alike.
         """
-        give_back()
+        release_dropped()
         self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
         for text in dropped:
             self._pool.drop(from_text(text))

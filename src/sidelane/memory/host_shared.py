@@ -69,8 +69,10 @@ class SharedBytes:
         # Parts begin on page boundaries: the kernel places a page near the rank that touches it first.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with contextlib.ExitStack() as opened:  # the file of rank 0, open while the others attach
-            told = exchange("shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened))
-            offers = list(itertools.starmap(_Offer, told))
+            posted = exchange(
+                "shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened)
+            )
+            offers = list(itertools.starmap(_Offer, posted))
             _agree(offers, self._liveness)
             mapped: mmap.mmap | None = None
 

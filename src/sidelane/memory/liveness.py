@@ -169,9 +169,9 @@ class Liveness:
         if rank in self._members and self._connection is not None:
             # The store may have gone with another rank, and others write there, too.
             with contextlib.suppress(RuntimeError, ValueError):
-                said = value_of(self._connection, _LEFT + self._members[rank][1])
-                if said is not None:
-                    return str(parsed(said))
+                text = value_of(self._connection, _LEFT + self._members[rank][1])
+                if text is not None:
+                    return str(parsed(text))
         return "" if self._wider is None else self._wider[0]._end_of(self._wider[1][rank])
 
     def _pid_of_the_dead(self, rank: int) -> int | None:
@@ -193,7 +193,7 @@ class LongWaits:
     """
 
     def __init__(self, rank: int, warn_s: float) -> None:
-        self._rank, self._warn_s, self._said = rank, warn_s, -1
+        self._rank, self._warn_s, self._reported = rank, warn_s, -1
 
     def look(self, number: int, waited_s: float, timeout_s: float, describe: Callable[[], tuple[str, str]]) -> None:
         """Write the line of a wait once it is time.
@@ -204,9 +204,9 @@ class LongWaits:
             timeout_s: seconds after which it becomes an error.
             describe: returns the call that waits, in the words of its user, and the awaited ranks.
         """
-        if waited_s < self._warn_s or number <= self._said:
+        if waited_s < self._warn_s or number <= self._reported:
             return
-        self._said = number
+        self._reported = number
         call, ranks = describe()
         log.waits.warning(
             "%s: rank %d has waited %.0f s for %s; the time-out is %g s", call, self._rank, waited_s, ranks, timeout_s
@@ -280,7 +280,7 @@ def _connection_of(store: dist.Store) -> dist.Store:
         return store if found is None else found
 
 
-def keep(group: dist.ProcessGroup, liveness: Liveness) -> None:
+def set_liveness(group: dist.ProcessGroup, liveness: Liveness) -> None:
     """Let :func:`liveness_of` return this for a group."""
     _known[group] = liveness
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 import zlib
@@ -77,6 +78,11 @@ class PostMemory:
         self.abort = Record(view[1024 : 1024 + ABORT_BYTES])
         slots = view[PAGE_BYTES:]
         self.slots = [Record(slots[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(RING_CALLS)]
+
+    @property
+    def begun_address(self) -> int:
+        """Address of the word that holds the last call begun."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.words)) + self.words.itemsize * BEGUN
 
     def slot(self, call: int) -> Record:
         return self.slots[call % RING_CALLS]

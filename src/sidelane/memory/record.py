@@ -127,8 +127,8 @@ class Record:
             status, length = digest >> 56, digest >> 32 & 0xFFFFFF
             payload = bytes(self._payload[:length])
             full_fence()
-            settled = sequence % 2 == 0 and self._words[0] == sequence and number ^ digest == tie
-            if settled and _checksum(sequence, status, payload) == digest & 0xFFFFFFFF:
+            is_whole = sequence % 2 == 0 and self._words[0] == sequence and number ^ digest == tie
+            if is_whole and _checksum(sequence, status, payload) == digest & 0xFFFFFFFF:
                 return number, status, payload
         return None
 

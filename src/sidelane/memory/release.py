@@ -36,44 +36,44 @@ class Submitter(Protocol):
         ...
 
 
-class Kept:
+class DeferredRelease:
     """Owner of an object that is released at a safe moment after the last reference to the owner is dropped."""
 
     __slots__ = ()
 
     def __init__(self, what: object, device: torch.device) -> None:
-        _kept[id(self)] = device, what  # not in this object: a collection of garbage would finalise both
+        _deferred[id(self)] = device, what  # not in this object: a collection of garbage would finalise both
 
     def __del__(self) -> None:
-        kept = None if sys.is_finalizing() else _kept.pop(id(self), None)
-        if kept is None:  # at exit, or made by the process that this one was forked from
+        deferred = None if sys.is_finalizing() else _deferred.pop(id(self), None)
+        if deferred is None:  # at exit, or made by the process that this one was forked from
             return
-        _dropped.append(kept)
+        _dropped.append(deferred)
         if not lanes:
-            give_back()
+            release_dropped()
 
 
-class KeptBytes(Kept, MemoryBytes):
-    """Bytes of a tensor, whose memory is released as :class:`Kept` releases it."""
+class DeferredBytes(DeferredRelease, MemoryBytes):
+    """Bytes of a tensor, whose memory is released as :class:`DeferredRelease` releases it."""
 
     __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
-        Kept.__init__(self, tensor, device)
+        DeferredRelease.__init__(self, tensor, device)
         MemoryBytes.__init__(self, tensor.data_ptr(), tensor.nbytes, tensor.is_cuda)
 
 
-def keep_bytes(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def deferred_bytes(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Return the bytes of a tensor as 1-d uint8; their memory is released at a safe moment.
 
     Args:
         tensor: the tensor.
         device: device whose kernels use it; None for that of the tensor.
     """
-    return tensor_of(KeptBytes(tensor, device or tensor.device), tensor.data_ptr(), tensor.device)
+    return tensor_of(DeferredBytes(tensor, device or tensor.device), tensor.data_ptr(), tensor.device)
 
 
-def give_back() -> bool:
+def release_dropped() -> bool:
     """Release dropped memory, if this moment is safe. Return True if none is left."""
     if not _dropped:
         return True
@@ -101,8 +101,8 @@ def give_back() -> bool:
 
 def held_bytes() -> tuple[int, int]:
     """Return the bytes of tensors that are in use, and of those that wait for their release."""
-    kept = sum(what.nbytes for _, what in list(_kept.values()) if isinstance(what, torch.Tensor))
-    return kept, sum(what.nbytes for _, what in list(_dropped) if isinstance(what, torch.Tensor))
+    deferred = sum(what.nbytes for _, what in list(_deferred.values()) if isinstance(what, torch.Tensor))
+    return deferred, sum(what.nbytes for _, what in list(_dropped) if isinstance(what, torch.Tensor))
 
 
 def becomes_idle(device: torch.device) -> bool:
@@ -136,7 +136,7 @@ lanes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
 
-_kept: dict[int, tuple[torch.device, object]] = {}
+_deferred: dict[int, tuple[torch.device, object]] = {}
 _dropped: list[tuple[torch.device, object]] = []
 _giving_back = forks.lock()
 _waiters: dict[torch.device, _Waiter] = {}
@@ -145,6 +145,6 @@ _waiters: dict[torch.device, _Waiter] = {}
 @forks.in_copies
 def _begin_anew() -> None:
     """Forget, in a forked copy of the process, the memory of the parent, which the copy cannot release."""
-    forks.keep_for_ever([*_kept.values(), *_dropped])
-    for each in (_kept, _dropped, _waiters, lanes, submitters):
+    forks.keep_for_ever([*_deferred.values(), *_dropped])
+    for each in (_deferred, _dropped, _waiters, lanes, submitters):
         each.clear()

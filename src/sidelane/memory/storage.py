@@ -4,7 +4,7 @@ tensors.
 ``torch.compile(mode="reduce-overhead")`` runs compiled code once in the memory pool of the graph that it captures next,
 and refuses tensors that remain there and are no outputs. Tensors that an operator makes at its first call and keeps
 (contexts, counters, addresses) would remain. Such pools serve allocations of their own thread, on its stream. So
-another thread allocates persistent tensors (:func:`lasting`).
+another thread allocates persistent tensors (:func:`persistent`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _exchange_words(one: torch.UntypedStorage, other: torch.UntypedStorage) -> N
         first[word], second[word] = second[word], first[word]
 
 
-def lasting(device: torch.device, make: Callable[[], T]) -> T:
+def persistent(device: torch.device, make: Callable[[], T]) -> T:
     """Return the tensors that ``make`` returns, allocated outside of any memory pool of the calling thread.
 
     Their content is written: the other thread waits for it on a stream of its own, since a default stream may wait for

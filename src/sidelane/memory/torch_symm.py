@@ -42,8 +42,8 @@ from sidelane.errors import (
 )
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
-from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import DeferredRelease, deferred_bytes, lanes, release_dropped
+from sidelane.memory.storage import persistent
 
 _POLL_S = 500e-6
 
@@ -131,7 +131,7 @@ class TorchSymmetricMemory:
             raise CommunicatorClosedError("TorchSymmetricMemory.allocate: the memory was closed")
         if nbytes <= 0:
             raise ValueError(f"allocate: nbytes must be positive (value={nbytes})")
-        give_back()
+        release_dropped()
         tensor: torch.Tensor | None = None
 
         def take() -> tuple[int, str, int]:
@@ -149,12 +149,12 @@ class TorchSymmetricMemory:
             raise UnavailableError(f"allocate: no symmetric memory of {nbytes} bytes: {'; '.join(problems)}")
         assert tensor is not None
         if self._world_size == 1:
-            return SymmetricBlock(keep_bytes(tensor), (tensor.data_ptr(),), None)
+            return SymmetricBlock(deferred_bytes(tensor), (tensor.data_ptr(),), None)
         handle = self._map(tensor, [pid for _, _, pid in offers])
         # Blocks begin at the tensor; torch's addresses begin at the allocation.
         offset = tensor.data_ptr() - handle.buffer_ptrs[self._rank]
         addresses = tuple(base + offset for base in handle.buffer_ptrs)
-        return SymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
+        return SymmetricBlock(deferred_bytes(tensor), addresses, DeferredRelease(handle, self._device))
 
     def close(self) -> None:
         """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
@@ -162,7 +162,7 @@ class TorchSymmetricMemory:
             _c10d()._unregister_process_group(self._name)
         self._exchange = None
         lanes.discard(self)
-        give_back()
+        release_dropped()
 
     def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
         """Map the memory of all ranks while none of their processes makes another rendezvous; return torch's handle."""
@@ -172,7 +172,7 @@ class TorchSymmetricMemory:
         def map_all() -> None:
             nonlocal handle
             rendezvous = functools.partial(self._rendezvous, tensor)
-            handle = lasting(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
+            handle = persistent(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
 
         with contextlib.ExitStack() as stack:
 
@@ -193,7 +193,7 @@ class TorchSymmetricMemory:
         symmetric_memory = _symmetric_memory()
         self._store.begin_round()
         try:
-            with _told_in_the_environment():
+            with _set_in_environment():
                 try:
                     return symmetric_memory.rendezvous(tensor, self._name)
                 except RuntimeError as error:
@@ -275,7 +275,7 @@ class RenumberingStore(dist.Store):
 
 
 @contextlib.contextmanager
-def _told_in_the_environment() -> Iterator[None]:
+def _set_in_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _FOR_TORCH}
     os.environ.update(_FOR_TORCH)
     try:
@@ -297,8 +297,8 @@ def _c10d() -> Any:
 def _graphs_may_be_compiled() -> bool:
     """Return True if ``torch.compile`` may be running this code in the memory pool of a graph.
 
-    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: ``lasting``
-    then makes it on another thread, which costs time otherwise.
+    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: then
+    ``persistent`` makes it on another thread, which costs time otherwise.
     """
     return "torch._inductor.cudagraph_trees" in sys.modules
 

@@ -71,7 +71,7 @@ def load_replays() -> Replays:
         found = Replays(None, f"{type(problem).__name__}: {one_line}"[:_MOST_LETTERS])
     if found.module is None:
         log.calls.warning("calls that come again are made in Python, which is slower: %s", found.words)
-        ranges.tell("fell_back", "repeated calls", "Python", found.words)
+        ranges.notify("fell_back", "repeated calls", "Python", found.words)
     return found
 
 
@@ -177,10 +177,10 @@ def compiler_version() -> str | None:
     if not command:
         return None
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        output = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
         return f"{Path(command[0]).name} fails: {type(problem).__name__}"
-    return next(iter(said.stdout.splitlines()), None)
+    return next(iter(output.stdout.splitlines()), None)
 
 
 def _compile(folder: Path, source: bytes, compiler: tuple[str, ...]) -> bytes:
@@ -265,14 +265,14 @@ def _run(command: list[str]) -> None:
         command, stdin=silent, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
     ) as child:
         try:
-            said, _ = child.communicate(timeout=TIMEOUT_S)
+            output, _ = child.communicate(timeout=TIMEOUT_S)
         except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RuntimeError(f"{name} took longer than {TIMEOUT_S:.0f} s") from None
             raise
     if child.returncode:
-        raise RuntimeError(f"{name} failed: {said.decode(errors='replace').strip() or child.returncode}")
+        raise RuntimeError(f"{name} failed: {output.decode(errors='replace').strip() or child.returncode}")
 
 
 class Effect(enum.IntEnum):

@@ -108,7 +108,7 @@ typedef struct {
     unsigned next_victim;
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
-    int again; /* the last call has a shape, and was made at its addresses before */
+    int repeated; /* the last call has a shape, and was made at its addresses before */
 } Replay;
 
 static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
@@ -570,8 +570,8 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
     if (entry == NULL)
         return NULL;
     uint64_t mark, *seen = seen_at(self, entry, request, &mark);
-    self->again = *seen == mark;
-    int admitted = self->again ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
+    self->repeated = *seen == mark;
+    int admitted = self->repeated ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
     *seen = mark;
     /* Python may have let other threads run. */
     int open = admitted == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
@@ -903,7 +903,7 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     long long aside = count == 6 ? PyLong_AsLongLong(arguments[5]) : 0;
     if (aside == -1 && PyErr_Occurred())
         return NULL;
-    self->again = 0;
+    self->repeated = 0;
     PyObject *given = arguments[1];
     Request request = {arguments[0], arguments[2], arguments[3], arguments[4], aside, 0, 0, NULL};
     PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
@@ -1163,7 +1163,7 @@ static PyObject *replay_count(Replay *self, void *unused)
     return PyLong_FromLong(count);
 }
 
-static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
+static PyObject *replay_repeated(Replay *self, void *unused) { return PyBool_FromLong(self->repeated); }
 
 static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
 
@@ -1177,7 +1177,7 @@ static PyMethodDef replay_methods[] = {
 
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
-    {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
+    {"repeated", (getter)replay_repeated, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from sidelane.errors import UnavailableError
 from sidelane.ops import library
-from sidelane.ops.handle import is_captured, telling_refusals
+from sidelane.ops.handle import is_captured, reporting_refusals
 from sidelane.session import Communicator
 
 NAME = "sequence_parallel_attention"
@@ -75,7 +75,7 @@ def sequence_parallel_attention(
         ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with _telling(comm, NAME):
+    with _reporting(comm, NAME):
         check_attention(comm, q, k, v, sequence_length)
         if scale is not None and not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
             raise TypeError(f"{NAME}: scale (value={scale!r}, allowed=a number, or None)")
@@ -150,7 +150,9 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
         refused = [option for option, value in asked if isinstance(value, Tensor) or value]  # whatever a tensor holds
         refused += ["a mask"] if attention_mask is not None else []
         if refused:
-            error = ValueError(f"{NAME}: options (value={refused}, allowed=attention that is causal or has no mask)")
+            error = ValueError(
+                f"{NAME}: attention is causal or has no mask, and takes no such options (value={refused})"
+            )
             if not torch.compiler.is_compiling():
                 comm.refuse(NAME, error)
             raise error
@@ -178,8 +180,8 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
     AttentionMaskInterface.register(name, mask)
 
 
-def _telling(comm: Communicator, name: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, name)
+def _reporting(comm: Communicator, name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else reporting_refusals(comm, name)
 
 
 def sequence_positions(length: int, world_size: int, rank: int) -> Tensor:
@@ -221,7 +223,7 @@ def check_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length:
     if k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or k.shape[3] != size:
         raise ValueError(
             f"{NAME}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
-            f"allowed=[{batch}, {positions}, K, {size}], as q's {list(q.shape)})"
+            f"allowed=[{batch}, {positions}, K, {size}]); q has {list(q.shape)}"
         )
     if not heads:
         raise ValueError(f"{NAME}: heads of q (value=0, allowed=1 and more)")
@@ -274,7 +276,7 @@ def reshard(
     """
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     dims = given[0].dim() if given else 0
-    with _telling(comm, "reshard"):
+    with _reporting(comm, "reshard"):
         _check_dims(given, dims, scatter_dim, gather_dim, gather_length)
     scatter, gather = (dim % max(1, dims) for dim in (scatter_dim, gather_dim))
     n = comm.world_size

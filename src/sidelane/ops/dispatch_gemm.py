@@ -53,9 +53,17 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.gemm import ARGUMENT_INDICES, METHODS, TileSizes, one_by_one, rows_sender, tile_at, tile_product
-from sidelane.ops.handle import KernelHandle, buffer_lock, check_tiles, kept, power_of_two, programs_of, refusing_tiles
+from sidelane.ops.handle import (
+    KernelHandle,
+    buffer_lock,
+    cached_object,
+    check_tiles,
+    power_of_two,
+    programs_of,
+    refusing_tiles,
+)
 from sidelane.ops.operands import RowCounts, check_routed, counts_in_words, experts_of, product
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.pipelined_gemm import routed_methods
@@ -100,20 +108,20 @@ class AllToAllGemm(KernelHandle):
         row_tiles = -(-most_rows // tiles.rows)
         needed = (comm.world_size - 1 + row_tiles) * -(-columns // tiles.columns)
         self._programs = programs_of(comm, needed, tiles.per_unit)
-        self._counters = lasting(comm.device, lambda: torch.zeros(4, dtype=torch.int32, device=comm.device))
+        self._counters = persistent(comm.device, lambda: torch.zeros(4, dtype=torch.int32, device=comm.device))
         self._gathered = comm.empty(most_rows, depth, dtype=dtype)
         self._addresses = comm.peers(self._gathered)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
     def run(
-        self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, again: RepeatedLaunch | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, repeated: RepeatedLaunch | None = None
     ) -> torch.Tensor:
-        """Run the operator with checked arguments. ``again``: launch of calls with these layouts."""
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts."""
         comm, tiles = self.comm, self._tiles
         (depth, columns, dtype), experts = self.shape, experts_of(weight)
         output = x.new_empty(self.most_rows, columns)
         tensors = x, weight, counts, output
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return output
         stamps, stamped = stamps_of(comm, self._programs)
         with refusing_tiles(NAME, tiles):
@@ -136,7 +144,7 @@ class AllToAllGemm(KernelHandle):
                 self.most_rows,
                 stamps,
                 depth % tiles.depth == 0,  # WHOLE
-                again=None if again is None or stamps is not None else (again, tensors),
+                repeated=None if repeated is None or stamps is not None else (repeated, tensors),
                 alike=f"{depth} columns of x, {columns} of the result, {experts or 1} experts{stamped}",
                 EP=power_of_two(experts or 1),
                 **tiles.constants(depth, dtype),
@@ -199,14 +207,14 @@ def all_to_all_gemm(
         key = (NAME, most_rows, depth, columns, dtype, tiles)
 
         def fused(pieces: int) -> CachedLaunch:
-            handle = kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
-            again = routed.again(_ARGUMENT_INDICES)
-            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again)
+            handle = cached_object(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
+            repeated = routed.repeated_launch(_ARGUMENT_INDICES)
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), repeated)
 
         def unfused(pieces: int) -> CachedLaunch:
             sender = rows_sender(comm, NAME, most_rows, depth, dtype)
-            exchange = functools.partial(sender, again=routed.again(ARGUMENT_INDICES))
-            lock = kept(comm, (NAME, buffer_lock, most_rows, depth, dtype), lambda: buffer_lock(comm))
+            exchange = functools.partial(sender, repeated=routed.repeated_launch(ARGUMENT_INDICES))
+            lock = cached_object(comm, (NAME, buffer_lock, most_rows, depth, dtype), lambda: buffer_lock(comm))
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 with torch.no_grad(), lock:  # without gradients as the other methods; until rows have been multiplied

@@ -27,7 +27,7 @@ elements of a row, in DP lanes, a power of two; L rows are loaded at a time. ``i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -57,7 +57,7 @@ from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -71,11 +71,9 @@ from sidelane.ops.embedding_tables import (
 )
 from sidelane.ops.handle import (
     KernelHandle,
-    check_tensor,
-    kept,
+    cached_object,
     power_of_two,
     programs_of,
-    telling_refusals,
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
 from sidelane.ops.timeline import stamps_of
@@ -128,47 +126,37 @@ class EmbeddingAllToAll(KernelHandle):
     def __init__(
         self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int, mode: str, per_unit: int | None = None
     ) -> None:
-        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.kept(comm, tables, batch)
+        self.comm, self.mode, self.tables = comm, mode, EmbeddingTables.cached(comm, tables, batch)
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         samples, per_unit = self.tables.samples, per_unit or max(1, UNIT_WARPS // self._warps)
         self._order: str | None = None
         self._programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
-        self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
+        self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
-        self._location = self.location_of(self._output)
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
 
     def run(
         self,
         order: str,
-        again: RepeatedLaunch | None,
+        repeated: RepeatedLaunch | None,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments; only the symmetric offset of ``out`` is still unchecked.
-
-        ``again``: launch of calls with these layouts and this order, without ``out``.
-        """
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts and this order."""
         comm, tables = self.comm, self.tables
-        again = again if out is None else None
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return self._output
-        output, location = self._output, self._location
-        if out is not None:
-            with telling_refusals(comm, NAME):
-                output, location = out, self.location_of(out)
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
             self._order = choose_order(comm.world_size, sizes).candidate
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
-            self._addresses if out is None else comm.peers(output),
+            self._addresses,
             self._counters,
             tables.addresses,
             *tensors,
@@ -178,46 +166,18 @@ class EmbeddingAllToAll(KernelHandle):
             tables.width,
             _ORDERS[self._order if order == AUTO else order],
             stamps,
-            again=None if again is None or stamps is not None else (again, tensors),
-            alike=f"batch {tables.batch}, output at {location}{stamped}",
+            repeated=None if repeated is None or stamps is not None else (repeated, tensors),
+            alike=f"batch {tables.batch}{stamped}",
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
             DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
-            ALIGNED=tables.are_aligned and location[1] % 16 == 0,
+            ALIGNED=tables.are_aligned,
             MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,
             num_warps=self._warps,
         )
-        return output
-
-    def run_unfused(
-        self,
-        tables: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run the unfused equivalent. Only the symmetric offset of ``out`` is still unchecked."""
-        if out is not None:
-            with telling_refusals(self.comm, NAME):
-                self.location_of(out)
-        with torch.no_grad():  # as the kernel
-            bags = indices, offsets, self.tables.counts
-            result = unfused_bags(self.comm, tables, *bags, mode=self.mode, per_sample_weights=per_sample_weights)
-            return result if out is None else out.copy_(result)
-
-    def location_of(self, output: torch.Tensor) -> tuple[int, int]:
-        """Return the location of a result that peers write. Raises ValueError and TypeError for invalid ones."""
-        shape = self.tables.output_shape
-        check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
-        if output.shape != shape or not output.is_contiguous():
-            raise ValueError(f"{NAME}: shape of out (value={tuple(output.shape)}, allowed={shape}, contiguous)")
-        location = self.comm.location(output)
-        if location is None:
-            raise ValueError(f"{NAME}: peers write out (value=ordinary memory, allowed=tensors of Communicator.empty)")
-        return location
+        return self._output
 
 
 def embedding_all_to_all(
@@ -228,7 +188,6 @@ def embedding_all_to_all(
     *,
     mode: str = SUM,
     per_sample_weights: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     order: str = AUTO,
     method: str = AUTO,
 ) -> torch.Tensor:
@@ -248,14 +207,13 @@ def embedding_all_to_all(
         mode: ``sum`` or ``mean``; an empty bag is 0.
         per_sample_weights: factor of each index, of the tables' dtype or float32, with ``sum`` only. On all ranks, or
             on none.
-        out: result [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next
-            call overwrites.
         order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: by the
             pooling of this rank's first call (``ops.explain``). Ranks may have different orders.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 
     Returns:
-        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order.
+        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order. The next call with the
+        tables overwrites it.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing has been moved.
@@ -267,31 +225,32 @@ def embedding_all_to_all(
         batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode, order)
         key = (NAME, mode, *kind)
 
-        def handle() -> EmbeddingAllToAll:
-            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
+        def fused(pieces: int) -> CachedLaunch:
+            handle = cached_object(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode))
+            return functools.partial(handle.run, order, RepeatedLaunch(_ARGUMENT_INDICES))
 
-        # The handle has what the unfused method needs, too.
-        make: dict[str, Callable[[int], CachedLaunch]] = {
-            FUSED: lambda pieces: functools.partial(handle().run, order, RepeatedLaunch(_ARGUMENT_INDICES)),
-            UNFUSED: lambda pieces: functools.partial(handle().run_unfused, [*tables]),
-        }
-        return OperatorCall(key, sizes_of(tables, batch, indices, offsets), tables[0].element_size(), make)
+        def unfused(pieces: int) -> CachedLaunch:
+            counts, own = EmbeddingTables.cached(comm, tables, batch).counts, [*tables]
+            return functools.partial(unfused_bags, comm, own, counts, mode)
+
+        sizes, make = sizes_of(tables, batch, indices, offsets), {FUSED: fused, UNFUSED: unfused}
+        return OperatorCall(key, sizes, tables[0].element_size(), make)
 
     words = words_of_tables(comm, (mode, order), tables, indices, offsets, per_sample_weights)
     launch = OPERATOR.launch(comm, words, (offsets,), check, method)
-    found: torch.Tensor = launch(indices, offsets, per_sample_weights, out)
+    found: torch.Tensor = launch(indices, offsets, per_sample_weights)
     return found
 
 
+@torch.no_grad()  # as the kernel
 def unfused_bags(
     comm: Communicator,
     tables: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    mode: str,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    counts: Sequence[int],
-    *,
-    mode: str = SUM,
-    per_sample_weights: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run one ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`embedding_all_to_all`.
 

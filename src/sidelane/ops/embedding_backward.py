@@ -41,7 +41,7 @@ from sidelane.device.language import real
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -53,7 +53,7 @@ from sidelane.ops.embedding_tables import (
     threads_of,
     words_of_tables,
 )
-from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import KernelHandle, cached_object, check_tensor, power_of_two, programs_of, reporting_refusals
 from sidelane.ops.operator import CachedLaunch, cached
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -69,12 +69,12 @@ class EmbeddingBackward(KernelHandle):
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
-        self.comm, self.tables = comm, EmbeddingTables.kept(comm, tables, batch)
+        self.comm, self.tables = comm, EmbeddingTables.cached(comm, tables, batch)
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
-        self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
-        self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
+        self._starts = persistent(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
+        self._first_rows = persistent(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
         self._rows = rows
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         per_unit = max(1, UNIT_WARPS // self._warps)
@@ -182,12 +182,12 @@ def embedding_all_to_all_backward(
     """
 
     def make() -> CachedLaunch:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
             if not sparse:
                 refuse_atomics(comm, f"{NAME} backward")
-        handle = kept(comm, ("backward", *kind), lambda: EmbeddingBackward(comm, tables, batch))
-        with telling_refusals(comm, NAME):
+        handle = cached_object(comm, ("backward", *kind), lambda: EmbeddingBackward(comm, tables, batch))
+        with reporting_refusals(comm, NAME):
             dtype, shape = handle.tables.dtype, handle.tables.output_shape
             check_tensor(NAME, "grad", grad, comm.device, (dtype,), (2,))
             if grad.shape != shape:

@@ -12,8 +12,8 @@ import torch
 
 from sidelane.choice.fused import ORDERS
 from sidelane.errors import Page, UnavailableError, in_no_order
-from sidelane.memory.storage import lasting
-from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
+from sidelane.memory.storage import persistent
+from sidelane.ops.handle import FLOATS, cached_object, check_choice, check_tensor, power_of_two
 from sidelane.ops.operator import AUTO
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
@@ -73,7 +73,7 @@ class EmbeddingTables:
         self.samples = split_evenly(batch, n)
         self.width = sum(self.counts) * self.dim
         addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64, device="cpu")
-        self.addresses = lasting(device, lambda: addresses.to(device))
+        self.addresses = persistent(device, lambda: addresses.to(device))
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -81,10 +81,10 @@ class EmbeddingTables:
         return self.samples[self.comm.rank], self.width
 
     @classmethod
-    def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
+    def cached(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
         """Return this communicator's tables; all ranks make them together if they are new."""
         key = NAME, batch, *checked(comm, tables).key
-        return kept(comm, key, lambda: cls(comm, tables, batch))
+        return cached_object(comm, key, lambda: cls(comm, tables, batch))
 
 
 class CheckedTables(NamedTuple):
@@ -131,8 +131,8 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         TypeError, ValueError: the tables are not of one kind.
     """
     if not isinstance(tables, Sequence) or not tables:
-        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
-    before: dict[int, CheckedTables] = comm.kept.setdefault(checked, {})
+        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a non-empty list of tensors)")
+    before: dict[int, CheckedTables] = comm.cache.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):
         _check_tables(comm, tables)
@@ -141,7 +141,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         addresses, shapes = [table.data_ptr() for table in tables], [table.shape for table in tables]
         each = (part for address, shape in zip(addresses, shapes, strict=True) for part in (address, *shape))
         key = tables[0].dtype, *each
-        identity = comm.kept.setdefault((checked, key), object())
+        identity = comm.cache.setdefault((checked, key), object())
         known = before[id(tables[0])] = CheckedTables(tuple(tables), addresses, shapes, key, identity)
     return known
 
@@ -215,7 +215,7 @@ def check_call(
         allowed = f"a multiple of {len(tables)}, and 1"
         raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
     if batch < comm.world_size:
-        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
+        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more): each rank has a sample")
     if batch * len(tables) > MOST_BAGS:
         raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
     if comm.config.debug:

@@ -14,7 +14,7 @@ the kernel of ``all_to_all_rows``, and one that sums rows of one's own::
 Each is the other's transpose, and so its backward. No host waits, and a graph may hold the calls while routing changes:
 every rank finds its slots on its own, in three kernels. A rank has T slots for the tokens of each rank, and those
 that it does not want stay empty: counts are constant, whatever the routing. Tokens may travel in float8
-(``float8_rows``).
+(``rows``).
 
 Example: 2 ranks with 2 experts each, 1 token a rank, top-2: token 0 wants experts 1 and 2, token 1 wants 2 and 3. Rank
 0 gets token 0 for expert 1; rank 1 gets both, and has rows of tokens 0 and 1 for expert 2, and of token 1 for expert 3.
@@ -37,22 +37,21 @@ from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.device.triton_language import tl, triton
-from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import NO_ROOM, ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import (
     FLOATS,
     BufferLock,
     buffer_lock,
+    cached_object,
     check_tensor,
     compare_shapes,
-    kept,
     power_of_two,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
 from sidelane.ops.operator import CachedLaunch
-from sidelane.ops.rows import MOST_TERMS, send_rows
+from sidelane.ops.rows import MOST_TERMS, dequantized_rows, quantized_rows, send_rows
 from sidelane.session import Communicator
 
 ROUTE, DISPATCH, COMBINE = "route_experts", "dispatch_tokens", "combine_tokens"
@@ -107,13 +106,13 @@ def route_experts(
         ValueError, TypeError: an argument is wrong.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, ROUTE):
+    with reporting_refusals(comm, ROUTE):
         chosen = check_tensor(ROUTE, "chosen", chosen, comm.device, (torch.int32, torch.int64), (2,))
         gates = check_tensor(ROUTE, "gates", gates, comm.device, FLOATS, (2,))
         tokens, k = chosen.shape
         if gates.shape != chosen.shape or not tokens or not 1 <= k <= MOST_TERMS:
             text = (
-                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=alike, 1..{MOST_TERMS} experts of a token"
+                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=one shape, 1..{MOST_TERMS} experts a token"
             )
             raise ValueError(f"{ROUTE}: shapes of chosen and gates ({text})")
         room = comm.world_size * tokens * min(k, max(1, experts))
@@ -149,7 +148,7 @@ def dispatch_tokens(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, DISPATCH):
+    with reporting_refusals(comm, DISPATCH):
         tokens = check_tensor(DISPATCH, "tokens", tokens, comm.device, FLOATS, (2,))
         if len(tokens) != len(routes.returned):
             raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
@@ -176,7 +175,7 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
 
     Raises the same errors as :func:`dispatch_tokens`.
     """
-    with telling_refusals(comm, COMBINE):
+    with reporting_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
         if len(rows) != len(routes.rows):
             raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")
@@ -227,7 +226,7 @@ def _exchanged(
     def make() -> tuple[GemmAllToAll, BufferLock]:
         return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), buffer_lock(comm)
 
-    handle, turn = kept(comm, (_exchanged, *shape), make)
+    handle, turn = cached_object(comm, (_exchanged, *shape), make)
 
     def sender() -> CachedLaunch:
         alike = f", {experts} experts of a rank, {k} of a token"

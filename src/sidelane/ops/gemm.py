@@ -50,12 +50,12 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
+    cached_object,
     check_tiles,
-    kept,
     power_of_two,
     programs_of,
     refusing_tiles,
@@ -161,7 +161,7 @@ class GemmAllToAll(KernelHandle):
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
-        self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
+        self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         self._output = comm.empty(most_rows, columns, dtype=dtype)
         self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
@@ -175,17 +175,17 @@ class GemmAllToAll(KernelHandle):
         factors: torch.Tensor | None = None,
         sends_zeros: bool = False,
         alike: str = "",
-        again: RepeatedLaunch | None = None,
+        repeated: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
         """Run the operator with checked arguments; rows without a weight may be sums of ``terms``, among which
         ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that must be the same on every rank.
-        ``again``: launch of calls with these layouts and options.
+        ``repeated``: launch of calls with these layouts and options.
         """
         comm, experts = self.comm, experts_of(weight, counts)
         tensors = x, weight, counts, terms, factors
         if (other := apart_from(self._output, x)) is not x:
-            x, again = other, None  # of another layout, maybe
-        if self._repeats(again, tensors):
+            x, repeated = other, None  # of another layout, maybe
+        if self._repeats(repeated, tensors):
             return self._output
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
@@ -210,7 +210,7 @@ class GemmAllToAll(KernelHandle):
                 self.most_rows,
                 stamps,
                 x.shape[1] % tiles.depth == 0,  # WHOLE, of this rank
-                again=None if again is None or stamps is not None else (again, tensors),
+                repeated=None if repeated is None or stamps is not None else (repeated, tensors),
                 alike=f"{experts or 1} experts, {summed} terms{alike}{stamped}",
                 EP=power_of_two(experts or 1),
                 TERMS=-summed if sends_zeros else summed,
@@ -274,13 +274,13 @@ def gemm_all_to_all(
         key = (NAME, most_rows, columns, dtype, tiles)
 
         def fused(pieces: int) -> CachedLaunch:
-            handle = kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-            again = routed.again(ARGUMENT_INDICES)
-            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), again=again)
+            handle = cached_object(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
+            repeated = routed.repeated_launch(ARGUMENT_INDICES)
+            return lambda x, weight, counts: handle.run(x, weight, routed.on_device(counts), repeated=repeated)
 
         def unfused(pieces: int) -> CachedLaunch:
             send = functools.partial(
-                rows_sender(comm, NAME, most_rows, columns, dtype), again=routed.again(ARGUMENT_INDICES)
+                rows_sender(comm, NAME, most_rows, columns, dtype), repeated=routed.repeated_launch(ARGUMENT_INDICES)
             )
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
@@ -311,7 +311,7 @@ def rows_sender(
     overwrite its results; all ranks make its handle together if it is new.
     """
     key = (name, "rows", most_rows, columns, dtype)
-    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)).run
+    return cached_object(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)).run
 
 
 def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -44,10 +44,10 @@ from sidelane.ops.handle import (
     FLOATS,
     INTERPRETED,
     KernelHandle,
+    cached_object,
     check_choice,
     check_tensor,
     check_tiles,
-    kept,
     power_of_two,
     programs_of,
     refusing_tiles,
@@ -240,20 +240,20 @@ class GemvAllReduce(KernelHandle):
 
     def run(
         self,
-        again: RepeatedLaunch | None,
+        repeated: RepeatedLaunch | None,
         weight: torch.Tensor,
         x: torch.Tensor,
         scale: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments. ``again``: launch of calls with these layouts."""
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts."""
         comm, tiling = self.comm, self.tiling
         if out is None:
             out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
         elif (other := apart_from(out, x)) is not x:
-            x, again = other, None  # of another layout, maybe
+            x, repeated = other, None  # of another layout, maybe
         tensors = out, weight, x, scale
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
@@ -275,7 +275,7 @@ class GemvAllReduce(KernelHandle):
                 self._rows_each,
                 stamps,
                 self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
-                again=None if again is None or stamps is not None else (again, tensors),
+                repeated=None if repeated is None or stamps is not None else (repeated, tensors),
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **tiling.constants(
                     ranks=comm.world_size,
@@ -333,7 +333,7 @@ def gemv_all_reduce(
         key = (NAME, rows, tokens, *dtypes, tiling)
 
         def fused(pieces: int) -> CachedLaunch:
-            handle = kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
+            handle = cached_object(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
             return functools.partial(handle.run, RepeatedLaunch(_ARGUMENT_INDICES))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
@@ -373,7 +373,7 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
     if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]}, those of the weight)")
+        raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]})")
     check_neighbours(NAME, weight=weight, x=x)
     if scale is not None:
         scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))

@@ -20,7 +20,7 @@ from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 H = TypeVar("H")
 
 
-class TellsRefusals(Protocol):
+class RefusingRanks(Protocol):
     """A communicator, or the ranks of several nodes."""
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -52,11 +52,11 @@ class KernelHandle:
     comm: Communicator
     _kernel: OwnKernel
 
-    def _repeats(self, again: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def _repeats(self, repeated: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make the cached launch on tensors. False without one, and while a timeline is recorded: nothing was done."""
-        if again is None or not again.runs or Timeline in self.comm.kept:
+        if repeated is None or not repeated.runs or Timeline in self.comm.cache:
             return False
-        return self._kernel.repeat(again, tensors)
+        return self._kernel.repeat(repeated, tensors)
 
     def close(self) -> None:
         """Release flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
@@ -142,7 +142,7 @@ def buffer_lock(comm: Communicator) -> BufferLock:
 
 
 @contextlib.contextmanager
-def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
+def reporting_refusals(comm: RefusingRanks, name: str) -> Iterator[None]:
     """Tell the peers about an exception inside: it keeps this rank from its next call."""
     try:
         yield
@@ -170,7 +170,7 @@ def refusing_tiles(name: str, tiles: object) -> Iterator[None]:
             type(error) is RuntimeError and "PassManager" in str(error)
         ):
             said = str(error).strip().partition("\n")[0]
-            problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
+            problem = f"Triton cannot make the kernel, try other tile sizes (value={tiles}): {said}"
             raise UnavailableError(f"{name}: {problem}") from error
         raise
 
@@ -180,15 +180,15 @@ def is_captured(comm: Communicator) -> bool:
     return comm.device.type == "cuda" and _is_capturing()
 
 
-def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
-    """Return an operator's object kept on a communicator; all ranks make it together on first use.
+def cached_object(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
+    """Return an operator's object in the cache of a communicator; all ranks make it together on first use.
 
     It is made outside of inference mode, so that later calls in any mode can write to it.
     """
-    found: H | None = comm.kept.get(key)
+    found: H | None = comm.cache.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = comm.kept[key] = make()
+            found = comm.cache[key] = make()
     return found
 
 
@@ -204,9 +204,9 @@ def compare_shapes(comm: Communicator, name: str, shape: Hashable) -> None:
         name: name of the operator, or of its part.
         shape: all that must be the same on every rank.
     """
-    if comm.kept.get((compare_shapes, name)) != shape and not is_captured(comm):
+    if comm.cache.get((compare_shapes, name)) != shape and not is_captured(comm):
         comm.agree(name, f"{name}: {shape}")
-        comm.kept[compare_shapes, name] = shape
+        comm.cache[compare_shapes, name] = shape
 
 
 def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:

@@ -28,7 +28,7 @@ from sidelane.ops import (
     pipelined_gemm,
     rms_norm,
 )
-from sidelane.ops.handle import BufferLock, buffer_lock, kept, power_of_two
+from sidelane.ops.handle import BufferLock, buffer_lock, cached_object, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS, in_rows, in_rows_or_columns
 from sidelane.session import Communicator
 
@@ -42,11 +42,11 @@ _communicators: weakref.WeakValueDictionary[int, Communicator | ScaleOut] = weak
 def number_of(comm: Communicator | ScaleOut) -> int:
     """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process.
 
-    Compiled code is guarded by the attribute: by an entry of ``kept`` it would be compiled anew whenever that grows.
+    Compiled code is guarded by the attribute: by an entry of ``cache`` it would be compiled anew whenever that grows.
     """
     if comm.operator_number is None:
         comm.operator_number = next(_numbers)
-        comm.kept[number_of] = comm.operator_number
+        comm.cache[number_of] = comm.operator_number
         _communicators[comm.operator_number] = comm
     return comm.operator_number
 
@@ -60,22 +60,22 @@ def communicator(number: int) -> Communicator:
     """
     found = communicator_of(number)
     if not isinstance(found, Communicator):
-        raise TypeError("sidelane: ranks of several nodes (allowed=a communicator of one node, for this operator)")
+        raise TypeError("sidelane: this operator needs a communicator of one node, not ranks of several")
     return found
 
 
 def communicator_of(number: int) -> Communicator | ScaleOut:
     """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
-    if found is None or number_of not in found.kept:
-        raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
+    if found is None or number_of not in found.cache:
+        raise ValueError(f"sidelane: no open communicator has this number, see number_of (value={number})")
     return found
 
 
 def result_lock(ranks: Communicator | ScaleOut) -> BufferLock:
     """Return the lock of operators that copy a result from where the next call, of another stream, puts its own."""
-    comm = ranks if isinstance(ranks, Communicator) else ranks.near
-    return kept(comm, result_lock, lambda: buffer_lock(comm))
+    comm = ranks if isinstance(ranks, Communicator) else ranks.intra_node
+    return cached_object(comm, result_lock, lambda: buffer_lock(comm))
 
 
 def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from sidelane.modes import keep_compilers_out
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
-from sidelane.ops.handle import check_choice, telling_refusals
+from sidelane.ops.handle import check_choice, reporting_refusals
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 
@@ -115,10 +115,10 @@ class EmbeddingBagAllToAll(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        with telling_refusals(comm, "EmbeddingBagAllToAll"):
+        with reporting_refusals(comm, "EmbeddingBagAllToAll"):
             check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
             if not num_embeddings:
-                raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
+                raise ValueError("EmbeddingBagAllToAll: tables of a rank (value=0, allowed=1 and more)")
         self.mode, self.embedding_dim, self.sparse = mode, embedding_dim, sparse
         self._comm = library.number_of(comm)
         self.tables = nn.ParameterList(

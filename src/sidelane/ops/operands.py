@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.errors import UnavailableError
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.handle import FLOATS, check_tensor, is_captured
 from sidelane.ops.operator import AUTO
 from sidelane.session import Communicator
@@ -22,7 +22,7 @@ MOST_ELEMENTS = 1 << 40
 MOST_EXPERTS = 64
 """Largest number of experts of a rank: a block holds their counts in registers."""
 
-MOST_KEPT = 512
+MOST_CACHED = 512
 """Largest number of counts of the host that a communicator keeps on the device: more than the shapes that are warmed up
 before a capture."""
 
@@ -76,7 +76,7 @@ class Routed:
             copy.record_stream(torch.cuda.current_stream(copy.device))
         return copy
 
-    def again(self, indices: Sequence[int]) -> RepeatedLaunch | None:
+    def repeated_launch(self, indices: Sequence[int]) -> RepeatedLaunch | None:
         """Return a launch of calls like this one. None with counts of the host: each of them is another call, and the
         kernel finds the launch that they share by its other arguments.
         """
@@ -109,7 +109,7 @@ def check_product(
     weight = check_tensor(name, "weight", weight, comm.device, FLOATS, dims)
     x = check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
     if x.shape[1] != weight.shape[-1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]})")
     return x, weight
 
 
@@ -131,7 +131,7 @@ def check_routed(
     host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
     experts = experts_of(weight)
     if method == SPLIT and host is None:
-        raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
+        raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
     if experts is not None and method == SPLIT:
         raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
@@ -147,8 +147,8 @@ def check_routed(
     if experts is not None:
         waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
         if waits and method == UNFUSED:
-            given = "value=counts on the device, allowed=counts on the host"
-            raise ValueError(f"{name}: {UNFUSED} with several experts ({given})")
+            given = "value=on the device"
+            raise ValueError(f"{name}: {UNFUSED} with several experts needs counts on the host ({given})")
         if waits or comm.abilities.kernels_have_run:  # at every measured shape the kernel is faster (decision 26)
             without = SPLIT, UNFUSED
     return Routed(host, experts, without)
@@ -206,20 +206,20 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     if there.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: counts (value={counts!r}, allowed=whole numbers)")
     table = in_tuples(there.tolist())
-    known: dict[Hashable, HostCounts] = comm.kept.setdefault(HostCounts, {})
+    known: dict[Hashable, HostCounts] = comm.cache.setdefault(HostCounts, {})
     found = known.pop(table, None)
     captured = is_captured(comm)
     if found is None:
         if captured:  # nothing can be copied from here to there
-            words = "counts of the host inside of a capture (value=new ones, allowed=those of a call before)"
+            words = "counts of the host inside of a capture are those of an earlier call (value=new ones)"
             raise UnavailableError(f"{name}: {words}")
-        loose = [key for key, kept in known.items() if not kept.in_a_graph]
-        if len(loose) >= MOST_KEPT:
+        loose = [key for key, cached_object in known.items() if not cached_object.in_a_graph]
+        if len(loose) >= MOST_CACHED:
             del known[loose[0]]
         if there.dim() not in (2, 3) or (there < 0).any():
             text = f"value={tuple(there.shape)}, the least {int(there.min()) if there.numel() else 0}"
             raise ValueError(f"{name}: counts ({text}, allowed=2 or 3 dimensions, none negative)")
-        copy = lasting(comm.device, lambda: there.to(comm.device, copy=True))
+        copy = persistent(comm.device, lambda: there.to(comm.device, copy=True))
         found = HostCounts(table, copy, there.flatten(1).sum(1).tolist())
     found.in_a_graph |= captured
     known[table] = found  # the latest comes last

@@ -26,9 +26,9 @@ from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
 from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
-from sidelane.ops.handle import check_choice, is_captured, telling_refusals
+from sidelane.ops.handle import check_choice, is_captured, reporting_refusals
 from sidelane.session import Communicator
-from sidelane.session.answers import recall, remember
+from sidelane.session.answers import lookup, remember
 
 AUTO = "auto"
 MOST_PIECES = 64
@@ -76,7 +76,7 @@ def find_launch(
     try:
         for t in tensors:  # plainly, since every call comes here
             key += (t,) if t is None else (t.dtype, t.device, t.shape, t.stride())  # type: ignore[attr-defined]
-        answers = comm.kept.get(recall)
+        answers = comm.cache.get(lookup)
         return None if answers is None else answers.get(key), key
     except (AttributeError, TypeError, RuntimeError):  # refused by checks, which tell the peers
         return None, None
@@ -154,7 +154,7 @@ class FusedOperator:
         known, key = find_launch(comm, asked, tensors)
         if known is not None:
             return known
-        with telling_refusals(comm, self.name):
+        with reporting_refusals(comm, self.name):
             self.check_method(comm, method, pieces)
             call = check()
         chosen = self.choose(comm, method, pieces, call)
@@ -186,14 +186,14 @@ class FusedOperator:
             return Method(UNFUSED)
         captured = is_captured(comm)
         key = FusedOperator, self.name, call.key
-        known: tuple[Method, Method] | None = comm.kept.get(key)
+        known: tuple[Method, Method] | None = comm.cache.get(key)
         if known is None:
             if captured:
                 return Method(self.captured[0])  # making it raises the error
             sizes = self._agreed_sizes(comm, call.sizes)
             eager, in_graph = (self._selected(comm, sizes, call, captured=is_in).candidate for is_in in (False, True))
             self._require_legal(comm, call, eager, captured=False)
-            known = comm.kept[key] = eager, in_graph
+            known = comm.cache[key] = eager, in_graph
             if comm.device.type != "cpu" and in_graph.name in call.make:
                 call.make[in_graph.name](in_graph.pieces or self.pieces)
         self._require_legal(comm, call, known[captured], captured=captured)
@@ -203,7 +203,7 @@ class FusedOperator:
         """Refuse a call that only a kernel can run, which ``auto`` does not take without a measurement here."""
         legal = self._legal(call, captured=captured)
         if chosen.name not in legal:
-            with telling_refusals(comm, self.name):
+            with reporting_refusals(comm, self.name):
                 where = "inside of a capture" if captured else "of a call with such arguments"
                 text = f"{where}, on GPUs that have never run its kernel (value={AUTO}, allowed={', '.join(legal)})"
                 raise UnavailableError(f"{self.name}: method {text}")
@@ -269,11 +269,11 @@ def explain(
         dtype: dtype of the weight, tables or rows; None for any that was measured.
         without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
     """
-    with telling_refusals(comm, "explain"):
+    with reporting_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPERATORS))
         wanted = len(OPERATORS[op].sizes)
         if len(sizes) != wanted or min(sizes) < 1:
-            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
+            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted} numbers from 1)")
     call = OperatorCall((), sizes, None if dtype is None else dtype.itemsize, without=tuple(without))
     return OPERATORS[op].explain(comm, call, captured=captured)
 
@@ -284,18 +284,17 @@ def tables_of(comm: Communicator) -> FusedTimes:
     Raises:
         UnavailableError: the tables were not sent yet, and a graph is being captured.
     """
-    found: FusedTimes | None = comm.kept.get(tables_of)
+    found: FusedTimes | None = comm.cache.get(tables_of)
     if found is None:
         if is_captured(comm):
-            allowed = "allowed=after an eager call, or explain"
-            raise UnavailableError(f"fused operators: auto while a graph is captured ({allowed})")
+            raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
             tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
             rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
             content = json.dumps(rows).encode()
         sent = json.loads(_sent_by_rank_0(comm, content))
-        found = comm.kept[tables_of] = {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in sent.items()}
+        found = comm.cache[tables_of] = {where: tuple(map(FusedTime.from_dict, rows)) for where, rows in sent.items()}
     return found
 
 

@@ -46,7 +46,7 @@ import torch
 
 from sidelane.choice.fused import FUSED, PIECES, ROW_PARTS, SPLIT, UNFUSED
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.ops.handle import BufferLock, buffer_lock, is_captured, kept, power_of_two
+from sidelane.ops.handle import BufferLock, buffer_lock, cached_object, is_captured, power_of_two
 from sidelane.ops.operands import Routed, apart_from, check_operands
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.program.pieces import (
@@ -258,10 +258,10 @@ def routed_methods(
         sizes = most_of(table, most_rows), width, dtype
         if method == AUTO:
             other = make[FUSED if comm.abilities.kernels_have_run else UNFUSED](0)
-            there: RoutedParts | None = comm.kept.get((name, *sizes))
+            there: RoutedParts | None = comm.cache.get((name, *sizes))
             if is_captured(comm) and (there is None or (table, pieces) not in there.known):
                 return other
-        moved = kept(comm, (name, *sizes), lambda: RoutedParts(comm, name, *sizes))
+        moved = cached_object(comm, (name, *sizes), lambda: RoutedParts(comm, name, *sizes))
         moved.parts(table, pieces)
 
         def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
@@ -301,7 +301,7 @@ class ShapeBuffer:
         """Return an unfused operator's buffer of a shape; None if it has none. Collective if the shape is new: shapes
         come in the same order on all ranks, so all have the same buffers.
         """
-        buffers = cast("dict[Hashable, ShapeBuffer]", kept(comm, (ShapeBuffer, op.name), dict))
+        buffers = cast("dict[Hashable, ShapeBuffer]", cached_object(comm, (ShapeBuffer, op.name), dict))
         shape = rows, columns, dtype
         if shape not in buffers and len(buffers) < MOST_SHAPES and not is_captured(comm):
             with torch.inference_mode(False):
@@ -433,7 +433,7 @@ ProductShape = tuple[int, int, torch.dtype]
 def _scatter_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
     (rows, columns, dtype), n = shape, comm.world_size
     table = ((rows // n,) * n,) * n
-    moved = kept(comm, (SCATTER.name, *shape), lambda: RoutedParts(comm, SPLIT_GEMM, *shape))
+    moved = cached_object(comm, (SCATTER.name, *shape), lambda: RoutedParts(comm, SPLIT_GEMM, *shape))
     moved.parts(table, pieces)
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -458,7 +458,7 @@ def _scatter_unfused(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
 
 
 def _reduce_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> CachedLaunch:
-    buffer = kept(comm, (ALL.name, *shape), lambda: ShapeBuffer.of(comm, *shape))
+    buffer = cached_object(comm, (ALL.name, *shape), lambda: ShapeBuffer.of(comm, *shape))
     *ahead, (last, values) = [(rows, buffer.values[rows]) for rows in row_parts(shape[0], pieces)]
 
     def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -503,7 +503,7 @@ def _gather_in_parts(comm: Communicator, shape: ProductShape, pieces: int) -> Ca
         stays = slice(0, rows), slice(rank * rows, (rank + 1) * rows)
         return buffer, MovedParts(program, came, buffer.values, stays)
 
-    buffer, parts = kept(comm, (GATHER.name, *shape, pieces), make)
+    buffer, parts = cached_object(comm, (GATHER.name, *shape, pieces), make)
     own = buffer.values[parts.stays[1]]
 
     def launch(x: torch.Tensor, weight: torch.Tensor, gathered: torch.Tensor | None) -> torch.Tensor:

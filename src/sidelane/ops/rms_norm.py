@@ -23,13 +23,13 @@ from sidelane.ops import rms_norm_kernels
 from sidelane.ops.handle import (
     FLOATS,
     KernelHandle,
+    cached_object,
     check_choice,
     check_tensor,
-    kept,
     power_of_two,
     programs_of,
     register_limit,
-    telling_refusals,
+    reporting_refusals,
 )
 from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
 from sidelane.ops.timeline import stamps_of
@@ -127,7 +127,7 @@ class AllReduceRmsNorm(KernelHandle):
 
     def run(
         self,
-        again: RepeatedLaunch | None,
+        repeated: RepeatedLaunch | None,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
@@ -137,13 +137,13 @@ class AllReduceRmsNorm(KernelHandle):
         scale: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the operator with checked arguments. ``again``: launch of calls with these layouts and eps."""
+        """Run the operator with checked arguments. ``repeated``: launch of calls with these layouts and eps."""
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
         scales = scale is not None and scale.dim() == 2
         rows = y, total, x, x if residual is None else residual, weight
         tensors = *rows, quantized, None if scales else scale, scale if scales else None
-        if self._repeats(again, tensors):
+        if self._repeats(repeated, tensors):
             return y, total
         # Without a row's stride, which may be odd if there is one only.
         words = [row.view(-1).view(torch.int32) for row in rows] if self.schedule == CELLS else rows
@@ -171,7 +171,7 @@ class AllReduceRmsNorm(KernelHandle):
             quantized,
             None if scales else scale,
             scale if scales else None,
-            again=None if again is None or stamps is not None else (again, tensors),
+            repeated=None if repeated is None or stamps is not None else (repeated, tensors),
             alike=f"{x.shape[0]} tokens{stamped}",
             HAS_RESIDUAL=residual is not None,
             **options,
@@ -232,7 +232,9 @@ def all_reduce_rms_norm(
         key = (NAME, tokens, hidden, x.dtype, schedule)
 
         def fused(pieces: int) -> CachedLaunch:
-            handle = kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
+            handle = cached_object(
+                comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule)
+            )
             return functools.partial(handle.run, RepeatedLaunch(_ARGUMENT_INDICES))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
@@ -242,7 +244,7 @@ def all_reduce_rms_norm(
         return OperatorCall(key, (tokens, hidden), x.element_size(), make)
 
     if type(eps) is not float:
-        with telling_refusals(comm, NAME):
+        with reporting_refusals(comm, NAME):
             eps = _number(eps)
     words: tuple[object, ...] | None = schedule, eps
     try:
@@ -320,7 +322,7 @@ def _check(
         scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1, 2))
         shapes["scale"] = scale, torch.Size((x.shape[0], 1) if scale.dim() == 2 else (1,) * scale.dim()), torch.float32
     elif scale is not None:
-        raise ValueError(f"{NAME}: scale (value=a tensor, allowed=None, or with quantized)")
+        raise ValueError(f"{NAME}: scale needs quantized (value=a tensor)")
     for name, (one, shape, dtype) in shapes.items():
         tensor = check_tensor(NAME, name, one, comm.device, (dtype,), (len(shape),))
         if tensor.shape != shape or not tensor.is_contiguous():

@@ -111,7 +111,7 @@ def _norm_in_cells(
             total += elements_of(before, DTYPE, ELEMENT_BYTES, True)
         squares = _squares_of_slices(total, PARTS)
         if S > 1:
-            _tell_team(partials + row * S, squares, parts, generation, SLICES)
+            _send_to_team(partials + row * S, squares, parts, generation, SLICES)
         tl.debug_barrier()  # outputs may be inputs, which other threads have read
         tl.store(total_output + row * words + lane, words_of(total, DTYPE, ELEMENT_BYTES), mask=mask)
         if S > 1:
@@ -124,7 +124,7 @@ def _norm_in_cells(
                 largest = largest_magnitude(tl.reshape(y, (PARTS, y.numel // PARTS)), 1)
                 if S > 1:
                     magnitudes = partials + (most_tokens + row) * S
-                    _tell_team(magnitudes, largest, parts, generation, SLICES)
+                    _send_to_team(magnitudes, largest, parts, generation, SLICES)
                     largest = _from_team(context, magnitudes, generation, stamps, SLICES, S)
                 factor = _scale_of(largest_magnitude(largest, 0))
                 tl.store(own_scales + row, factor, mask=member == 0)
@@ -139,7 +139,7 @@ def _norm_in_cells(
 
 
 @triton.jit
-def _tell_team(places, values, parts, generation, SLICES: tl.constexpr):
+def _send_to_team(places, values, parts, generation, SLICES: tl.constexpr):
     """Give the float32 of each slice of this block to the team of a row."""
     keep_flagged_relaxed(places, parts, values.to(tl.int32, bitcast=True), generation, parts < SLICES)
 

@@ -57,14 +57,14 @@ class Timeline:
         self._buffers: list[torch.Tensor] = []
 
     def __enter__(self) -> Timeline:
-        if Timeline in self._comm.kept:
-            raise RuntimeError("Timeline: one inside of another (allowed=one at a time)")
+        if Timeline in self._comm.cache:
+            raise RuntimeError("Timeline: one inside of another; one is recorded at a time")
         self._buffers.clear()
-        self._comm.kept[Timeline] = self
+        self._comm.cache[Timeline] = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        self._comm.kept.pop(Timeline, None)
+        self._comm.cache.pop(Timeline, None)
         if kind is None:
             self._collect()
         self._buffers.clear()
@@ -77,7 +77,7 @@ class Timeline:
         """Return the buffer for the stamps of one launch (``device.stamps``)."""
         device = self._comm.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnavailableError("Timeline: an operator inside of a capture (allowed=eager calls)")
+            raise UnavailableError("Timeline: calls are eager; an operator is inside of a capture")
         made = torch.zeros(1 + programs * (1 + 2 * self._most), dtype=torch.int64, device=device)
         made[0] = self._most
         self._buffers.append(made)
@@ -115,7 +115,7 @@ class Timeline:
 
 def stamps_of(comm: Communicator, programs: int) -> tuple[torch.Tensor | None, str]:
     """Return a buffer for the stamps of a launch if there is a timeline, and the word that ranks compare."""
-    timeline: Timeline | None = comm.kept.get(Timeline)
+    timeline: Timeline | None = comm.cache.get(Timeline)
     return (None, "") if timeline is None else (timeline.buffer(programs), " with stamps")
 
 

@@ -11,9 +11,9 @@ MOST_ANSWERS = 1 << 12
 """Largest number of answers that are remembered; layouts that change with every call would be too many."""
 
 
-def recall(comm: Communicator, question: Hashable) -> Any:
+def lookup(comm: Communicator, question: Hashable) -> Any:
     """Return the answer to a question; None if it is new, or None itself."""
-    answers = comm.kept.get(recall)
+    answers = comm.cache.get(lookup)
     if answers is None or question is None:
         return None
     try:
@@ -26,7 +26,7 @@ def remember(comm: Communicator, question: Hashable, answer: object) -> None:
     """Remember an answer that this rank can find again on its own, unless the question is None."""
     if question is None:
         return
-    answers = comm.kept.setdefault(recall, {})
+    answers = comm.cache.setdefault(lookup, {})
     if len(answers) >= MOST_ANSWERS:
         answers.clear()
     answers[question] = answer

@@ -194,7 +194,7 @@ class BoundProgram:
         call = calls.number()
         caller = calls.backend.caller_stream()
         region = _CAPTURED if caller[1] else _EAGER
-        with calls.telling_refusals(call, self._name):
+        with calls.reporting_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, caller) if self._has_callers else 0
@@ -264,9 +264,7 @@ class BoundProgram:
             raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
         work = self._works[_CAPTURED if self._capture else _EAGER]
         if work is None:
-            raise RuntimeError(
-                f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
-            )
+            raise RuntimeError(f"wait_for_arrival: {self} is not under way: call it with async_op=True before")
         caller = self._caller_stream("wait_for_arrival")
         with self._calls.failing_for_good():
             if caller[1]:
@@ -353,7 +351,7 @@ class BoundProgram:
             raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
         if number not in self._unfired:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
-            raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
+            raise RuntimeError(f"{method}: trigger {number} of {self} is fired once in each call (value={state})")
 
     def _prepare(self, program: Program, region: int) -> PreparedCall:
         captured = region == _CAPTURED
@@ -434,7 +432,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
     call, (found, forms) = path.agree("load", check)
     ready = calls.number()
-    with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
+    with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
         bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         backend.wait_for_stores()

@@ -53,8 +53,8 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.memory.heap import LaneMemory, SymmetricHeap
 from sidelane.memory.posts import SPLITS
-from sidelane.memory.release import give_back
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import release_dropped
+from sidelane.memory.storage import persistent
 from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS, Kind
 from sidelane.program.ir import Program
@@ -107,7 +107,7 @@ class Communicator:
         session: the state that communicators share.
         name: its name.
         abilities: implementations that ``auto`` chooses among.
-        kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        cache: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
         operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
         profile: measured times of rank 0, by which ``auto`` chooses.
         control: control block in which the ranks post their calls.
@@ -138,7 +138,7 @@ class Communicator:
         name: str | None = None,
     ) -> None:
         if isinstance(group, Communicator) and (device is not None or config is not None):
-            raise ValueError("Communicator: device and config (allowed=neither, next to another communicator)")
+            raise ValueError("Communicator: a communicator that shares another one takes neither device nor config")
         self._is_first = not isinstance(group, Communicator)
         if isinstance(group, Communicator):
             session = group.session
@@ -151,7 +151,7 @@ class Communicator:
         self.config: Config = session.config
         self._barrier_tensor: torch.Tensor | None = None
         self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
-        self.kept: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.pools: int = 0
         leaving_modes(session.making.run)(lambda: self._join(name))
@@ -216,7 +216,7 @@ class Communicator:
         )
         self.preparer = Preparer(self.rank, heap, backend, planner)
         self.calls = self._calls = Calls(
-            *(self.control, backend, config, self.preparer.renew, heap.keep, session.ranks),
+            *(self.control, backend, config, self.preparer.renew, heap.hold, session.ranks),
             session.name + (f", {self.name}" if number else ""),
         )
         self.control.world_ranks = session.ranks
@@ -262,7 +262,7 @@ class Communicator:
 
     def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         call = self.calls.number()
-        with self.calls.telling_refusals(call, "empty"):
+        with self.calls.reporting_refusals(call, "empty"):
             shape = _shape(size)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
@@ -270,7 +270,7 @@ class Communicator:
                 raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
-                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed=..{_MOST_BYTES} bytes)")
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.allocations, self.config.memory_bytes
@@ -607,9 +607,11 @@ class Communicator:
         found = self._peers.get(region.location)
         if found is None:
             if self.backend.caller_stream()[1]:
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+                raise UnavailableError(
+                    "peers: of a new tensor, while a graph is captured; call it once before the capture"
+                )
             addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
-            found = self._peers[region.location] = lasting(self.device, lambda: addresses.to(self.device))
+            found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found
 
     @leaving_modes
@@ -730,7 +732,7 @@ class Communicator:
             metrics.flush()
             for other in session.members[1:]:
                 other.close()
-        self.kept.clear()
+        self.cache.clear()
         self._peers.clear()
         self._barrier_tensor = None
         if self.calls.forked:  # the memory belongs to the parent
@@ -740,7 +742,7 @@ class Communicator:
         if self._is_first:
             session.members.clear()
             session.heap.close()
-            give_back()
+            release_dropped()
 
     def _release(self) -> None:
         calls = self.calls
@@ -772,7 +774,7 @@ class Communicator:
             calls.fail(error)
         self.close()
 
-    def make_again(
+    def repeat_call(
         self,
         kind: Kind,
         tensors: tuple[torch.Tensor, ...],

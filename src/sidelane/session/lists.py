@@ -23,8 +23,7 @@ from sidelane.collectives.work import Work
 from sidelane.memory.heap import Region
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Beside
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Beside, Variant
 from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -36,19 +35,19 @@ class ListedCall(CallForm):
 
     Args:
         name: kind of the call, or ``BATCH``.
-        asked: the collectives; they have no order among each other.
+        single: the collectives; they have no order among each other.
         world_size: number of ranks.
     """
 
     name = BATCH
 
-    def __init__(self, name: str, asked: Sequence[SingleCall], world_size: int) -> None:
-        self.name, self._asked, self._world_size = name, asked, world_size
+    def __init__(self, name: str, singles: Sequence[SingleCall], world_size: int) -> None:
+        self.name, self._singles, self._world_size = name, singles, world_size
 
     @cached_property
     def _lists(self) -> list[list[Sequence[torch.Tensor]]]:
         """The arguments of each collective as lists. Raises TypeError or ValueError for lists of different lengths."""
-        return [_lists(each) for each in self._asked]
+        return [_lists(each) for each in self._singles]
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -57,23 +56,23 @@ class ListedCall(CallForm):
     @property
     def details(self) -> Hashable:
         return tuple(
-            (each.name, each.details, len(columns[0])) for each, columns in zip(self._asked, self._lists, strict=True)
+            (each.name, each.details, len(columns[0])) for each, columns in zip(self._singles, self._lists, strict=True)
         )
 
     @property
     def repeated_as(self) -> SingleCall | None:
-        return self._asked[0]
+        return self._singles[0]
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
-        for kind in dict.fromkeys(each.name for each in self._asked):
+        for kind in dict.fromkeys(each.name for each in self._singles):
             check_variant(kind, variant, abilities, listed=True)
 
     def requests(self, arguments: Arguments) -> Requests:
         where, found = self._where, list[Request]()
-        for asked, columns in zip(self._asked, self._lists, strict=True):
+        for single, columns in zip(self._singles, self._lists, strict=True):
             for row in zip(*columns, strict=True):
                 try:
-                    found.append(getattr(arguments, asked.name)(*row, *asked.details))
+                    found.append(getattr(arguments, single.name)(*row, *single.details))
                 except (TypeError, ValueError) as error:
                     number = f" (number {len(found)} in the {where})" if where else ""
                     raise type(error)(f"{error}{number}") from None
@@ -85,7 +84,7 @@ class ListedCall(CallForm):
         """The place of the tensors, for errors; empty if there is no list."""
         if self.name == BATCH:
             return BATCH
-        return "lists" if any(isinstance(given, list | tuple) for given in self._asked[0].tensors) else ""
+        return "lists" if any(isinstance(given, list | tuple) for given in self._singles[0].tensors) else ""
 
     def agreement(self, requests: Requests, variant: str, frozen: bool, beside: Beside) -> Agreement:
         parts = tuple(map(CallPart.of, requests))
@@ -127,7 +126,7 @@ class ReshardCall(ListedCall):
             _sizes(name, sizes, self._world_size) for name, sizes in zip(names, self._splits, strict=True)
         )
         dims = Dimensions(scatter, gather, scattered, gathered)
-        self._asked = [SingleCall(Kind.ALL_TO_ALL, self._asked[0].tensors, (self._copies_own, dims))]
+        self._singles = [SingleCall(Kind.ALL_TO_ALL, self._singles[0].tensors, (self._copies_own, dims))]
         shapes = tuple(getattr(tensor, "shape", None) for tensor in self.tensors)
         return ("dimensions", dims, own_part(self._copies_own), shapes)
 
@@ -160,38 +159,38 @@ class Batched:
         self.work: Work | None = None
         self._path, self._calls = path, path.calls
         self._variant, self._beside, self._async_op = variant, beside, async_op
-        self._asked: list[SingleCall] = []
+        self._singles: list[SingleCall] = []
         self._is_open = self._has_ended = False
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""
-        self._ask(SingleCall(Kind.ALL_GATHER, (output, input)))
+        self._append(SingleCall(Kind.ALL_GATHER, (output, input)))
 
     def all_to_all(self, output: Tensors, input: Tensors, *, copy_own_part: bool = True) -> None:
         """See ``Communicator.all_to_all``; equal parts."""
-        self._ask(SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
+        self._append(SingleCall(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.reduce_scatter``."""
-        self._ask(SingleCall(Kind.REDUCE_SCATTER, (output, input), (op,)))
+        self._append(SingleCall(Kind.REDUCE_SCATTER, (output, input), (op,)))
 
     def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum", output: Tensors | None = None) -> None:
         """See ``Communicator.all_reduce``."""
-        self._ask(SingleCall(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
+        self._append(SingleCall(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
 
     def broadcast(self, tensor: Tensors, *, root: int) -> None:
         """See ``Communicator.broadcast``; roots may differ from one to another."""
-        self._ask(SingleCall(Kind.BROADCAST, (tensor,), (root,)))
+        self._append(SingleCall(Kind.BROADCAST, (tensor,), (root,)))
 
-    def _ask(self, asked: SingleCall) -> None:
+    def _append(self, single: SingleCall) -> None:
         if not self._is_open:
             where = "behind the end of the block" if self._has_ended else "without a with block"
-            raise RuntimeError(f"batch: {asked.name} {where} (allowed=inside of one)")
-        self._asked.append(asked)
+            raise RuntimeError(f"batch: {single.name} {where}; calls of a batch are made inside of it")
+        self._singles.append(single)
 
     def __enter__(self) -> Batched:
         if self._is_open or self._has_ended:
-            raise RuntimeError("batch: entered a second time (allowed=once; each call has a batch of its own)")
+            raise RuntimeError("batch: entered a second time; each call has a batch of its own")
         self._is_open = True
         return self
 
@@ -209,25 +208,25 @@ class Batched:
             if isinstance(error, Exception) and not calls.closed and calls.failure is None and calls.armed is None:
                 calls.refuse(calls.number(), BATCH, error)
             return None
-        asked = ListedCall(BATCH, self._asked, self._path.arguments.world_size)
-        self.work = self._path.run(asked, variant=self._variant, beside=self._beside, async_op=self._async_op)
+        single = ListedCall(BATCH, self._singles, self._path.arguments.world_size)
+        self.work = self._path.run(single, variant=self._variant, beside=self._beside, async_op=self._async_op)
         return self.work
 
 
-def _lists(asked: SingleCall) -> list[Sequence[torch.Tensor]]:
+def _lists(single: SingleCall) -> list[Sequence[torch.Tensor]]:
     """Return the arguments as lists, outputs first."""
     lists: list[Sequence[torch.Tensor]] = []
-    listed = any(isinstance(argument, list | tuple) for argument in asked.tensors)
-    for argument in asked.tensors:
+    listed = any(isinstance(argument, list | tuple) for argument in single.tensors)
+    for argument in single.tensors:
         if listed and not isinstance(argument, list | tuple):
             raise TypeError(
-                f"{asked.name}: tensors, or lists of tensors, but not both "
+                f"{single.name}: tensors, or lists of tensors, but not both "
                 f"(value={type(argument).__name__} next to a list; the parts of one collective are one tensor here)"
             )
         lists.append(argument if listed else [argument])
     if len(set(map(len, lists))) > 1:
         lengths = ", ".join(str(len(column)) for column in lists)
-        raise ValueError(f"{asked.name}: lists must be of one length (value={lengths})")
+        raise ValueError(f"{single.name}: lists must be of one length (value={lengths})")
     return lists
 
 
@@ -246,8 +245,8 @@ def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
         for other_written, (end, other) in last.items():
             if end > region.address and (written or other_written):
                 raise ValueError(
-                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written "
-                    "(allowed=tensors that lie apart)"
+                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written; "
+                    "they must lie apart"
                 )
         if region.address + region.nbytes > last.get(written, (0, 0))[0]:
             last[written] = (region.address + region.nbytes, number)

@@ -93,7 +93,7 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) 
 
     (text, problem, _), *_ = found = exchange("the profile to choose by", own)
     if len({digest for _, _, digest in found}) > 1:
-        problem = problem or "packages of the ranks with different tables of times (allowed=the same on every rank)"
+        problem = problem or "packages of the ranks with different tables of times; install one package on all ranks"
     if problem:
         raise ValueError(f"Communicator: {problem}")
     return InForce.from_text(text)
@@ -118,7 +118,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             hint = ": names of backends go to torch.distributed.init_process_group"
         elif callable(getattr(group, "get_group", None)):
             hint = ": a mesh has one for each dimension, mesh.get_group(0)"
-        text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None for the default one)"
+        text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None)"
         raise see(TypeError(text + hint), Page.ERRORS)
     if group is None and not dist.is_initialized():
         text = f"{what}: torch.distributed is not initialised (call torch.distributed.init_process_group first)"

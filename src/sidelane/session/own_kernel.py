@@ -31,7 +31,7 @@ from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.base import CallerStream
 from sidelane.fields import several, whole
 from sidelane.memory.heap import SymmetricBlock
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.modes import untraced
 from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
@@ -91,7 +91,7 @@ class RepeatedLaunch:
         self.runs = (run, *self.runs[: MOST_RUNS - 1])
 
 
-Again = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
+LaunchOnTensors = tuple[RepeatedLaunch, Sequence[torch.Tensor | None]]
 """A launch that may be repeated, and the tensors of a call of it, in the order of its indices; None where a tensor is
 missing in each of its calls."""
 
@@ -121,7 +121,7 @@ class OwnKernel:
         words[STATUS], words[FLAG_COUNT] = backend.status_words, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self._launches: dict[Hashable, RepeatedLaunch] = {}
-        self.context: torch.Tensor = lasting(device, lambda: words.to(device))
+        self.context: torch.Tensor = persistent(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = self._is_closed = False
@@ -140,7 +140,7 @@ class OwnKernel:
         *arguments: Any,
         async_op: bool = False,
         alike: str = "",
-        again: Again | None = None,
+        repeated: LaunchOnTensors | None = None,
         **options: Any,
     ) -> Work | None:
         """Launch the kernel on all ranks together: a call of the communicator, in the order of all calls.
@@ -152,7 +152,7 @@ class OwnKernel:
             arguments: arguments after the context, of any type that Triton takes. Values may differ between ranks.
             async_op: return a :class:`Work` instead of ordering the caller behind it.
             alike: text that must be the same on every rank; like grid and options it is compared if it is new.
-            again: cached launch with these layouts and numbers, for a caller that has found it and could not
+            repeated: cached launch with these layouts and numbers, for a caller that has found it and could not
                 :meth:`repeat` it. None: it is found by the arguments.
             options: constants of the kernel and options of Triton's launcher (``num_warps``), the same on every rank.
 
@@ -165,13 +165,13 @@ class OwnKernel:
         """
         calls = self._calls
         layout, indices, is_here = _layout_of(alike, grid, arguments, options, self.context.device)
-        if again is None and not async_op and is_here:
-            again = self._found(tuple(layout), indices, arguments)
-            if again is not None and again[0].run(calls, again[1]):
+        if repeated is None and not async_op and is_here:
+            repeated = self._found(tuple(layout), indices, arguments)
+            if repeated is not None and repeated[0].run(calls, repeated[1]):
                 return None
         call = calls.number()
         caller = calls.backend.caller_stream()
-        with calls.telling_refusals(call, str(self)):
+        with calls.reporting_refusals(call, str(self)):
             if self._block is None:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or caller[1]):
@@ -199,36 +199,38 @@ class OwnKernel:
             if self.context.is_cuda:
                 self._first = torch.cuda.Event()
                 self._first.record()
-        if again is not None and self._has_ended and again[0].is_worth_it():
-            self._cache(again, arguments, prepared, caller)
+        if repeated is not None and self._has_ended and repeated[0].is_worth_it():
+            self._cache(repeated, arguments, prepared, caller)
         return None
 
     @repeated_entry
-    def repeat(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def repeat(self, repeated: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make a cached launch on other tensors of the same layouts. False: nothing was done.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return again.run(self._calls, tensors)
+        return repeated.run(self._calls, tensors)
 
-    def _found(self, layout: Key, indices: Sequence[int], arguments: tuple[Any, ...]) -> Again | None:
+    def _found(self, layout: Key, indices: Sequence[int], arguments: tuple[Any, ...]) -> LaunchOnTensors | None:
         """Return the launch that differs only in tensor addresses, with the tensors; None if it cannot be cached."""
         if self._path.code() is None:
             return None
         try:
-            again = self._launches.get(layout)
+            repeated = self._launches.get(layout)
         except TypeError:
             return None
-        if again is None:
+        if repeated is None:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
-            again = self._launches[layout] = RepeatedLaunch(indices)
-        return again, [arguments[at] for at in indices]
+            repeated = self._launches[layout] = RepeatedLaunch(indices)
+        return repeated, [arguments[at] for at in indices]
 
-    def _cache(self, again: Again, arguments: tuple[Any, ...], prepared: PreparedCall, caller: CallerStream) -> None:
+    def _cache(
+        self, repeated: LaunchOnTensors, arguments: tuple[Any, ...], prepared: PreparedCall, caller: CallerStream
+    ) -> None:
         """Give a launch to compiled code, which repeats it."""
-        launch, tensors = again
+        launch, tensors = repeated
         repeats = self._path.code()
         pairs = zip(tensors, launch.indices, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
@@ -275,7 +277,7 @@ class OwnKernel:
             return
         with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
             if not self.generation():
-                raise RuntimeError(f"{self}: its first launch has not come to an end (allowed=each program calls end)")
+                raise RuntimeError(f"{self}: its first launch has not come to an end: each program must call end")
         self._first, self._has_ended = None, True
 
     def renew(self, call: int) -> None:
@@ -321,7 +323,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
         if not 0 <= flags <= MOST_FLAGS:
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
-            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
+            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=a kernel of triton.jit)")
         return None, f"load_kernel {kernel_name(kernel)}, {flags} flags"
 
     path.agree("load_kernel", check)

@@ -1,25 +1,41 @@
-"""Pools: the results of any torch operation lie in symmetric memory, as with torch's own memory pools."""
+"""Pools: the results of any torch operation lie in symmetric memory, as with torch's own memory pools.
+
+On GPUs a pool is a ``torch.cuda.MemPool`` whose segments are parts of a symmetric region. The library of ``arena.c``
+gives them out: it is compiled when the first pool is made on a GPU, and kept like ``replay.c``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import hashlib
+import importlib.resources
+import os
+import platform
 import threading
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidelane.errors import Page, explained, see
+from sidelane import forks
+from sidelane.errors import Page, UnavailableError, explained, see
 from sidelane.memory.allocator import SEGMENT_BYTES, rounded
 from sidelane.memory.heap import POOL
+from sidelane.memory.release import becomes_idle
 from sidelane.modes import keep_compilers_out, untraced
+from sidelane.native.build import find_compiler, load_or_compile
 from sidelane.session.communicator import Communicator
 from sidelane.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from sidelane.session.pool_cpu import HostPlacer
-    from sidelane.session.pool_cuda import DevicePlacer
+
+ARENAS = 16
+"""Largest number of pools that a process may have at once."""
 
 
 class _Entered(threading.local):
@@ -47,8 +63,6 @@ class SymmetricPool:
         try:
             self._placer: HostPlacer | DevicePlacer
             if region.is_cuda:
-                from sidelane.session.pool_cuda import DevicePlacer
-
                 self._placer = DevicePlacer(name, region, gone, communicator.config.timeout_s)
             else:
                 from sidelane.session.pool_cpu import HostPlacer
@@ -144,9 +158,7 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
         communicator.refuse("pool", error)
         raise see(error, Page.ERRORS)
     if communicator.device.type == "cuda":
-        from sidelane.session.pool_cuda import give_back_pools
-
-        give_back_pools()
+        release_pools()
     region = communicator.empty(rounded(nbytes, SEGMENT_BYTES), dtype=torch.uint8)
     communicator.pools += 1
     name = f"{POOL}{communicator.pools} of {communicator.name}"
@@ -163,3 +175,153 @@ def _meant(size: object) -> str:
         if nbytes > 0:
             return f", such as {nbytes}"
     return ", such as 1 << 30"
+
+
+class DevicePlacer:
+    """Places tensors in the memory of a pool on a GPU.
+
+    Args:
+        name: name of the pool.
+        region: bytes of the pool.
+        gone: called when no tensor refers to them any more.
+        timeout_s: seconds that the device may take to become idle.
+
+    Raises:
+        UnavailableError: the library cannot be compiled, there are too many pools, or the device is not idle in time.
+    """
+
+    def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object], timeout_s: float) -> None:
+        self._name, self._region, self._gone = name, region, gone
+        try:
+            self._library = load_arenas()
+        except (RuntimeError, ImportError, OSError) as error:
+            raise UnavailableError(f"pool: what GPUs need cannot be compiled: {error}") from error
+        device = region.device
+        assert device.index is not None
+        # Queued calls may still use this memory, and from now on any stream may write there.
+        deadline = time.monotonic() + timeout_s
+        while not becomes_idle(device):
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"pool: {device} has not become idle in {timeout_s} s")
+        self._slot = self._library.open(region.data_ptr(), region.nbytes, device.index)
+        if self._slot < 0:
+            raise UnavailableError(f"pool: pools of this process open at once (value={ARENAS + 1}, allowed=..{ARENAS})")
+        with torch.cuda.device(device):
+            self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
+        self.id: tuple[int, int] = self._pool.id
+        self._maker = os.getpid()
+        forks.in_copies_of(self, forks.keep_for_ever)
+
+    @property
+    def used(self) -> int:
+        return int(self._library.used(self._slot))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._library.refused(self._slot)
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._region.device):
+                yield
+        except torch.OutOfMemoryError as error:
+            refused = int(self._library.refused(self._slot))
+            if not refused:
+                raise
+            raise torch.OutOfMemoryError(
+                f"{self._name}: torch's allocator asked for {refused} bytes, which do not fit (value={self.used} bytes "
+                f"taken of {self._region.nbytes}); make the sidelane.pool with a larger nbytes, or hold fewer tensors "
+                "at once"
+            ) from error
+
+    def close(self) -> None:
+        if os.getpid() == self._maker:
+            with _lock:
+                _closed.append(self)
+
+    def end(self) -> bool:
+        """Return the memory if no tensor or graph uses any of it and the device is idle. Return whether that was so."""
+        if self._pool is not None:
+            if self._pool.use_count() > 1 or any(segment["active_size"] for segment in self._pool.snapshot()):
+                return False
+            if not becomes_idle(self._region.device):
+                return False
+            self._pool = None  # torch frees its segments
+        if not self._library.close(self._slot):
+            return False
+        self._gone()
+        return True
+
+
+class ArenaLibrary:
+    """The functions of the library that ``arena.c`` compiles to.
+
+    Args:
+        path: path of the library, by which torch opens it again.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        library = ctypes.CDLL(path)
+        self.open = library.sidelane_arena_open
+        self.open.argtypes, self.open.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+        self.close = library.sidelane_arena_close
+        self.close.argtypes, self.close.restype = [ctypes.c_int], ctypes.c_int
+        self.used = library.sidelane_arena_used
+        self.used.argtypes, self.used.restype = [ctypes.c_int], ctypes.c_size_t
+        self.refused = library.sidelane_arena_refused
+        self.refused.argtypes, self.refused.restype = [ctypes.c_int], ctypes.c_size_t
+
+    @staticmethod
+    def names(slot: int) -> tuple[str, str]:
+        """Return the names of the functions by which torch allocates memory of a slot and frees it."""
+        return f"sidelane_arena_malloc_{slot}", f"sidelane_arena_free_{slot}"
+
+
+@functools.cache
+def load_arenas() -> ArenaLibrary:
+    """Load the library, compiled now unless an earlier process of this user has compiled it.
+
+    Raises:
+        RuntimeError: there is no C compiler, or it failed.
+        OSError: the library cannot be written or loaded.
+    """
+    source = (importlib.resources.files("sidelane.native") / "arena.c").read_bytes()
+    compiler = find_compiler()
+    made_for = repr((compiler, platform.machine(), platform.libc_ver()))
+    name = f"sidelane_arena-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}.so"
+    library, words = load_or_compile(name, source, compiler, ArenaLibrary)
+    if library is None:
+        raise RuntimeError(words)
+    return library
+
+
+def release_pools() -> None:
+    """Return the memory of deleted pools whose tensors are all deleted, too. Does nothing while a graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    with _lock:
+        waiting, _closed[:] = list(_closed), []
+    left = [placer for placer in waiting if not placer.end()]
+    with _lock:
+        _closed.extend(left)
+
+
+def _allocator(library: ArenaLibrary, slot: int) -> Any:
+    """Return the torch allocator of a slot. It is never freed: torch uses it even at the end of the process."""
+    if slot not in _allocators:
+        made = torch.cuda.memory.CUDAPluggableAllocator(library.path, *library.names(slot)).allocator()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        _allocators[slot] = made
+    return _allocators[slot]
+
+
+_allocators: dict[int, Any] = {}
+_closed: list[DevicePlacer] = []
+_lock = forks.rlock()  # the last reference to a pool may be dropped at any point of the code
+
+
+@forks.in_copies
+def _begin_anew() -> None:
+    """Forget, in a forked copy, the library, pools and allocators of the parent, which returns their memory itself."""
+    _closed.clear()
+    _allocators.clear()
+    load_arenas.cache_clear()

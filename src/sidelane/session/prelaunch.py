@@ -104,9 +104,9 @@ class Prelaunched:
         if self._is_closed:
             raise RuntimeError(f"arm: the handle was closed (value={self})")
         if self._is_armed:
-            raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
+            raise RuntimeError(f"arm: armed already, and its trigger must come first (value=call {self._epoch})")
         call = calls.number()
-        with calls.telling_refusals(call, self._signature):
+        with calls.reporting_refusals(call, self._signature):
             if calls.backend.caller_stream()[1]:
                 raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
@@ -150,7 +150,7 @@ class Prelaunched:
         if not self._is_armed:
             self._require_armed("trigger_from_host")
         if not self._host_trigger:  # CPU ranks could, but the same code on GPUs could not
-            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
+            raise ValueError("trigger_from_host: it needs a call prepared with host_trigger=True")
         calls = self._calls
         try:
             self._held.fire_from_host()
@@ -175,7 +175,7 @@ class Prelaunched:
         if calls.forked:
             calls.require_open()
         if not self._epoch or self._is_closed:
-            raise RuntimeError(f"wait: there is nothing to wait for (value={self}, allowed=after arm)")
+            raise RuntimeError(f"wait: there is nothing to wait for before arm (value={self})")
         with calls.failing_for_good():
             self._held.wait(begun=not self._is_armed)
         calls.unfinished.discard(self)
@@ -238,17 +238,17 @@ class Prelaunched:
             self._calls.require_open()
         if not self._is_armed:
             state = "closed" if self._is_closed else "fired" if self._epoch else "never armed"
-            raise RuntimeError(f"{method}: not armed (value={self}, {state}; allowed=after arm)")
+            raise RuntimeError(f"{method}: not armed, and arm must come first (value={self}, {state})")
 
 
 def prepare_prelaunched(
-    path: CallPath, asked: SingleCall, variant: str, host_trigger: bool, beside: Beside | None
+    path: CallPath, single: SingleCall, variant: str, host_trigger: bool, beside: Beside | None
 ) -> Prelaunched:
     """Plan, verify and load a prelaunched call, which does not reduce. Collective.
 
     Args:
         path: call path of the lane.
-        asked: kind and arguments of the call.
+        single: kind and arguments of the call.
         variant: see ``Communicator.prepare_all_gather``.
         host_trigger: see ``Communicator.prepare_all_gather``.
         beside: see ``Communicator.prepare_all_gather``.
@@ -256,20 +256,20 @@ def prepare_prelaunched(
     Raises:
         Exception: as ``Communicator.prepare_all_gather`` does.
     """
-    calls, name = path.calls, f"prepare_{asked.name}"
+    calls, name = path.calls, f"prepare_{single.name}"
 
     def check() -> tuple[tuple[Request, Agreement], str]:
-        check_tensors(name, *asked.tensors)
-        allowed = prelaunchable(everything(asked.name, calls.backend.abilities))
+        check_tensors(name, *single.tensors)
+        allowed = prelaunchable(everything(single.name, calls.backend.abilities))
         if variant not in allowed:
             raise ValueError(f"{name}: variant (value={variant!r}, allowed={', '.join(allowed)})")
-        (request,) = asked.requests(path.arguments)
-        agreement = asked.agreement((request,), variant, False, path.hint(name, beside))
+        (request,) = single.requests(path.arguments)
+        agreement = single.agreement((request,), variant, False, path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text}"
 
     _, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        return Prelaunched(path, request, agreement, asked.tensors, host_trigger)
+        return Prelaunched(path, request, agreement, single.tensors, host_trigger)
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Variant
 from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.harness.study import SEPARATE

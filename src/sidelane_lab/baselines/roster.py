@@ -26,8 +26,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane.program.shape import PRELAUNCH, CallShape, Variant
 from sidelane.session import Communicator, Work
 from sidelane.session.prelaunch import prelaunchable
 from sidelane_lab.baselines.candidate import (

@@ -34,8 +34,8 @@ FSDP, HSDP = "FSDP2", "HSDP"
 CODE = {
     "straight all-gather": "fsdp.enable(model)",
     "straight both": "fsdp.enable(model)",
-    "dma all-gather": "fsdp.enable(model, straight_into_parameters=False)",
-    "dma both": "fsdp.enable(model, straight_into_parameters=False)",
+    "dma all-gather": "fsdp.enable(model, zero_copy=False)",
+    "dma both": "fsdp.enable(model, zero_copy=False)",
 }
 """Calls that a program writes, by strategy."""
 SMALL_ADAM_BYTES = 2

@@ -1,6 +1,6 @@
 """Commands on host memory: each command of a program is compiled to a function at load.
 
-A step runs on the thread of its engine. It calls ``run.stop_if_asked()`` at least once every 8 MiB, so that a failed
+A step runs on the thread of its engine. It calls ``run.stop_if_requested()`` at least once in 8 MiB, so that a failed
 invocation stops using memory within milliseconds. ``ctypes.memmove`` copies bytes and releases the GIL: engines of one
 process run concurrently, like those of several processes.
 """
@@ -56,7 +56,7 @@ class InvocationState(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Raise if the invocation has failed or was cancelled."""
         ...
 
@@ -171,7 +171,7 @@ def _flag(flag: Flag, program: Program, addresses: Addresses) -> int:
 def _copy(dsts: list[int], src: int, nbytes: int) -> Action:
     def step(run: InvocationState) -> None:
         for offset in range(0, nbytes, _COPY_BYTES):
-            run.stop_if_asked()
+            run.stop_if_requested()
             length = min(_COPY_BYTES, nbytes - offset)
             for dst in dsts:
                 ctypes.memmove(dst + offset, src + offset, length)
@@ -184,7 +184,7 @@ def _copy_boxes(copied: list[Box]) -> Action:
 
     def step(run: InvocationState) -> None:
         for dst, src in pairs:
-            run.stop_if_asked()
+            run.stop_if_requested()
             np.copyto(dst, src)
 
     return step
@@ -221,7 +221,7 @@ def _swap(a: int, b: int, nbytes: int) -> Action:
     def step(run: InvocationState) -> None:
         held = ctypes.addressof(_scratch.swapped)
         for offset in range(0, nbytes, _SWAP_BYTES):
-            run.stop_if_asked()
+            run.stop_if_requested()
             length = min(_SWAP_BYTES, nbytes - offset)
             ctypes.memmove(held, a + offset, length)
             ctypes.memmove(a + offset, b + offset, length)
@@ -273,7 +273,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
         is_known, known = True, views if is_known else ()
         scratch = _scratch.totals(accumulate)
         for begin in range(0, count, _REDUCE_ELEMENTS):
-            run.stop_if_asked()
+            run.stop_if_requested()
             part = slice(begin, min(begin + _REDUCE_ELEMENTS, count))
             total = scratch[: part.stop - part.start]
             total.copy_(sources[0][part])

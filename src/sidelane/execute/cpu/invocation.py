@@ -148,13 +148,13 @@ class Invocation:
         index, delay = 0, self._site.delay
         try:
             while not self._begun.is_set():  # armed ahead of its call: time-outs do not count yet
-                self.stop_if_asked()
+                self.stop_if_requested()
                 if self._fired is not None and self._fired():
                     self._begin_by_trigger()
                 else:
                     self._begun.wait(_LONGEST_SLEEP_S)
             for index, step in enumerate(steps):
-                self.stop_if_asked()
+                self.stop_if_requested()
                 if delay is not None:
                     delay(queue, index)
                 step(self)
@@ -175,7 +175,7 @@ class Invocation:
             if not self._is_stopping:
                 self._begun.set()
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         if self._is_stopping:
             raise _Stopped
 
@@ -192,7 +192,7 @@ class Invocation:
         for _ in range(_SPINS):
             if is_satisfied():
                 return
-            self.stop_if_asked()
+            self.stop_if_requested()
             time.sleep(0)
         arrived = check_at = time.monotonic()
         # A wait for an engine of this rank has a longer time-out, so that this engine reports the cause.
@@ -200,7 +200,7 @@ class Invocation:
         timeout_s = self._site.timeout_s() * (1 if from_peers else 2)
         is_noted = not from_peers
         while not is_satisfied():
-            self.stop_if_asked()
+            self.stop_if_requested()
             now = time.monotonic()
             waited = now - arrived
             if now >= check_at:

@@ -46,8 +46,8 @@ class CpuKernelCall:
 
         if not triton_interpreter.is_interpreted(call.kernel):
             raise UnavailableError(
-                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "
-                "environment before triton is imported)"
+                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter: set TRITON_INTERPRET=1 in the "
+                "environment before triton is imported"
             )
         self.program = call
         self._run = triton_interpreter.run_interpreted
@@ -99,7 +99,7 @@ class _Look(threading.Thread):
         self._executor, self._words, self._epoch, self._kernel = executor, status.words, epoch, name
         self._ended = threading.Event()
         self._error: PeerError | None = None
-        self._said: dict[int, float] = {}  # when the kernel last said that it waits for a rank
+        self._reported: dict[int, float] = {}  # when the kernel last said that it waits for a rank
         self._waits_since: float | None = None
         self._troubled_since: float | None = None
         status.words[:] = 0
@@ -120,9 +120,9 @@ class _Look(threading.Thread):
     def _look(self, now: float) -> PeerError | None:
         words = self._words[WAITING:]
         for rank in np.flatnonzero(words).tolist():
-            self._said[rank] = now
+            self._reported[rank] = now
         words[:] = 0
-        ranks = tuple(rank for rank, at in self._said.items() if now - at < _STILL_WAITS_S)
+        ranks = tuple(rank for rank, at in self._reported.items() if now - at < _STILL_WAITS_S)
         if not ranks:
             self._waits_since = self._troubled_since = None
             return None

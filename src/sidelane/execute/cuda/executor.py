@@ -58,13 +58,13 @@ class CudaExecutor(CudaSite):
             raise ValueError(f"CudaExecutor.load: number of flag memories ({counts})")
         if captured and has_epochs(program):
             raise ValueError(
-                f"CudaExecutor.load: a program with epochs cannot be captured into a graph (value={program.variant!r}, "
-                "allowed=programs made by transform.freeze)"
+                f"CudaExecutor.load: a graph captures frozen programs, see transform.freeze, and none with epochs "
+                f"(value={program.variant!r})"
             )
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             loaded = CudaProgram(self, program, addresses, captured=captured)
         if loaded.moves:
-            self.loaded.keep(loaded)
+            self.loaded.add(loaded)
         return loaded
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> Runnable:
@@ -88,5 +88,5 @@ class CudaExecutor(CudaSite):
                 self.fail_submission(f"{program.collective} {program.variant}", error, captured=frozen)
                 raise
         if loaded.moves:
-            self.loaded.keep(loaded.at(addresses))  # a copy that never has a graph
+            self.loaded.add(loaded.at(addresses))  # a copy that never has a graph
         return loaded

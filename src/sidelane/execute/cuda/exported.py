@@ -55,14 +55,14 @@ class Allocation:
         handle: printable handle by which another process maps it.
         start: address of its first byte in this process.
         nbytes: size in bytes.
-        kept: object that must live as long as peers may map it.
+        owner: object that must live as long as peers may map it.
     """
 
     name: str
     handle: str
     start: int
     nbytes: int
-    kept: object = dataclasses.field(default=None, repr=False, compare=False)
+    owner: object = dataclasses.field(default=None, repr=False, compare=False)
 
 
 class PhysicalMemory(NamedTuple):
@@ -122,7 +122,7 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
     except OSError as error:
         return f"its file descriptors cannot be passed: {lacking(error)}"
     start = span.pieces[0].start
-    return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, kept=span)
+    return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, owner=span)
 
 
 def open_span(memory: VirtualMemory, handle: str) -> OpenedMemory:
@@ -202,8 +202,8 @@ class DescriptorServer:
                     for piece in some:
                         descriptors.append(span.memory.export(piece.handle))
                         opened.callback(os.close, descriptors[-1])
-                    said = json.dumps({"sizes": [piece.nbytes for piece in some], "left": left})
-                    socket.send_fds(peer, [said.encode()], descriptors)
+                    answer = json.dumps({"sizes": [piece.nbytes for piece in some], "left": left})
+                    socket.send_fds(peer, [answer.encode()], descriptors)
         except Exception as error:  # the client is told, and this thread goes on
             why = lacking(error) if isinstance(error, OSError) else error
             peer.send(json.dumps({"problem": f"{type(error).__name__}: {why}"}).encode())
@@ -229,15 +229,15 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
                 with contextlib.ExitStack() as opened:
                     for descriptor in descriptors:
                         opened.callback(os.close, descriptor)
-                    said: dict[str, Any] = json.loads(text) if text else {"problem": "it has ended"}
-                    if "problem" in said:
-                        raise UnavailableError(f"the owner of {token} does not give it: {said['problem']}")
-                    left = said["left"]
-                    if len(descriptors) != len(said["sizes"]):  # this process may not have as many open
+                    answer: dict[str, Any] = json.loads(text) if text else {"problem": "it has ended"}
+                    if "problem" in answer:
+                        raise UnavailableError(f"the owner of {token} does not give it: {answer['problem']}")
+                    left = answer["left"]
+                    if len(descriptors) != len(answer["sizes"]):  # this process may not have as many open
                         raise UnavailableError(
-                            f"descriptors of {token} (value={len(descriptors)}, allowed={len(said['sizes'])})"
+                            f"descriptors of {token} (value={len(descriptors)}, allowed={len(answer['sizes'])})"
                         )
-                    yield from zip(said["sizes"], descriptors, strict=True)
+                    yield from zip(answer["sizes"], descriptors, strict=True)
     except OSError as error:
         raise UnavailableError(f"the owner of {token} does not answer: {lacking(error)}") from error
 
@@ -271,7 +271,7 @@ def _close(memory: VirtualMemory, start: int, sizes: Sequence[int], mapped: int)
         places = itertools.accumulate(sizes, initial=start)
         for place, nbytes in itertools.islice(zip(places, sizes, strict=False), mapped):
             memory.unmap(place, nbytes)
-        memory.give_back(start, sum(sizes))
+        memory.free_range(start, sum(sizes))
 
 
 _numbers = itertools.count(1)

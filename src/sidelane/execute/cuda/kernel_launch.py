@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane import forks
-from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, real_constants
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, compiling_for, real_constants
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound, note_located
 from sidelane.native.build import open_private, private_cache
@@ -274,7 +273,7 @@ def compiled(
         UnavailableError: see :meth:`LoadedKernels.load`.
     """
     path = _file_of(target, function, constants, warps, stages)
-    found = None if path is None else _kept(path)
+    found = None if path is None else _read_cached(path)
     if found is None:
         try:
             from triton.backends.compiler import GPUTarget
@@ -283,7 +282,7 @@ def compiled(
         triton_target = GPUTarget(target.backend, target.architecture, target.warp_threads)
         found = KernelBinary.of(compile_for(triton_target, function, constants, warps, stages))
         if path is not None:
-            _keep(path, found)
+            _write_cached(path, found)
     return found
 
 
@@ -300,14 +299,14 @@ def _file_of(
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
 
-def _kept(path: Path) -> KernelBinary | None:
+def _read_cached(path: Path) -> KernelBinary | None:
     """Read the kernel in a file; None if there is none, or not a whole one that this user alone may write."""
     with contextlib.suppress(OSError), open(open_private(path), "rb") as file:
         return KernelBinary.of_bytes(file.read())
     return None
 
 
-def _keep(path: Path, binary: KernelBinary) -> None:
+def _write_cached(path: Path, binary: KernelBinary) -> None:
     """Write a file atomically, for processes to come; without room for it they compile for themselves."""
     with contextlib.suppress(OSError):
         write_whole(path, binary.to_bytes(), 0o600)

@@ -80,8 +80,8 @@ class _Rank:
         self.next = [0] * len(queues)
         self.current = 0
         self.order: list[CommandIndex] = []
-        self.turns = [_turns(queue) for queue in queues]
-        self.told = [_told(queue) for queue in queues]
+        self.pauses = [_pauses(queue) for queue in queues]
+        self.signalled = [_signalled(queue) for queue in queues]
         self.reached = [_reached(queue) for queue in queues]
 
     def advance(self, words: FlagValues) -> bool:
@@ -92,10 +92,10 @@ class _Rank:
         while (command := self._head(index)) is not None and not _blocks(command, words):
             self._execute(index, command, words)
             moved = True
-            if self.next[index] in self.turns[index]:
+            if self.next[index] in self.pauses[index]:
                 self.switch(words, self.reached[index])
                 break
-            if self.next[index] in self.told[index]:
+            if self.next[index] in self.signalled[index]:
                 self._compute(words)
         return moved
 
@@ -155,7 +155,7 @@ def _reached(queue: Queue) -> frozenset[int]:
     return frozenset(command.dst.rank for command in queue.commands if isinstance(command, Copy))
 
 
-def _turns(queue: Queue) -> frozenset[int]:
+def _pauses(queue: Queue) -> frozenset[int]:
     """Return the positions of copies at which a queue pauses: the copy before was signalled to peers.
 
     A wait after such a signal stays with it, since both are one call.
@@ -168,7 +168,7 @@ def _turns(queue: Queue) -> frozenset[int]:
     )
 
 
-def _told(queue: Queue) -> frozenset[int]:
+def _signalled(queue: Queue) -> frozenset[int]:
     """Return the positions of signals to peers that directly follow a copy; stamps between them do not count."""
     commands = [(index, command) for index, command in enumerate(queue.commands) if not isinstance(command, Stamp)]
     return frozenset(

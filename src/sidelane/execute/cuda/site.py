@@ -79,7 +79,7 @@ UNIT = 16
 """Largest alignment in bytes for which kernels are compiled."""
 
 
-class Alike:
+class LoadedPrograms:
     """Cache of one loaded program or kernel per program object, by identity: callers pass the same objects."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Alike:
         known = self._by_program.get(id(program))
         return known if known is not None and differ_by_addresses(known.addresses, addresses) else None
 
-    def keep(self, loaded: Any) -> None:
+    def add(self, loaded: Any) -> None:
         """Keep a loaded program in place of an earlier one of the same program."""
         if len(self._by_program) >= MOST:
             del self._by_program[next(iter(self._by_program))]
@@ -151,7 +151,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.loaded = Alike()
+        self.loaded = LoadedPrograms()
         self.timeout_s = timeout_s
         self.closed = False
         self.armed_epoch: int | None = None  # of the last invocation that may have waited for a trigger

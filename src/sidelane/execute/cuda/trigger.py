@@ -193,5 +193,5 @@ class CudaTrigger:
 
 def _refuse_capture(method: str) -> None:
     raise ValueError(
-        f"{method}: a graph is being captured, which would repeat the trigger of this one call (allowed=outside)"
+        f"{method}: a graph is being captured, which would repeat the trigger of this one call; fire it outside of one"
     )

@@ -90,6 +90,6 @@ class VirtualMemory:
         with self._driver.current(), self._driver.relaxed_capture():
             self._driver.call("cuMemUnmap", self._api.CUdeviceptr(address), nbytes)
 
-    def give_back(self, address: int, nbytes: int) -> None:
+    def free_range(self, address: int, nbytes: int) -> None:
         """Free a range, in which nothing is mapped any more."""
         self._driver.call("cuMemAddressFree", self._api.CUdeviceptr(address), nbytes)

@@ -177,7 +177,7 @@ class DeviceWatch:
         self.failure = error
         self._status_words[ABORT] = 1
         if ranges.observers:
-            ranges.tell("failed", error)
+            ranges.notify("failed", error)
 
     def fail_submission(self, title: str, error: BaseException) -> None:
         """Fail after an incomplete submission: the peers would wait for the rest."""

@@ -75,4 +75,4 @@ def masked_stream(runtime: Runtime, words: list[int]) -> int:
         DriverError: the runtime refused the mask.
     """
     mask = (ctypes.c_uint32 * len(words))(*words)
-    return int(runtime.ask(ctypes.c_void_p, "hipExtStreamCreateWithCUMask", len(words), ctypes.addressof(mask)))
+    return int(runtime.query(ctypes.c_void_p, "hipExtStreamCreateWithCUMask", len(words), ctypes.addressof(mask)))

@@ -118,20 +118,20 @@ class HipDriver(Driver):
 
     def make_stream(self, priority: int) -> int:
         """Make a stream of a priority that does not synchronise with the legacy default stream."""
-        return int(self.runtime.ask(_HANDLE, "hipStreamCreateWithPriority", hip.STREAM_NON_BLOCKING, priority))
+        return int(self.runtime.query(_HANDLE, "hipStreamCreateWithPriority", hip.STREAM_NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
         self.runtime.call("hipStreamDestroy", stream)
 
     def create_event(self, *, timing: bool = False) -> int:
         flags = 0 if timing else hip.EVENT_DISABLE_TIMING
-        return int(self.runtime.ask(_HANDLE, "hipEventCreateWithFlags", flags))
+        return int(self.runtime.query(_HANDLE, "hipEventCreateWithFlags", flags))
 
     def destroy_event(self, event: int) -> None:
         self.runtime.call("hipEventDestroy", event)
 
     def allocate(self, nbytes: int) -> int:
-        return int(self.runtime.ask(_HANDLE, "hipMalloc", nbytes))
+        return int(self.runtime.query(_HANDLE, "hipMalloc", nbytes))
 
     def free(self, address: int) -> None:
         self.runtime.call("hipFree", address)
@@ -158,12 +158,12 @@ class HipDriver(Driver):
 
     def export(self, start: int) -> bytes:
         with self.relaxed_capture():
-            return bytes(self.runtime.ask(hip.IpcHandle, "hipIpcGetMemHandle", start))
+            return bytes(self.runtime.query(hip.IpcHandle, "hipIpcGetMemHandle", start))
 
     def open_exported(self, handle: bytes) -> int:
         with self.relaxed_capture():
             opened = hip.IpcHandle.from_buffer_copy(handle)
-            return int(self.runtime.ask(_HANDLE, "hipIpcOpenMemHandle", opened, hip.IPC_LAZY_PEER_ACCESS))
+            return int(self.runtime.query(_HANDLE, "hipIpcOpenMemHandle", opened, hip.IPC_LAZY_PEER_ACCESS))
 
     def close_exported(self, start: int) -> None:
         with self.relaxed_capture():
@@ -174,8 +174,8 @@ class HipDriver(Driver):
         self.runtime.call("hipStreamSynchronize", stream)
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
-        module = self.runtime.ask(_HANDLE, "hipModuleLoadData", image)
-        return int(self.runtime.ask(_HANDLE, "hipModuleGetFunction", module, name.encode()))
+        module = self.runtime.query(_HANDLE, "hipModuleLoadData", image)
+        return int(self.runtime.query(_HANDLE, "hipModuleGetFunction", module, name.encode()))
 
     def count_parameters(self, function: int) -> int | None:
         """Return None: the runtime does not tell, and reads as many arguments as the kernel has."""
@@ -228,7 +228,7 @@ class HipDriver(Driver):
 
     def most_resident(self, function: int, threads: int, shared_bytes: int) -> int:
         name = "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor"
-        return int(self.runtime.ask(_INT, name, function, threads, shared_bytes))
+        return int(self.runtime.query(_INT, name, function, threads, shared_bytes))
 
     def allow_shared(self, function: int, shared_bytes: int) -> None:
         """Do nothing: a block may take the whole local memory without asking."""
@@ -254,7 +254,7 @@ class HipDriver(Driver):
             self.submit(calls)
         finally:
             self.runtime.call("hipStreamEndCapture", stream, ctypes.addressof(graph))
-        executable = self.runtime.ask(_HANDLE, "hipGraphInstantiate", graph, None, None, 0)
+        executable = self.runtime.query(_HANDLE, "hipGraphInstantiate", graph, None, None, 0)
         self.runtime.call("hipGraphDestroy", graph)
         return int(executable)
 
@@ -298,7 +298,7 @@ class HipDriver(Driver):
         return self._is_over("hipEventQuery", event)
 
     def elapsed_us(self, first: int, second: int) -> float:
-        return 1000.0 * float(self.runtime.ask(ctypes.c_float, "hipEventElapsedTime", first, second))
+        return 1000.0 * float(self.runtime.query(ctypes.c_float, "hipEventElapsedTime", first, second))
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
@@ -335,7 +335,7 @@ class HipDriver(Driver):
 
     def version(self) -> int:
         """Return the runtime's version as CUDA would have it, 1000 * major + 10 * minor."""
-        number = int(self.runtime.ask(_INT, "hipDriverGetVersion"))
+        number = int(self.runtime.query(_INT, "hipDriverGetVersion"))
         return 1000 * (number // 10_000_000) + 10 * (number // 100_000 % 100)
 
     def call(self, function: str, *arguments: Any) -> Any:

@@ -146,7 +146,7 @@ class Runtime:
         if error:
             raise self.error(error, name)
 
-    def ask(self, kind: Any, name: str, *arguments: Any) -> Any:
+    def query(self, kind: Any, name: str, *arguments: Any) -> Any:
         """Call a function whose first argument is the address of its result, and return that result."""
         found = kind()
         self.call(name, ctypes.addressof(found), *arguments)

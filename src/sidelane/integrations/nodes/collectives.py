@@ -55,7 +55,7 @@ class TensorSteps:
         on_streams: streams wait for the rail's calls, and no host does.
 
     Attributes:
-        kept: symmetric memory that is kept for later calls.
+        cached: symmetric memory that is kept for later calls.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TensorSteps:
     ) -> None:
         self._own, self._status, self._nodes, self._rank, self._on_streams = own, status, nodes, rank, on_streams
         self._rail: Any = rail  # None once it is closed
-        self.kept: dict[str, torch.Tensor] = {}
+        self.cached: dict[str, torch.Tensor] = {}
         self._rows: dict[str, torch.Tensor] = {}
         self._begun: list[OtherWork] = []
 
@@ -112,16 +112,16 @@ class TensorSteps:
 
     def _symmetric(self, name: str, nbytes: int) -> torch.Tensor | None:
         """Return symmetric bytes for all calls; None if there are none."""
-        own, kept = self._own, self.kept
+        own, cached = self._own, self.cached
         if own.world_size == 1:
             return None
-        if name not in kept or kept[name].nbytes < nbytes:
+        if name not in cached or cached[name].nbytes < nbytes:
             with self._in_the_node(), contextlib.suppress(UnavailableError):
-                if name in kept:
+                if name in cached:
                     own.synchronize()  # calls under way use it
-                    del kept[name]
-                kept[name] = own.empty(nbytes, dtype=torch.uint8)
-        return kept.get(name)
+                    del cached[name]
+                cached[name] = own.empty(nbytes, dtype=torch.uint8)
+        return cached.get(name)
 
     def copy(self, pairs: Iterable[TensorPair]) -> None:
         """Copy tensors (to, from) in any order."""
@@ -314,14 +314,14 @@ def reduce_scatter(piece: NodesPiece) -> Iterator[None]:
 def all_to_all(piece: NodesPiece) -> Iterator[None]:
     """Collect within the node the parts for all ranks of a rail; then exchange them along the rail."""
     steps, packed = piece.steps, piece.pack()
-    near, far, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
+    per_node, node_count, ranks = len(piece.own), len(piece.nodes.members), len(piece.nodes.of)
     collected, middle = piece.scratch("collected", ranks, is_sent=True), piece.scratch("middle", ranks)
     arrived = piece.scratch("arrived", ranks)
     steps.within(Kind.ALL_TO_ALL, collected, packed)
     to, given = (whole.view(ranks, -1).unbind() for whole in (middle, collected))
     steps.copy(  # [from][to node] becomes [to node][from]
-        (to[node * near + local_rank], given[local_rank * far + node])
-        for local_rank in (*range(piece.local_rank, near), *range(piece.local_rank))
+        (to[node * per_node + local_rank], given[local_rank * node_count + node])
+        for local_rank in (*range(piece.local_rank, per_node), *range(piece.local_rank))
         for node in (piece.node, *piece.others)
     )
     exchanging = steps.along(Kind.ALL_TO_ALL, arrived, middle)
@@ -332,7 +332,7 @@ def all_to_all(piece: NodesPiece) -> Iterator[None]:
         pair
         for node, members in enumerate(piece.nodes.members)
         for local_rank, rank in enumerate(members)
-        for pair in zip(outputs[rank], rows[node * near + local_rank], strict=True)
+        for pair in zip(outputs[rank], rows[node * per_node + local_rank], strict=True)
     )
 
 

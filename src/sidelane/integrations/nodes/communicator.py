@@ -91,9 +91,9 @@ class NodesCall:
         kind = self.kind
         for tensor in (output, input):
             if tensor.device != device or not tensor.is_contiguous():
-                raise ValueError(f"{kind}: tensor (value={tensor.device}, allowed=contiguous, on {device})")
+                raise ValueError(f"{kind}: tensors must be contiguous, on {device} (value={tensor.device})")
         if output.dtype != input.dtype:
-            raise TypeError(f"{kind}: dtypes (value={output.dtype} and {input.dtype}, allowed=the same)")
+            raise TypeError(f"{kind}: dtypes must be equal (value={output.dtype} and {input.dtype})")
         count = min(output.numel(), input.numel()) if kind is not Kind.ALL_TO_ALL else input.numel() // size
         wanted = {
             Kind.ALL_GATHER: (count * size, count),
@@ -119,7 +119,7 @@ class NodesCall:
         ends = {True: 0, False: 0}  # of those that are written, and of those that are read
         for begin, end, is_written in sorted(each for each in touched if each[0] < each[1]):
             if begin < ends[True] or (is_written and begin < ends[False]):
-                raise ValueError(f"{self.kind}: tensors (value=that overlap, allowed=apart, or in place)")
+                raise ValueError(f"{self.kind}: tensors overlap: they lie apart, or the call is in place")
             ends[is_written] = max(ends[is_written], end)
 
 
@@ -155,8 +155,8 @@ class NodesCommunicator:
         self._group = ranks.own_node()
         with contextlib.ExitStack() as stack:
             stack.callback(self._group.close)
-            near = functools.partial(Communicator, self._group, device=device, config=config)
-            made, attempt = ranks.made_by_all(lambda: stack.enter_context(near()))
+            make = functools.partial(Communicator, self._group, device=device, config=config)
+            made, attempt = ranks.made_by_all(lambda: stack.enter_context(make()))
             ranks = dataclasses.replace(ranks, store=dist.PrefixStore(f"{attempt}/", store))
             rails = ranks.within(f"rail{local_rank}")
 
@@ -250,7 +250,7 @@ class NodesCommunicator:
             return
         self.status.end(PeerError("the communicator was closed"))
         self._watchdog.close()
-        self.steps.kept.clear()
+        self.steps.cached.clear()
         self.own.close()
         self._group.close()
         self.steps.close()
@@ -271,7 +271,7 @@ class NodesCommunicator:
                 is_refusal = isinstance(error, ValueError | TypeError)
                 why = f"refused the call ({error})" if is_refusal else f"failed ({type(error).__name__}: {error})"
                 ended = PeerError(f"rank {self.rank} {why}", (self.rank,))
-                self.status.tell(ended.ranks, why)
+                self.status.publish(ended.ranks, why)
             self.own.close()
             first = self.status.end(ended)
             if first is not ended:

@@ -15,7 +15,7 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, keep
+from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, set_liveness
 
 T = TypeVar("T")
 
@@ -59,11 +59,11 @@ def find_nodes(
         try:
             config = settings.current() if config is None else config
         except Exception as error:
-            Exchange(everyone, DEFAULT_TIMEOUT_S, again=True).refuse(error, grace_s=_HEARD_S)
+            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_HEARD_S)
             raise
         if timeout is not None:
             config = dataclasses.replace(config, timeout_s=timeout.total_seconds())
-        exchange = Exchange(everyone, config.timeout_s, warn_s=config.warn_s, again=True)
+        exchange = Exchange(everyone, config.timeout_s, warn_s=config.warn_s, skips_earlier=True)
         nodes = exchanged_nodes(exchange, "process group", config)
         return NodeRanks(store, rank, nodes, exchange.liveness, config, name)
     finally:
@@ -89,8 +89,7 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
-            f"{nameless} among them)"
+            f"process group: virtual_nodes must name a node for each rank of the world, also {nameless} (value={named})"
         )
     return Nodes.named(names)
 
@@ -155,7 +154,7 @@ class NodeRanks:
             word, cause = f"{type(error).__name__}: {error}", error
         everyone = self.everyone()
         try:
-            exchange = Exchange(everyone, 2 * self.config.timeout_s, warn_s=self.config.warn_s, again=True)
+            exchange = Exchange(everyone, 2 * self.config.timeout_s, warn_s=self.config.warn_s, skips_earlier=True)
             words = exchange("communicator of several nodes", lambda: word)
         finally:
             everyone.close()
@@ -191,7 +190,7 @@ class NodeGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # see SidelaneGroup
         self._name, self.world_ranks = name, tuple(ranks)
         c10d._world.pg_map[self] = ("sidelane-node", store)
-        keep(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
+        set_liveness(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
 
     def getGroupName(self) -> str:
         """Return the name under which its ranks meet."""

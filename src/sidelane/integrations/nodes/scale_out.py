@@ -53,7 +53,7 @@ def scale_out(
         own = here.own_node()
         stack.callback(own.close)
         # Each part is made on all ranks, or an error is raised on all.
-        near, _ = here.within("near").made_by_all(
+        intra_node, _ = here.within("intra-node").made_by_all(
             lambda: stack.enter_context(Communicator(own, device=device, config=config))
         )
 
@@ -63,12 +63,12 @@ def scale_out(
                     make_other(way.store, rank, len(ranks), timeout, way.name, (), None)
                     for way in (here.within("up"), here.within("down"))
                 )
-            made = GroupTransport(up, down, rank, near.device)
+            made = GroupTransport(up, down, rank, intra_node.device)
             stack.callback(made.close)  # also where what follows fails
             return made
 
         carrier, _ = here.within("carrier").made_by_all(make_carrier)
-        carrier.warm_up([far for far in range(len(ranks)) if of[far] != of[rank]], config.timeout_s)
+        carrier.warm_up([other for other in range(len(ranks)) if of[other] != of[rank]], config.timeout_s)
         everyone = here.everyone()
         stack.callback(everyone.close)
-        yield stack.enter_context(ScaleOut(near, everyone, of, transport=carrier))
+        yield stack.enter_context(ScaleOut(intra_node, everyone, of, transport=carrier))

@@ -86,13 +86,13 @@ class NodesStatus:
 
     def leave(self, why: str) -> None:
         """End the communicator because of this rank; ``why`` says what it did."""
-        self.tell((self._rank,), why)
+        self.publish((self._rank,), why)
         self.end(PeerError(f"rank {self._rank} {why}", (self._rank,)))
 
     def gone(self, peers: Sequence[int]) -> list[int]:
         """Return the ranks at fault, as far as known; whichever a call needs."""
-        told = self._told()
-        return list(told[0]) if told is not None else self._liveness.dead(self._neighbours)
+        published = self._published()
+        return list(published[0]) if published is not None else self._liveness.dead(self._neighbours)
 
     def explain(self, error: Exception, peers: Sequence[int]) -> NoReturn:
         """Raise for an error of a part of a call, after an agreement.
@@ -112,20 +112,20 @@ class NodesStatus:
             ranks: ranks at fault according to the error, if no rank knows better.
         """
         with contextlib.suppress(RuntimeError):  # the store may have vanished with the rank that died
-            self._say_here()
+            self._report_presence()
             if self.calls:
-                self._store.compare_set("roll", "", str(self.calls))
+                self._store.compare_set("agreement", "", str(self.calls))
         until = time.monotonic() + self._grace_s
-        while (told := self._told()) is None and time.monotonic() < until:
+        while (published := self._published()) is None and time.monotonic() < until:
             dead = self._liveness.dead(self._neighbours)
             if dead:
-                told = self.tell(dead, "died")
+                published = self.publish(dead, "died")
                 break
             time.sleep(_SLEEP_S)
-        if told is None:
+        if published is None:
             absent = self._absent()
-            told = self.tell(absent, "did not answer") if absent else (tuple(ranks), str(error))
-        found, why = told
+            published = self.publish(absent, "did not answer") if absent else (tuple(ranks), str(error))
+        found, why = published
         kind = PeerTimeoutError if isinstance(error, PeerTimeoutError) else PeerError
         names = "".join(
             f"rank {rank} (rank {self._liveness.ranks[rank]} of the world, node {self._nodes.of[rank]}) "
@@ -136,23 +136,27 @@ class NodesStatus:
     def answer(self) -> None:
         """Answer that this rank is present, if a rank asks in a call that has begun here, too."""
         with contextlib.suppress(RuntimeError, ValueError):
-            if not self._has_answered and self._store.check(["roll"]) and int(self._store.get("roll")) <= self.calls:
-                self._say_here()
+            if (
+                not self._has_answered
+                and self._store.check(["agreement"])
+                and int(self._store.get("agreement")) <= self.calls
+            ):
+                self._report_presence()
 
-    def tell(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:
+    def publish(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:
         """Publish the ranks at fault, unless another rank has done so already; return the published entry."""
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("fault", "", json.dumps((tuple(ranks), why)))
-            told = self._told()
-            if told is not None:
-                return told
+            published = self._published()
+            if published is not None:
+                return published
         return tuple(ranks), why
 
-    def _say_here(self) -> None:
+    def _report_presence(self) -> None:
         self._store.set(f"here/{self._rank}", "1")
         self._has_answered = True
 
-    def _told(self) -> tuple[tuple[int, ...], str] | None:
+    def _published(self) -> tuple[tuple[int, ...], str] | None:
         with contextlib.suppress(RuntimeError, ValueError):  # an entry in another format counts as none
             if self._store.check(["fault"]):
                 match parsed(self._store.get("fault")):

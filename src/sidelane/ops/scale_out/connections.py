@@ -42,12 +42,12 @@ class Gone(Exception):
         super().__init__(rank)
 
 
-class FarConnections:
+class InterNodeConnections:
     """Connections with the ranks of other nodes. Collective.
 
     Args:
         rank: number of this rank in the group.
-        fars: ranks on other nodes.
+        remote_ranks: ranks on other nodes.
         meet: sends what it is given to all ranks, and returns what each of them has sent.
         timeout_s: time-out for the last connection, in seconds.
 
@@ -60,42 +60,46 @@ class FarConnections:
     """
 
     def __init__(
-        self, rank: int, fars: Sequence[int], meet: Callable[[tuple[str, int, str]], Sequence[Any]], timeout_s: float
+        self,
+        rank: int,
+        remote_ranks: Sequence[int],
+        meet: Callable[[tuple[str, int, str]], Sequence[Any]],
+        timeout_s: float,
     ) -> None:
         self.sockets: dict[int, socket.socket] = {}
-        self._texts = dict.fromkeys(fars, b"")
+        self._texts = dict.fromkeys(remote_ranks, b"")
         self._writing = forks.lock()
-        if not fars:
+        if not remote_ranks:
             return
-        with socket.create_server(("", 0), backlog=2 * len(fars) + _MOST_CALLERS) as server:
+        with socket.create_server(("", 0), backlog=2 * len(remote_ranks) + _MOST_CALLERS) as server:
             token = secrets.token_hex(_TOKEN_BYTES)
             listening = meet((_own_address(), server.getsockname()[1], token))
             until = time.monotonic() + timeout_s
             try:
-                for far in (far for far in fars if far < rank):
-                    self._connect(rank, far, listening[far], until)
-                self._accept(server, token, [far for far in fars if far > rank], until)
+                for remote in (remote for remote in remote_ranks if remote < rank):
+                    self._connect(rank, remote, listening[remote], until)
+                self._accept(server, token, [remote for remote in remote_ranks if remote > rank], until)
             except BaseException:
                 self.close()
                 raise
 
-    def _connect(self, rank: int, far: int, listening: Any, until: float) -> None:
+    def _connect(self, rank: int, remote: int, listening: Any, until: float) -> None:
         try:
             address, port, token = str(listening[0]), int(listening[1]), str(listening[2]).encode("ascii")
         except (ValueError, TypeError, IndexError) as error:
-            raise not_understood("scale-out", far, str(listening).encode()) from error
+            raise not_understood("scale-out", remote, str(listening).encode()) from error
         try:
             made = socket.create_connection((address, port), max(STEP_S, until - time.monotonic()))
             made.sendall(_HELLO.pack(token, rank))
         except OSError as error:
-            text = f"scale-out: no connection with rank {far} at {address}: {error}"
-            raise PeerTimeoutError(text, [far]) from error
-        self.sockets[far] = _prepared(made)
+            text = f"scale-out: no connection with rank {remote} at {address}: {error}"
+            raise PeerTimeoutError(text, [remote]) from error
+        self.sockets[remote] = _prepared(made)
 
-    def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
+    def _accept(self, server: socket.socket, token: str, remote_ranks: Sequence[int], until: float) -> None:
         server.settimeout(STEP_S)
         callers = threading.Semaphore(_MOST_CALLERS)
-        while missing := [far for far in fars if far not in self.sockets]:
+        while missing := [remote for remote in remote_ranks if remote not in self.sockets]:
             if time.monotonic() > until:
                 text = f"scale-out: ranks {missing} of other nodes did not connect in time"
                 raise PeerTimeoutError(text, missing)
@@ -107,21 +111,23 @@ class FarConnections:
                 time.sleep(STEP_S / 10)
                 continue
             callers.acquire()
-            threading.Thread(target=self._hear, args=(made, token, fars, callers), daemon=True).start()
+            threading.Thread(target=self._receive_hello, args=(made, token, remote_ranks, callers), daemon=True).start()
 
-    def _hear(self, made: socket.socket, token: str, fars: Sequence[int], callers: threading.Semaphore) -> None:
+    def _receive_hello(
+        self, made: socket.socket, token: str, remote_ranks: Sequence[int], callers: threading.Semaphore
+    ) -> None:
         """Keep the connection of a caller that says in time who it is, and knows the token; close another one's."""
-        said, until = b"", time.monotonic() + _HELLO_S
+        received, until = b"", time.monotonic() + _HELLO_S
         with contextlib.suppress(OSError):
-            while len(said) < _HELLO.size:
+            while len(received) < _HELLO.size:
                 made.settimeout(max(1e-3, until - time.monotonic()))
-                said += (more := made.recv(_HELLO.size - len(said)))
+                received += (more := made.recv(_HELLO.size - len(received)))
                 if not more:
                     break
         callers.release()
-        found, far = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
-        if secrets.compare_digest(found, token.encode("ascii")) and far in fars:
-            self.sockets[far] = _prepared(made)
+        found, remote = _HELLO.unpack(received) if len(received) == _HELLO.size else (b"", -1)
+        if secrets.compare_digest(found, token.encode("ascii")) and remote in remote_ranks:
+            self.sockets[remote] = _prepared(made)
         else:
             made.close()
 

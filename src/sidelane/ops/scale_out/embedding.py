@@ -11,9 +11,9 @@ Any block of rank 0, on a node with rank 1; ranks 2 and 3 are on another node::
     first: ready, open | bags for 2, 3 -> send buffer; last of a slice: its word | wait for 1 | bags for 1 -> 1 | bags
     for 0 | last: done, wait for the node, for the slices of 2 and 3, and for its own to leave
 
-``ready`` and ``done`` are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same about its output.
-No block waits for another node but the last one, once all others have ended: while it waits, the rest of the GPU is
-free for the transport.
+``ready`` and ``done``, flags 0 and 1, are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same
+about its output. No block waits for another node but the last one, once all others have ended: while it waits, the rest
+of the GPU is free for the transport.
 
 The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
 
@@ -21,6 +21,12 @@ Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2, two tables on rank 
 samples (unused), then samples 2 and 3 of table 0, then those of table 1. Slice 1, of table 1, begins at element 6 * D
 there, and at column D of row 0 on rank 1 (``slices_between``). With slices of both tables there is one: tables 0 and 1
 of sample 2, then of sample 3, as they lie in the rows of rank 1.
+
+The kernel has two contexts: that of ``sidelane.device.context`` for the ranks of its node, to which it stores, and an
+*inter-node context* (``words``), a pointer to int64; ``generation`` is that of the first one. Words in host memory are
+polled by plain loads. An atomic operation of a GPU there could undo a store of the host, so what acquires is one on a
+word of the device's own memory after the polls: it makes this program's later accesses come after it, as the fence that
+it contains orders all memory.
 
 Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], for each rank by groups of TABLES tables, sample by
 sample.
@@ -33,6 +39,7 @@ from typing import Any
 
 import torch
 
+from sidelane.device import context, flags, layout
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -46,7 +53,7 @@ from sidelane.device.context import (
 from sidelane.device.language import real
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import (
     MEAN,
@@ -58,15 +65,23 @@ from sidelane.ops.embedding_tables import (
     refuse_atomics,
     threads_of,
 )
-from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
-from sidelane.ops.scale_out.device import finish_acquire, near_of, open_release, send_release
-from sidelane.ops.scale_out.proxy import FarCall
+from sidelane.ops.handle import cached_object, check_tensor, power_of_two, programs_of, reporting_refusals
+from sidelane.ops.scale_out import words
+from sidelane.ops.scale_out.proxy import InterNodeCall
 from sidelane.ops.scale_out.ranks import ScaleOut
 from sidelane.ops.scale_out.words import HandleWords, slice_of, slices_between
 from sidelane.program.wraparound import WORD_MASK
 
-READY, DONE = range(2)
-"""Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
+POLLS = tl.constexpr(int(flags.POLLS))
+MOST_AHEAD = tl.constexpr(int(context.MOST_AHEAD))
+ABORT = tl.constexpr(layout.ABORT)
+OPENED = tl.constexpr(words.OPENED)
+READY = tl.constexpr(words.READY)
+OVER = tl.constexpr(words.OVER)
+STOP = tl.constexpr(words.STOP)
+STATUS = tl.constexpr(words.STATUS)
+LOCAL_RANKS = tl.constexpr(words.LOCAL_RANKS)
+ACQUIRED = tl.constexpr(words.ACQUIRED)
 
 
 class EmbeddingAcrossNodes:
@@ -85,25 +100,25 @@ class EmbeddingAcrossNodes:
     ) -> None:
         comm: Any = ranks  # has what these functions take of a communicator
         self.ranks, self.mode = ranks, mode
-        self.tables = EmbeddingTables.kept(comm, tables, batch)
+        self.tables = EmbeddingTables.cached(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
         self._cut = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self._cut[0])  # of a table, for one rank
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
-        slices = slices_between(ranks.rank, ranks.fars, counts, samples, dim, self._cut)
+        slices = slices_between(ranks.rank, ranks.remote_ranks, counts, samples, dim, self._cut)
         counters = 2 + len(slices.sent)
-        with telling_refusals(comm, NAME):  # there may be no memory
-            self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
-            self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
-            self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+        with reporting_refusals(comm, NAME):  # there may be no memory
+            self._counters = persistent(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
+            self._sends = persistent(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
+            self._order = persistent(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
-            self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
-            self._kernel = ranks.near.load_kernel(_embedding_all_to_all, flags=2)
+            self._whole = ranks.intra_node.empty(samples[0], self.tables.width, dtype=dtype)
+            self._kernel = ranks.intra_node.load_kernel(_embedding_all_to_all, flags=2)
         self._epoch, self._words = 0, HandleWords(slices, device)
-        self._far = ranks.far_context(self._words)
-        with telling_refusals(comm, NAME):
+        self._inter_node = ranks.inter_node_context(self._words)
+        with reporting_refusals(comm, NAME):
             ranks.transport.make_ready(self._whole[: self._cut[0], : self._cut[1] * dim])
         ranks.agree(NAME, (mode, *self._cut, batch, dim, str(dtype)))
 
@@ -112,11 +127,11 @@ class EmbeddingAcrossNodes:
         ranks, tables = self.ranks, self.tables
         output = self._whole[: tables.samples[ranks.rank]]
         self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        with ranks.calling(FarCall(self._epoch, self._words, self._sends, output.view(-1))):
+        with ranks.calling(InterNodeCall(self._epoch, self._words, self._sends, output.view(-1))):
             self._kernel.launch(
                 (self._programs,),
-                self._far,
-                ranks.near.peers(self._whole),
+                self._inter_node,
+                ranks.intra_node.peers(self._whole),
                 self._sends,
                 self._counters,
                 tables.addresses,
@@ -180,12 +195,12 @@ def embedding_all_to_all(
     """
     comm: Any = ranks
     ranks.require_open()
-    with telling_refusals(comm, NAME):
+    with reporting_refusals(comm, NAME):
         batch, kind = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
         if slice_bags is not None and slice_bags < 1:
             raise ValueError(f"{NAME}: slice_bags (value={slice_bags}, allowed=1 and more, or None)")
     key = (NAME, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
+    handle = cached_object(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode, slice_bags))
     return handle.run(indices, offsets, per_sample_weights)
 
 
@@ -224,12 +239,12 @@ def embedding_all_to_all_backward(
     """
     comm: Any = ranks
     ranks.require_open()
-    with telling_refusals(comm, NAME):
+    with reporting_refusals(comm, NAME):
         if not sparse:
             refuse_atomics(comm, f"{NAME} backward")
         batch, _ = check_call(comm, tables, indices, offsets, per_sample_weights, mode)
-    known = EmbeddingTables.kept(comm, tables, batch)
-    with telling_refusals(comm, NAME):
+    known = EmbeddingTables.cached(comm, tables, batch)
+    with reporting_refusals(comm, NAME):
         check_tensor(NAME, "grad", grad, ranks.device, (known.dtype,), (2,))
         if grad.shape != known.output_shape:
             raise ValueError(f"{NAME}: shape of grad (value={tuple(grad.shape)}, allowed={known.output_shape})")
@@ -270,8 +285,78 @@ def _of_bags(tables: EmbeddingTables, grad: torch.Tensor, ranks: ScaleOut) -> to
 
 
 @triton.jit
+def local_rank_of(inter_node, rank):
+    """Return the number of a rank on this node, int32; -1 if it is on another one."""
+    return tl.load(tl.load(inter_node + LOCAL_RANKS).to(tl.pointer_type(tl.int32)) + rank)
+
+
+@triton.jit
+def open_release(inter_node, generation):
+    """Let ranks of other nodes write into this rank's output in this generation: all earlier work has ended.
+
+    Releases at system scope. One program of a launch calls it.
+    """
+    tl.debug_barrier()
+    word = tl.load(inter_node + OPENED).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(word, generation, sem="release", scope="sys")
+
+
+@triton.jit
+def send_release(inter_node, generation, number):
+    """Hand a slice to the proxy, behind all accesses of this program and those that it has acquired.
+
+    Releases at system scope. One program of a launch calls it for each slice.
+
+    Args:
+        inter_node: inter-node context of the kernel.
+        generation: generation of this launch.
+        number: number of the slice among those that this rank sends.
+    """
+    tl.debug_barrier()
+    ready = tl.load(inter_node + READY).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(ready + number, generation, sem="release", scope="sys")
+
+
+@triton.jit
+def finish_acquire(inter_node, generation):
+    """Wait until this rank's slices have left, and those for it are in place; ranks of one node wait for nothing.
+
+    The last program of a launch calls it. Acquires at system scope: later work sees all slices of this generation that
+    other nodes have sent.
+    """
+    over = tl.load(inter_node + OVER)
+    if over != 0:
+        word = over.to(tl.pointer_type(tl.int32))
+        late = _is_late(word, generation)
+        polls = 0
+        while late:
+            late = _is_late(word, generation)
+            polls += 1
+            if polls % POLLS == 0:
+                late = late & _goes_on(inter_node)
+        tl.debug_barrier()
+        tl.atomic_add(inter_node + ACQUIRED, 0, sem="acq_rel", scope="sys")
+        tl.debug_barrier()
+
+
+@triton.jit
+def _is_late(word, generation):
+    """Return whether a word has not reached this generation, as ``context`` compares them."""
+    found = tl.load(word, volatile=True)
+    return (((found - generation) & -MOST_AHEAD) != 0) | (found == 0)
+
+
+@triton.jit
+def _goes_on(inter_node):
+    """Return False once the host has told this rank's kernels to give up, by a status word or by the proxy."""
+    status = tl.load(inter_node + STATUS).to(tl.pointer_type(tl.int32))
+    stop = tl.load(inter_node + STOP).to(tl.pointer_type(tl.int32))
+    return (tl.load(stop, volatile=True) == 0) & (tl.load(status + ABORT, volatile=True) == 0)
+
+
+@triton.jit
 def _embedding_all_to_all(
-    context, far, outputs, sends, counters, tables, indices, offsets, weights, order,
+    context, inter_node, outputs, sends, counters, tables, indices, offsets, weights, order,
     ranks, batch, table_count, first_table, width, slices,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr, TABLES: tl.constexpr,
@@ -280,25 +365,25 @@ def _embedding_all_to_all(
     program, programs = tl.program_id(0), tl.num_programs(0)
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
-        open_release(far, generation)
+        open_release(inter_node, generation)
     lane = tl.arange(0, DP)
     number = program  # number of a bag, among those for one rank
     for turn in range(ranks):
         peer = tl.load(order + turn)
-        near = near_of(far, peer)
+        local_rank = local_rank_of(inter_node, peer)
         samples = batch // ranks + (peer < batch % ranks).to(tl.int32)
         first_sample = peer * (batch // ranks) + tl.minimum(peer, batch % ranks)
         bags = samples * table_count
-        if (number < bags) & (near >= 0):
-            wait_acquire(context, near, 0, generation)
+        if (number < bags) & (local_rank >= 0):
+            wait_acquire(context, local_rank, 0, generation)
         while number < bags:
             table, sample = number // samples, number % samples
             bag = table.to(tl.int64) * batch + first_sample + sample
             values = _pooled(tables, indices, offsets, weights, table, bag,
                              D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
-            if near >= 0:
+            if local_rank >= 0:
                 place = sample.to(tl.int64) * width + (first_table + table) * D
-                put_weak(outputs, near, place + lane, values.to(DTYPE), lane < D, ALIGNED)
+                put_weak(outputs, local_rank, place + lane, values.to(DTYPE), lane < D, ALIGNED)
             else:
                 first = table // TABLES * TABLES  # of the slice
                 count = tl.minimum(TABLES, table_count - first)
@@ -308,14 +393,14 @@ def _embedding_all_to_all(
                 parts = tl.minimum(SLICE, samples - sample // SLICE * SLICE)
                 slice = (turn * tl.cdiv(table_count, TABLES) + table // TABLES) * slices + sample // SLICE
                 if arrive_acq_rel(counters + 2 + slice, parts * count):
-                    send_release(far, generation, slice)
+                    send_release(inter_node, generation, slice)
             number += programs
         number -= bags
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
         signal_all_release(context, 1, generation)  # done
         wait_all_acquire(context, 1, generation)
-        finish_acquire(far, generation)
+        finish_acquire(inter_node, generation)
     end(context, generation)
 
 

@@ -33,7 +33,7 @@ import torch
 from sidelane import forks
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.memory import ending
-from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone
+from sidelane.ops.scale_out.connections import STEP_S, Gone, InterNodeConnections
 from sidelane.ops.scale_out.transport import WINDOW, GroupTransport, Transfer
 from sidelane.ops.scale_out.words import HandleWords, host_words
 
@@ -47,7 +47,7 @@ _SPIN_S = {"cuda": 50e-6, "cpu": 0.0}
 """Seconds in which a thread that finds nothing looks again at once: a sleep takes longer than a small transfer."""
 
 
-class FarCall:
+class InterNodeCall:
     """A call under way.
 
     Args:
@@ -94,7 +94,7 @@ class FarCall:
         return self.landing.as_strided((rows, columns), (slices.stride, 1), self.landing.storage_offset() + first)
 
 
-_Arrivals: TypeAlias = collections.deque[tuple[FarCall, Transfer]]
+_Arrivals: TypeAlias = collections.deque[tuple[InterNodeCall, Transfer]]
 """Transfers that arrive from a rank, in their order, each with its call."""
 
 
@@ -124,7 +124,7 @@ class Proxy:
 
     Args:
         rank: number of this rank in the group.
-        fars: ranks on other nodes.
+        remote_ranks: ranks on other nodes.
         links: connections with them.
         transport: moves the bytes.
         device: device of the kernels.
@@ -139,28 +139,30 @@ class Proxy:
     def __init__(
         self,
         rank: int,
-        fars: Sequence[int],
-        links: FarConnections,
+        remote_ranks: Sequence[int],
+        links: InterNodeConnections,
         transport: GroupTransport,
         device: torch.device,
         timeout_s: float,
         failed: Callable[[PeerError], None],
     ) -> None:
-        self._rank, self._fars, self._links, self._transport = rank, tuple(fars), links, transport
+        self._rank, self._remote_ranks, self._links, self._transport = rank, tuple(remote_ranks), links, transport
         self._timeout_s, self._failed, self._look_s = timeout_s, failed, _LOOK_S[device.type]
         self._device = device
         self.failure: PeerError | None = None
         self.stop = host_words(1, device)
         self._owner = forks.Owner("proxy of a rank of several nodes")
         self._failing = forks.rlock()
-        self._call: FarCall | None = None
+        self._call: InterNodeCall | None = None
         self._comes = threading.Condition(forks.lock())
         self._begun = self._sent = 0  # number of calls of this rank, and of those whose slices have left
-        self._begun_by, self._over_by = dict.fromkeys(fars, 0), dict.fromkeys(fars, 0)
+        self._begun_by, self._over_by = dict.fromkeys(remote_ranks, 0), dict.fromkeys(remote_ranks, 0)
         self._leaving: collections.deque[Transfer] = collections.deque()
         # Notes of slices that leave: number of the call, and of the slice among those from the rank to this one.
-        self._told: dict[int, collections.deque[tuple[int, int]]] = {far: collections.deque() for far in fars}
-        self._arriving: dict[int, _Arrivals] = {far: collections.deque() for far in fars}
+        self._reported: dict[int, collections.deque[tuple[int, int]]] = {
+            remote: collections.deque() for remote in remote_ranks
+        }
+        self._arriving: dict[int, _Arrivals] = {remote: collections.deque() for remote in remote_ranks}
         self._broken: list[_Arrivals] = []  # what arrived from ranks that are gone
         self._closed: set[int] = set()  # ranks that have said so
         self._lost: set[int] = set()  # ranks whose notes have ended
@@ -170,7 +172,7 @@ class Proxy:
 
     def start(self) -> None:
         """Start the threads, if there are other nodes."""
-        if not self._fars or self._threads:
+        if not self._remote_ranks or self._threads:
             return
         ending.at_exit(self)
         for name, run in (("proxy", self._send), ("arrivals", self._receive)):
@@ -180,9 +182,9 @@ class Proxy:
             self._threads.append(thread)
             thread.start()
 
-    def begin(self, call: FarCall) -> None:
+    def begin(self, call: InterNodeCall) -> None:
         """Register a call whose kernel is launched next."""
-        if not self._fars:
+        if not self._remote_ranks:
             call.over.set()
             return
         assert self._call is None, "the call before is over"
@@ -191,7 +193,7 @@ class Proxy:
             self._call = call
             self._comes.notify()
         self._begun = call.number
-        self._links.send(self._fars, {"begun": call.number})
+        self._links.send(self._remote_ranks, {"begun": call.number})
         self._end_if_over(call)  # with no slices at all
 
     def fail(self, error: PeerError) -> PeerError:
@@ -202,7 +204,7 @@ class Proxy:
             self.failure = error
         self.stop[0] = 1
         is_late = isinstance(error, PeerTimeoutError)
-        self._links.send(self._fars, {"ranks": list(error.ranks), "why": str(error)[:2000], "late": is_late})
+        self._links.send(self._remote_ranks, {"ranks": list(error.ranks), "why": str(error)[:2000], "late": is_late})
         self._failed(error)
         with self._comes:
             self._comes.notify()
@@ -220,7 +222,7 @@ class Proxy:
         until = time.monotonic() + self._timeout_s if until is None else until
         while self._call is not None and self._is_waiting(until):
             time.sleep(self._look_s)
-        self._links.send(self._fars, {"closed": True})
+        self._links.send(self._remote_ranks, {"closed": True})
         while self._behind() and self._is_waiting(until):
             time.sleep(self._look_s)
         self._stop.set()
@@ -245,7 +247,9 @@ class Proxy:
 
     def _behind(self) -> list[int]:
         """Return the ranks that may still need what this one has sent."""
-        return [far for far in self._fars if self._over_by[far] < self._sent and far not in self._lost]
+        return [
+            remote for remote in self._remote_ranks if self._over_by[remote] < self._sent and remote not in self._lost
+        ]
 
     def _is_waiting(self, until: float) -> bool:
         """Return True if the others may still answer before ``until``."""
@@ -269,14 +273,14 @@ class Proxy:
             self.watch()
         return self._stop.is_set() or self.failure is not None
 
-    def _end_if_over(self, call: FarCall) -> None:
+    def _end_if_over(self, call: InterNodeCall) -> None:
         with self._failing:
             if call.leaving or call.missing or call.over.is_set():
                 return
             self._call = None
             call.words.end(call.epoch)
             call.over.set()
-        self._links.send(self._fars, {"over": call.number})
+        self._links.send(self._remote_ranks, {"over": call.number})
 
     # --- the sending thread -------------------------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class Proxy:
             else:
                 pause.take()
 
-    def _begin_sending(self, call: FarCall) -> bool:
+    def _begin_sending(self, call: InterNodeCall) -> bool:
         """Begin to send slices that are ready; return False if there is none, or no room in the window."""
         ready = call.words.take_ready(call.epoch, call.unsent, WINDOW - len(self._leaving))
         for target, number, first, size in ready:
@@ -306,7 +310,7 @@ class Proxy:
             self._leaving.append(self._transport.send(target, call.source[first : first + size]))
         return bool(ready)
 
-    def _end_sending(self, call: FarCall) -> bool:
+    def _end_sending(self, call: InterNodeCall) -> bool:
         """Count the slices that have left, in the order of their transfers; return False if there were none."""
         ended = False
         while self._leaving and self._leaving[0].is_done():
@@ -323,10 +327,10 @@ class Proxy:
     def _receive(self) -> None:
         pause = _Pause(self._device)
         with selectors.DefaultSelector() as selector:
-            for far in self._fars:
-                selector.register(self._links.sockets[far], selectors.EVENT_READ, far)
+            for remote in self._remote_ranks:
+                selector.register(self._links.sockets[remote], selectors.EVENT_READ, remote)
             while not self._gives_up():
-                looks = any(self._told.values()) or any(self._arriving.values())
+                looks = any(self._reported.values()) or any(self._arriving.values())
                 found = selector.select(0 if looks else STEP_S)
                 for key, _ in found:
                     try:
@@ -334,34 +338,36 @@ class Proxy:
                     except Gone:
                         selector.unregister(key.fileobj)
                         self._lose(key.data)
-                moved = [far for far in self._fars if self._begin_arrivals(far) | self._end_arrivals(far)]
+                moved = [
+                    remote for remote in self._remote_ranks if self._begin_arrivals(remote) | self._end_arrivals(remote)
+                ]
                 if found or moved:
                     pause.end()
                 elif looks:
                     pause.take()
 
-    def _read_notes(self, far: int) -> None:
-        for note in self._links.notes(far):
+    def _read_notes(self, remote: int) -> None:
+        for note in self._links.notes(remote):
             match note:
                 case {"slice": [int(call), int(number)]}:
-                    self._told[far].append((call, number))
+                    self._reported[remote].append((call, number))
                 case {"begun": int(number)}:
-                    self._begun_by[far] = number
+                    self._begun_by[remote] = number
                 case {"over": int(number)}:
-                    self._over_by[far] = number
+                    self._over_by[remote] = number
                 case {"closed": True}:
-                    self._closed.add(far)
+                    self._closed.add(remote)
                 case _:
                     kind = PeerTimeoutError if note.get("late") else PeerError
                     self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
 
     def _begin_arrivals(self, source: int) -> bool:
-        """Begin to receive the slices of which a rank has told; return False if there is none, its call is not open
+        """Begin to receive the slices that a rank has reported; return False if there is none, its call is not open
         yet, or there is no room in the window.
         """
-        told, began = self._told[source], False
-        while told:
-            call, (wanted, number) = self._call, told[0]
+        reported, began = self._reported[source], False
+        while reported:
+            call, (wanted, number) = self._call, reported[0]
             if call is None or wanted != call.number or not call.is_open:
                 break
             if sum(map(len, self._arriving.values())) >= WINDOW:
@@ -373,7 +379,7 @@ class Proxy:
                 self._lose_arrivals(gone.rank)
                 break
             self._arriving[source].append((call, transfer))
-            told.popleft()
+            reported.popleft()
             began = True
         return began
 
@@ -397,21 +403,23 @@ class Proxy:
         """Learn that a transfer has failed: nothing arrives behind it."""
         self._broken.append(self._arriving[source])  # whose memory the transport may still use
         self._arriving[source] = collections.deque()
-        self._told[source].clear()
+        self._reported[source].clear()
         self._lose(source)
 
-    def _lose(self, far: int) -> None:
-        """Learn that a connection, or a transfer, has ended: its rank has told why, or has died."""
+    def _lose(self, remote: int) -> None:
+        """Learn that a connection, or a transfer, has ended: its rank has reported why, or has died."""
         until = time.monotonic() + _LAST_WORDS_S
-        while far not in self._closed and self.failure is None and time.monotonic() < until:
+        while remote not in self._closed and self.failure is None and time.monotonic() < until:
             try:
-                self._read_notes(far)
+                self._read_notes(remote)
             except Gone:
                 break
             time.sleep(self._look_s)
-        self._lost.add(far)
-        if far not in self._closed and not self._stop.is_set():
-            self.fail(PeerError(f"scale-out: rank {far} died: its connection with rank {self._rank} ended", (far,)))
+        self._lost.add(remote)
+        if remote not in self._closed and not self._stop.is_set():
+            self.fail(
+                PeerError(f"scale-out: rank {remote} died: its connection with rank {self._rank} ended", (remote,))
+            )
 
     def watch(self) -> None:
         """End a call whose peers have closed, or do not come in time. Any thread may look: those of the proxy may be in
@@ -421,16 +429,16 @@ class Proxy:
         if call is None or (call.since is None and not call.is_open):
             return
         call.since = now if call.since is None else call.since
-        gone = [far for far in sorted(call.missing) if far in self._lost]
-        gone = [far for far in gone if not self._arriving[far] and not self._told[far]]
+        gone = [remote for remote in sorted(call.missing) if remote in self._lost]
+        gone = [remote for remote in gone if not self._arriving[remote] and not self._reported[remote]]
         if gone:
             self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
         elif now - call.since > self._timeout_s:
             self.fail(self._late(call, now - call.since))
 
-    def _late(self, call: FarCall, waited_s: float) -> PeerTimeoutError:
+    def _late(self, call: InterNodeCall, waited_s: float) -> PeerTimeoutError:
         missing = sorted(call.missing)
-        absent = [far for far in missing if self._begun_by[far] < call.number]
+        absent = [remote for remote in missing if self._begun_by[remote] < call.number]
         text = f"scale-out: rank {self._rank} waited {waited_s:.1f} s"
         if absent:
             return PeerTimeoutError(f"{text} for ranks {absent} of other nodes, which have not come", absent)

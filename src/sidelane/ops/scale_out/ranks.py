@@ -22,11 +22,11 @@ from sidelane.errors import (
     anew,
 )
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.storage import lasting
+from sidelane.memory.storage import persistent
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import words
-from sidelane.ops.scale_out.connections import FarConnections, Gone
-from sidelane.ops.scale_out.proxy import FarCall, Proxy
+from sidelane.ops.scale_out.connections import Gone, InterNodeConnections
+from sidelane.ops.scale_out.proxy import InterNodeCall, Proxy
 from sidelane.ops.scale_out.transport import GroupTransport
 from sidelane.ops.scale_out.words import HandleWords
 from sidelane.session import Communicator
@@ -43,18 +43,18 @@ class ScaleOut:
     Every rank makes the same calls in the same order. A call that fails, or that one rank refuses, ends it for all.
 
     Args:
-        near: communicator of the ranks of this node, in the order of their numbers in the group.
+        intra_node: communicator of the ranks of this node, in the order of their numbers in the group.
         group: all ranks; it needs a store only.
         nodes: number of the node of each rank.
         transport: moves slices between nodes.
 
     Attributes:
-        device, config: those of ``near``.
-        fars: ranks on other nodes, those behind this one first.
-        nears: number of each rank on this node; -1 for ranks on other ones.
+        device, config: those of ``intra_node``.
+        remote_ranks: ranks on other nodes, those behind this one first.
+        local_ranks: number of each rank on this node; -1 for ranks on other ones.
         order: ranks in the order in which a kernel sends: other nodes first, this rank last.
         transport, proxy: what moves the slices.
-        kept: operators' objects, by their own keys, until :meth:`close`.
+        cache: operators' objects, by their own keys, until :meth:`close`.
         operator_number: number by which operators of PyTorch know it; None before it has one.
 
     Raises:
@@ -63,37 +63,37 @@ class ScaleOut:
 
     def __init__(
         self,
-        near: Communicator,
+        intra_node: Communicator,
         group: dist.ProcessGroup,
         nodes: Sequence[int],
         *,
         transport: GroupTransport,
     ) -> None:
         rank = group.rank()
-        self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
-        self.device, self.config = near.device, near.config
+        self.intra_node, self.rank, self.world_size, self.nodes = intra_node, rank, len(nodes), tuple(nodes)
+        self.device, self.config = intra_node.device, intra_node.config
         own = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         behind = [(rank + turn) % len(nodes) for turn in range(1, len(nodes) + 1)]
-        self.fars = tuple(other for other in behind if other not in own)
-        self.nears = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
-        self.order = (*self.fars, *(other for other in behind if other in own))
-        nears, device = self.nears, self.device
-        self._nears = lasting(device, lambda: torch.tensor(nears, dtype=torch.int32, device=device))
-        self.kept: dict[Hashable, Any] = {}
+        self.remote_ranks = tuple(other for other in behind if other not in own)
+        self.local_ranks = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
+        self.order = (*self.remote_ranks, *(other for other in behind if other in own))
+        local_ranks, device = self.local_ranks, self.device
+        self._local_ranks = persistent(device, lambda: torch.tensor(local_ranks, dtype=torch.int32, device=device))
+        self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._is_closed = tuple(own), False
         self._exchange = Exchange(group, self.config.timeout_s, warn_s=self.config.warn_s)
-        self._links = FarConnections(
-            *(rank, self.fars, lambda own: self._exchange("connections of several nodes", lambda: own)),
+        self._links = InterNodeConnections(
+            *(rank, self.remote_ranks, lambda own: self._exchange("connections of several nodes", lambda: own)),
             timeout_s=self.config.timeout_s,
         )
         self.transport = transport
         try:
             self.proxy = Proxy(
-                *(rank, self.fars, self._links, self.transport, self.device),
+                *(rank, self.remote_ranks, self._links, self.transport, self.device),
                 timeout_s=self.config.timeout_s,
-                failed=self._end_near,
+                failed=self._end_intra_node,
             )
             self.proxy.start()
         except BaseException:
@@ -110,7 +110,7 @@ class ScaleOut:
         """
         self.owner.require()
         if self._is_closed:
-            raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
+            raise CommunicatorClosedError("scale-out: closed; calls come before close()")
         if self.proxy.failure is not None:
             raise anew(self.proxy.failure)
 
@@ -149,10 +149,10 @@ class ScaleOut:
             MismatchError: ranks are in different calls, or differ in their sizes.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        said = self.exchange("all-to-all among nodes", tuple(input_split_sizes))
-        unlike = [other for other, sizes in enumerate(said) if sizes[self.rank] != output_split_sizes[other]]
+        posted = self.exchange("all-to-all among nodes", tuple(input_split_sizes))
+        unlike = [other for other, sizes in enumerate(posted) if sizes[self.rank] != output_split_sizes[other]]
         if unlike:
-            shown = f"value={said[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
+            shown = f"value={posted[unlike[0]][self.rank]}, allowed={output_split_sizes[unlike[0]]}"
             what = f"all-to-all among nodes: size of the part of rank {unlike[0]} for rank {self.rank}"
             raise self._differ(f"{what} ({shown})", unlike)
         with self.naming(), contextlib.suppress(Gone):
@@ -181,10 +181,10 @@ class ScaleOut:
             MismatchError: another rank says something else; there are no more calls.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        said = self.exchange(what, word)
-        unlike = [other for other, each in enumerate(said) if each != said[self.rank]]
+        posted = self.exchange(what, word)
+        unlike = [other for other, each in enumerate(posted) if each != posted[self.rank]]
         if unlike:
-            shown = f"value={said[unlike[0]]!r}, allowed=as {said[self.rank]!r} on rank {self.rank}"
+            shown = f"value={posted[unlike[0]]!r}, here={posted[self.rank]!r}"
             raise self._differ(f"{what}: rank {unlike[0]} has other arguments ({shown})", unlike)
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -213,18 +213,18 @@ class ScaleOut:
         found = self.exchange(f"all_gather of {input.numel()} numbers", input.reshape(-1).tolist())
         output.copy_(torch.tensor(found, dtype=output.dtype, device=output.device).view(output.shape))
 
-    def far_context(self, handle: HandleWords) -> torch.Tensor:
-        """Return the far context of a handle's kernel (``words``), int64 on the device."""
+    def inter_node_context(self, handle: HandleWords) -> torch.Tensor:
+        """Return the inter-node context of a handle's kernel (``words``), int64 on the device."""
         there = handle.addresses() | {
             words.STOP: self.proxy.stop.data_ptr(),
-            words.STATUS: self.near.backend.status_words,
-            words.NEARS: self._nears.data_ptr(),
+            words.STATUS: self.intra_node.backend.status_words,
+            words.LOCAL_RANKS: self._local_ranks.data_ptr(),
         }
         row = [there.get(index, 0) for index in range(words.CONTEXT_WORDS)]
-        return lasting(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
+        return persistent(self.device, lambda: torch.tensor(row, dtype=torch.int64, device=self.device))
 
     @contextlib.contextmanager
-    def calling(self, call: FarCall) -> Iterator[None]:
+    def calling(self, call: InterNodeCall) -> Iterator[None]:
         """Begin a call, whose kernel is launched inside, and block the host until all slices have left and arrived; the
         kernel then ends by itself.
 
@@ -236,17 +236,19 @@ class ScaleOut:
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
         self.require_open()
-        if is_captured(self.near):
-            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
+        if is_captured(self.intra_node):
+            raise UnavailableError(
+                "scale-out: calls are eager, since the proxy learns of each from the host; a graph is captured"
+            )
         self.proxy.begin(call)
         with self.naming():
             yield
             while not (call.over.wait(_STEP_S) or self._is_closed or self.proxy.failure is not None):
                 self.proxy.watch()
                 if self.device.type == "cuda":
-                    backend: Any = self.near.backend
+                    backend: Any = self.intra_node.backend
                     if backend.executor.watch.failure is not None:
-                        self.near.synchronize()  # which raises it
+                        self.intra_node.synchronize()  # which raises it
         self.require_open()
 
     def synchronize(self) -> None:
@@ -256,15 +258,15 @@ class ScaleOut:
             PeerError, PeerTimeoutError: a rank failed.
         """
         with self.naming():
-            self.near.synchronize()
+            self.intra_node.synchronize()
         self.require_open()
 
     def close(self) -> None:
-        """End the proxy and its connections; ``near`` stays open. Idempotent. Not a collective."""
+        """End the proxy and its connections; ``intra_node`` stays open. Idempotent. Not a collective."""
         if self._is_closed or self.owner.is_copied:
             return
         self._is_closed = True
-        self.kept.clear()
+        self.cache.clear()
         self._exchange.look = None  # which refers to this object
         self.proxy.close()
 
@@ -282,7 +284,7 @@ class ScaleOut:
         """Return the error that all ranks raise for one of the node's communicator."""
         kind, until = type(error) if isinstance(error, PeerTimeoutError) else PeerError, time.monotonic() + _GRACE_S
         if type(error) is PeerError:
-            while self.fars and self.proxy.failure is None and time.monotonic() < until:
+            while self.remote_ranks and self.proxy.failure is None and time.monotonic() < until:
                 time.sleep(0.01)  # another node may know the rank at fault
         return self.proxy.fail(kind(str(error), [self._own[other] for other in getattr(error, "ranks", ())]))
 
@@ -296,9 +298,9 @@ class ScaleOut:
         text = f"{what}: {type(error).__name__}: {error}"
         self._exchange.refuse(self.proxy.fail(PeerError(text, (self.rank,))))
 
-    def _end_near(self, error: PeerError) -> None:
+    def _end_intra_node(self, error: PeerError) -> None:
         """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
-        self.near.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        self.intra_node.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
-            backend: Any = self.near.backend
+            backend: Any = self.intra_node.backend
             backend.executor.watch.fail(error)

@@ -61,7 +61,7 @@ class GroupTransport:
         self._groups, self._rank, self._device = (up, down), rank, device
         self._slots: dict[torch.dtype, list[_Slot]] = {}
 
-    def warm_up(self, fars: Sequence[int], timeout_s: float) -> None:
+    def warm_up(self, remote_ranks: Sequence[int], timeout_s: float) -> None:
         """Connect every pair in both directions. Collective: memory is allocated, and kernels are loaded, which may not
         wait for an operator that waits for them.
 
@@ -72,10 +72,10 @@ class GroupTransport:
         try:
             for group, is_up in zip(self._groups, (True, False), strict=True):
                 works = []
-                for far in sorted(fars):
-                    sends = (far > self._rank) == is_up
-                    work = group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0)
-                    works.append(Transfer(work, far, self._can_be_asked))
+                for remote in sorted(remote_ranks):
+                    sends = (remote > self._rank) == is_up
+                    work = group.send([word], remote, 0) if sends else group.recv([word.clone()], remote, 0)
+                    works.append(Transfer(work, remote, self._can_be_polled))
                 for transfer in works:
                     while not transfer.is_done():  # the wait of a stream could not be given up
                         if time.monotonic() > until:
@@ -111,17 +111,17 @@ class GroupTransport:
 
     def send(self, target: int, values: torch.Tensor) -> Transfer:
         """Begin to send contiguous values."""
-        return Transfer(self._groups[target < self._rank].send([values], target, 0), target, self._can_be_asked)
+        return Transfer(self._groups[target < self._rank].send([values], target, 0), target, self._can_be_polled)
 
     def receive(self, source: int, values: torch.Tensor) -> Transfer:
         """Begin to receive the next values from a rank, [rows, columns]."""
         group = self._groups[source > self._rank]
         if values.is_contiguous():
-            return Transfer(group.recv([values], source, 0), source, self._can_be_asked)
+            return Transfer(group.recv([values], source, 0), source, self._can_be_polled)
         slots = self._slots[values.dtype]
         slot = slots.pop()
         work = group.recv([slot.memory[: values.numel()]], source, 0)
-        return StagedTransfer(work, source, self._can_be_asked, slots, slot, values)
+        return StagedTransfer(work, source, self._can_be_polled, slots, slot, values)
 
     def exchange(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Sequence[int], given_sizes: Sequence[int]
@@ -132,10 +132,10 @@ class GroupTransport:
         # Gloo does not take every dtype, so these are bytes.
         to, by = ([size * output.itemsize for size in sizes] for sizes in (output_sizes, given_sizes))
         work = self._groups[0].alltoall_base(output.view(torch.uint8), given.view(torch.uint8), to, by)
-        return Transfer(work, self._rank, self._can_be_asked)
+        return Transfer(work, self._rank, self._can_be_polled)
 
     @property
-    def _can_be_asked(self) -> bool:
+    def _can_be_polled(self) -> bool:
         """NCCL tells whether a transfer has ended; Gloo only lets one wait for it."""
         return self._device.type == "cuda"
 
@@ -153,15 +153,15 @@ class Transfer:
     Args:
         work: what ``torch.distributed`` returned.
         rank: the other rank.
-        can_be_asked: the work can be asked whether it has ended.
+        can_be_polled: the work can be asked whether it has ended.
     """
 
-    def __init__(self, work: Any, rank: int, can_be_asked: bool) -> None:
-        self._work, self.rank, self._can_be_asked = work, rank, can_be_asked
+    def __init__(self, work: Any, rank: int, can_be_polled: bool) -> None:
+        self._work, self.rank, self._can_be_polled = work, rank, can_be_polled
 
     def is_done(self) -> bool:
         """Return True once :meth:`finish` need not wait, as far as the transport can tell. Raises :class:`Gone`."""
-        return not self._can_be_asked or self._has_come()
+        return not self._can_be_polled or self._has_come()
 
     def finish(self) -> None:
         """End the transfer: what was sent may be overwritten, what was received is in place for all who look. Called
@@ -183,9 +183,9 @@ class StagedTransfer(Transfer):
     """A transfer of values that arrive in a slot and are copied to where their rows lie apart."""
 
     def __init__(
-        self, work: Any, rank: int, can_be_asked: bool, slots: list[_Slot], slot: _Slot, values: torch.Tensor
+        self, work: Any, rank: int, can_be_polled: bool, slots: list[_Slot], slot: _Slot, values: torch.Tensor
     ) -> None:
-        super().__init__(work, rank, can_be_asked)
+        super().__init__(work, rank, can_be_polled)
         self._slots, self._slot, self._values, self._is_copying = slots, slot, values, False
 
     def is_done(self) -> bool:

@@ -21,14 +21,14 @@ import numpy.typing as npt
 import torch
 
 from sidelane.memory.record import full_fence
-from sidelane.memory.release import keep_bytes
-from sidelane.memory.storage import lasting
+from sidelane.memory.release import deferred_bytes
+from sidelane.memory.storage import persistent
 from sidelane.program.wraparound import as_int32
 
-OPENED, READY, OVER, STOP, STATUS, NEARS, ACQUIRED = range(7)
-"""Indices of the 64-bit words of a kernel's far context: addresses of a handle's words, OVER 0 if all ranks are on this
-node; of the word that is not 0 once all waits end; of the status; of each rank's number on this node (-1: elsewhere);
-and a word on which programs acquire."""
+OPENED, READY, OVER, STOP, STATUS, LOCAL_RANKS, ACQUIRED = range(7)
+"""Indices of the 64-bit words of a kernel's inter-node context: addresses of a handle's words, OVER 0 if all ranks are
+on this node; of the word that is not 0 once all waits end; of the status; of each rank's number on this node (-1:
+elsewhere); and a word on which programs acquire."""
 
 CONTEXT_WORDS = 7
 
@@ -103,13 +103,18 @@ def slice_of(samples: int, tables: int, row_bytes: int, slice_bags: int | None =
 
 
 def slices_between(
-    rank: int, fars: Sequence[int], counts: Sequence[int], samples: Sequence[int], dim: int, cut: tuple[int, int]
+    rank: int,
+    remote_ranks: Sequence[int],
+    counts: Sequence[int],
+    samples: Sequence[int],
+    dim: int,
+    cut: tuple[int, int],
 ) -> Slices:
     """Return the slices of a rank and for it. Numbers count groups of tables, and in each groups of samples.
 
     Args:
         rank: the rank.
-        fars: ranks on other nodes.
+        remote_ranks: ranks on other nodes.
         counts: number of tables of each rank.
         samples: number of samples of each rank.
         dim: D, number of elements of a bag.
@@ -132,7 +137,7 @@ def slices_between(
                 yield table, min(some, counts[owner] - table), sample, max(0, min(bags, samples[getter] - sample))
 
     sent, starts, width = [], list(itertools.accumulate(counts, initial=0)), sum(counts) * dim
-    for target in fars:
+    for target in remote_ranks:
         before = sum(samples[:target]) * counts[rank]
         for number, (table, tables, sample, part) in enumerate(parts(rank, target)):
             first = (before + table * samples[target] + sample * tables) * dim
@@ -142,7 +147,7 @@ def slices_between(
             Arriving(sample * width + (starts[source] + table) * dim, part, tables * dim)
             for table, tables, sample, part in parts(source, rank)
         )
-        for source in fars
+        for source in remote_ranks
     }
     return Slices(tuple(sent), came, width)
 
@@ -163,7 +168,7 @@ class HandleWords:
         self._exists = np.array([slice.size > 0 for slice in slices.sent], bool)
 
     def addresses(self) -> dict[int, int]:
-        """Return the addresses of the words, by their indices in a far context."""
+        """Return the addresses of the words, by their indices in an inter-node context."""
         first = self._tensor.data_ptr()
         over = first + 4 * self._over
         return {OPENED: first, READY: first + 4, OVER: over if self.slices.came else 0}
@@ -194,6 +199,8 @@ class HandleWords:
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Return words of host memory, int32 zeros, which kernels of the device reach by the same address."""
     pinned = device.type == "cuda"
-    words = lasting(torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned))
+    words = persistent(
+        torch.device("cpu"), lambda: torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    )
     # Kernels may poll or write pinned words after the last reference: they are released behind the idle device.
-    return keep_bytes(words, device).view(torch.int32) if pinned else words
+    return deferred_bytes(words, device).view(torch.int32) if pinned else words

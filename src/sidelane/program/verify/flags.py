@@ -267,7 +267,7 @@ def _flag(use: FlagUse) -> Iterator[str]:
         first, second = (next(w for w in everything if w[0].steps[w[1]][4] == k) for k in (slopes[0], slopes[-1]))
         yield (
             f"{_name(second)}: flag {use.flag.index} of rank {use.flag.rank} changes by {slopes[-1]} an epoch here, "
-            f"and by {slopes[0]} in {_name(first)} (allowed=one change for all uses of a flag)"
+            f"and by {slopes[0]} in {_name(first)} ; all uses of a flag change by one number"
         )
     elif slopes[0]:
         bases = sorted(base for base, _ in values)

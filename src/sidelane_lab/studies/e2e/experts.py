@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.ops.experts import ExpertRoutes, sum_rows
-from sidelane.ops.float8_rows import SCALED, dequantized_rows, quantized_rows
+from sidelane.ops.rows import SCALED, dequantized_rows, quantized_rows
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import all_gather, reduce_scatter

@@ -204,7 +204,7 @@ class CommunicationWay:
         for gather in self.gathers:
             into = getattr(gather, "direct", None)
             if into is not None:
-                into.give_back()
+                into.return_all()
 
 
 class CommunicationWays:
@@ -298,17 +298,17 @@ class CommunicationWays:
             )
         return CommunicationWay(name, self._params, gathers, scatters)
 
-    def _sidelane(self, straight_into_parameters: bool) -> CommunicationWay:
+    def _sidelane(self, zero_copy: bool) -> CommunicationWay:
         """Sidelane for both collectives, switched off; what gathers alike is shared."""
-        name = "sidelane" if straight_into_parameters else "sidelane_copies"
+        name = "sidelane" if zero_copy else "sidelane_copies"
         for way in self._close:
             if way.name == name:
                 return way
         self._leave()
         for params, gather, scatter in zip(self._params, *self._library, strict=True):
             params._all_gather_comm, params._reduce_scatter_comm = gather, scatter
-        enabled = fsdp.enable(self._model, config=self._config, straight_into_parameters=straight_into_parameters)
-        copied = direct_gather.objection() if straight_into_parameters else None
+        enabled = fsdp.enable(self._model, config=self._config, zero_copy=zero_copy)
+        copied = direct_gather.objection() if zero_copy else None
 
         def note() -> str:
             elsewhere = [f"{calls} calls went elsewhere: {what}" for what, calls in enabled.elsewhere.items()]

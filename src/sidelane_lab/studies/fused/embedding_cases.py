@@ -182,7 +182,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
         for count in programs_swept(dim, dtype, on_cpu=on_cpu):
             handle = EmbeddingAllToAll(comm, some, batch, SUM, count)
             by_programs[with_programs(ORDERS[0], count)] = lambda run=handle.run: run(  # type: ignore[misc]
-                ORDERS[0], None, lists.by_table().view(-1), offsets, None, None
+                ORDERS[0], None, lists.by_table().view(-1), offsets, None
             )
 
     def expected() -> torch.Tensor:

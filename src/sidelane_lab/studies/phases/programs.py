@@ -15,8 +15,8 @@ from types import MappingProxyType
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
+from sidelane.program.shape import PRELAUNCH, Variant
 from sidelane.program.transform import freeze, lower, prelaunch
-from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane_lab.cli.collectives import PHASED
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.model.collectives import bare
