@@ -250,7 +250,7 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
     sizes = [nbytes for _, nbytes in segments]
     shown = [len(sizes), sum(sizes), zlib.crc32(repr(sizes).encode())]  # the sizes of many do not fit into a post
     communicator.path.agree("register", lambda: (None, "registration of a memory pool"))
-    made, posted = Registration(communicator.session.heap), _exchange(communicator, shown)
+    made, posted = Registration(communicator.heap), _exchange(communicator, shown)
     if any(other != shown for other in posted):
         made.why = f"the ranks have other segments (number and bytes on each rank: {[each[:2] for each in posted]})"
         segments = []

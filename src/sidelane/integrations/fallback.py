@@ -66,7 +66,7 @@ def make_other(
         group._register_backend(torch.device("cuda"), BackendType.NCCL, nccl)
         backends += [nccl] if isinstance(nccl, Allocating) else []
     _backends[group] = backends
-    forks.in_copies_of(group, forks.keep_for_ever)  # its connections belong to the parent process
+    forks.in_copies_of(group, forks.never_finalize)  # its connections belong to the parent process
     return group
 
 

@@ -59,7 +59,7 @@ class Ring:
     def __init__(self, allocate: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._allocate, self._handle = allocate, torch.get_device_module(device)
         self._free: deque[_Free] = deque()
-        self._turn = 0
+        self._phase = 0
         self.behind_backward = False
 
     def take(self, nbytes: int, stream: Any, *, at_once: bool) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -74,7 +74,7 @@ class Ring:
         Raises:
             NoRoom: no memory is left; on all ranks alike.
         """
-        found = next((one for one in tuple(self._free) if one.matches(nbytes, self._turn, at_once)), None)
+        found = next((one for one in tuple(self._free) if one.matches(nbytes, self._phase, at_once)), None)
         if found is None:
             try:
                 whole = self._allocate(nbytes)
@@ -84,7 +84,7 @@ class Ring:
             self._free.remove(found)
             stream.wait_event(found.event)
             whole = found.whole
-        self._turn += 1
+        self._phase += 1
         return whole, lambda: self._came_back(whole)
 
     def clear(self) -> None:
@@ -94,19 +94,19 @@ class Ring:
     def _came_back(self, whole: torch.Tensor) -> None:
         # FSDP2 has just freed the parameters, on the stream that has computed with them.
         if not sys.is_finalizing():
-            self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._turn))
+            self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._phase))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Free:
-    """A free buffer, the event of its last use, and the turn in which it became free."""
+    """A free buffer, the event of its last use, and the phase in which it became free."""
 
     whole: torch.Tensor
     event: Any
-    turn: int
+    phase: int
 
-    def matches(self, nbytes: int, turn: int, at_once: bool) -> bool:
-        return self.whole.nbytes == nbytes and (at_once or self.turn < turn)
+    def matches(self, nbytes: int, phase: int, at_once: bool) -> bool:
+        return self.whole.nbytes == nbytes and (at_once or self.phase < phase)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sidelane.integrations.ledger import SIDELANE as NAME
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,7 +38,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     return make_group(options, backend_options)
 
 
-@keep_compilers_out
+@exclude_compilers
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """Put Sidelane in front of a process group: it makes the calls that it has, and ``group`` makes all others.
 
