@@ -72,7 +72,7 @@ def ahead(section: str, name: str, line: Mapping[str, Any]) -> float:
     for row in (row for row in rows_of(line["file"]) if wanted.items() <= row.items()):
         found = own_name(section, row, line.get("beside", False))
         # A strategy that makes another call than was asked for takes part in its own line only.
-        if found == name or (found and (section != "strategies" or named(found).mover.as_asked)):
+        if found == name or (found and (section != "strategies" or named(found).mover.makes_whole_call)):
             times[found == name].append(row["time_us"])
     assert all(times.values()), f"{name}: {line['file']} has no such row, or nothing to win against"
     return min(times[False]) / min(times[True])

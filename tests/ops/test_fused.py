@@ -166,7 +166,7 @@ def test_tables_that_have_moved_are_other_tables(four: Crew) -> None:
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
     """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
     *others, (own,) = four.run(fused_ops.refusals, 2, calls)
-    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    assert all(line.startswith(("ValueError", "TypeError")) and "(value=" in line for line in own), own
     for (told,) in others:
         for line, reason in zip(told, own, strict=True):
             assert line.startswith("PeerError") and reason in line, (line, reason)

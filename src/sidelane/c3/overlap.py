@@ -20,7 +20,7 @@ from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import Page, explained, see
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
@@ -48,7 +48,7 @@ PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is
 """Names of strategies that take compute units from the computation, if a device can."""
 
 
-@keep_compilers_out
+@exclude_compilers
 @explained(Page.OVERLAP)
 def overlap(
     compute: Callable[[], T],
@@ -223,7 +223,7 @@ class Overlap:
     def strategy(self) -> str:
         return str(self._best or self._ways[self._trials % len(self._ways)])
 
-    @keep_compilers_out
+    @exclude_compilers
     def __call__(self, compute: Callable[[], T], collective: Callable[[Any], S]) -> tuple[T, S]:
         """See :func:`overlap`."""
         capturing = _is_capturing(self._on.device)

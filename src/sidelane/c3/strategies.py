@@ -43,7 +43,7 @@ class Mover(StrEnum):
         return self in (Mover.LIBRARY, Mover.SM)
 
     @property
-    def as_asked(self) -> bool:
+    def makes_whole_call(self) -> bool:
         """True if it makes exactly the requested call. Others do less: they are never chosen for a caller, and their
         times count for no ideal.
         """

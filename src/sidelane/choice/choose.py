@@ -172,7 +172,7 @@ def _by_heuristic(call: CallShape, legal: tuple[Candidate, ...], table: Table, *
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
     for found in legal:
         algorithm = found.algorithm(call.kind)
-        if algorithm is not None and (why := algorithm.thumb(call)):
+        if algorithm is not None and (why := algorithm.default_rule(call)):
             return Choice(found, f"{lacking}; rule of thumb: {why}", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)

@@ -32,7 +32,7 @@ def put_flagged_relaxed(addresses, peer, index, words, generation, mask, ALIGNED
 
 
 @triton.jit
-def keep_flagged_relaxed(cells, index, words, generation, mask):
+def store_flagged_relaxed(cells, index, words, generation, mask):
     """Give int32 words to other programs of this launch, in cells of this rank, as :func:`put_flagged_relaxed` does.
 
     They need one place only, not one for even and one for odd generations: launches of a rank do not overlap.

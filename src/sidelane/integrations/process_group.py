@@ -81,7 +81,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self._dispatcher = GroupDispatcher(self._lifetime)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         for group in (self, self._other):
-            forks.in_copies_of(group, forks.keep_for_ever)
+            forks.in_copies_of(group, forks.never_finalize)
 
     # --- interface of a group for torch -------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.memory.exchange import ranks_of, require_own
 from sidelane.memory.liveness import known
-from sidelane.modes import keep_compilers_out, trace_as_groups
+from sidelane.modes import exclude_compilers, trace_as_groups
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Counters by group, not by name, so that processes agree that have made groups of one name from others before."""
@@ -78,7 +78,7 @@ def put_in_front(inner: dist.ProcessGroup) -> SidelaneGroup:
     return made
 
 
-@keep_compilers_out
+@exclude_compilers
 def split_group(
     parent_pg: dist.ProcessGroup | None = None,
     split_ranks: list[list[int]] | None = None,
@@ -110,7 +110,7 @@ def split_group(
     return None
 
 
-@keep_compilers_out
+@exclude_compilers
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     """Make the sends and receives of a batch together where the backend of a Sidelane group does; else by torch's."""
     group = _group_of(p2p_op_list)

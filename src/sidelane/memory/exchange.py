@@ -56,7 +56,7 @@ Item = TypeVar("Item")
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
 _OUTCOME = "outcome"
-_HEARD_S = 0.2  # in which all others see what one of them has decided
+_NOTICE_S = 0.2  # in which all others see what one of them has decided
 _MANY, _EACH_INTERVAL_S = 16, 1.0
 """Number of posts up to which they are read one by one in each look; seconds between such looks for more."""
 _KEEPS_NOTHING = "Not implemented"  # torch's text for an operation that a store written in Python lacks
@@ -199,7 +199,7 @@ class Exchange:
             self._refuse("", error)
             while self._store is not None and time.monotonic() < until and self._decided() is None:
                 time.sleep(_LONGEST_SLEEP_S)
-            time.sleep(_HEARD_S if grace_s else 0)
+            time.sleep(_NOTICE_S if grace_s else 0)
 
     def _go_on(self) -> None:
         """Take the next slot among the communicators of this group."""

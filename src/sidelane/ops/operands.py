@@ -82,13 +82,6 @@ class Routed:
         """
         return RepeatedLaunch(indices) if self.host is None else None
 
-    def numbers(self, counts: Any) -> Any:
-        """Return the counts of a call like this one as numbers; their device is the host if the host lacks them."""
-        if self.host is not None:
-            return self.host.table
-        assert counts.device.type == "cpu"
-        return counts.tolist()
-
 
 def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
     """Refuse matrices without a product, or with one that cannot be scattered. Raises ValueError or TypeError."""
@@ -132,8 +125,8 @@ def check_routed(
     experts = experts_of(weight)
     if method == SPLIT and host is None:
         raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
-    if experts is not None and method == SPLIT:
-        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
+    if experts is not None and method in (SPLIT, UNFUSED):  # at every measured shape the kernel is faster (decision 26)
+        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
     x, weight = check_product(name, comm, x, weight, (2, 3))
     if host is not None and host.sent[comm.rank] > x.shape[0]:
@@ -143,15 +136,8 @@ def check_routed(
         raise ValueError(f"{name}: experts of a rank (value={experts}, allowed=1..{MOST_EXPERTS})")
     check_most_rows(name, most_rows, weight.shape[-2])
     check_neighbours(name, weight=weight)
-    without: tuple[str, ...] = (SPLIT,) if host is None or experts is not None else ()
-    if experts is not None:
-        waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
-        if waits and method == UNFUSED:
-            given = "value=on the device"
-            raise ValueError(f"{name}: {UNFUSED} with several experts needs counts on the host ({given})")
-        if waits or comm.abilities.kernels_have_run:  # at every measured shape the kernel is faster (decision 26)
-            without = SPLIT, UNFUSED
-    return Routed(host, experts, without)
+    without: tuple[str, ...] = (SPLIT,) if host is None else ()
+    return Routed(host, experts, without if experts is None else (SPLIT, UNFUSED))
 
 
 def experts_of(weight: object, counts: object = None) -> int | None:
@@ -160,11 +146,6 @@ def experts_of(weight: object, counts: object = None) -> int | None:
     """
     of, dimension = (counts, -1) if weight is None else (weight, 0)
     return of.shape[dimension] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
-
-
-def on_the_host(comm: Communicator) -> bool:
-    """Return True if the host reads the device's memory without waiting for it."""
-    return comm.device.type == "cpu"
 
 
 def is_on_device(comm: Communicator, counts: object) -> bool:

@@ -26,7 +26,7 @@ from sidelane.errors import Page, UnavailableError, explained, see
 from sidelane.memory.allocator import SEGMENT_BYTES, rounded
 from sidelane.memory.heap import POOL
 from sidelane.memory.release import becomes_idle
-from sidelane.modes import keep_compilers_out, untraced
+from sidelane.modes import exclude_compilers, untraced
 from sidelane.native.build import find_compiler, load_or_compile
 from sidelane.session.communicator import Communicator
 from sidelane.sizes import parse_bytes
@@ -57,7 +57,7 @@ class SymmetricPool:
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
         self.name: str = name
         self.nbytes: int = region.nbytes
-        heap = communicator.session.heap
+        heap = communicator.heap
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
@@ -104,7 +104,7 @@ class SymmetricPool:
             placer.close()
 
 
-@keep_compilers_out
+@exclude_compilers
 @explained(Page.ERRORS)
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     """Reserve symmetric memory for torch's allocations inside of ``with``. Collective, of the same size on all ranks.
@@ -210,7 +210,7 @@ class DevicePlacer:
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
         self._maker = os.getpid()
-        forks.in_copies_of(self, forks.keep_for_ever)
+        forks.in_copies_of(self, forks.never_finalize)
 
     @property
     def used(self) -> int:

@@ -134,7 +134,7 @@ def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
 
     Not every description has Sidelane's kernels, and not every caller can do with another call.
     """
-    return tuple(one for one in strategies() if not objection(one, machine) and one.mover.as_asked)
+    return tuple(one for one in strategies() if not objection(one, machine) and one.mover.makes_whole_call)
 
 
 def objection(strategy: Strategy, machine: Machine | None = None) -> str:
@@ -273,7 +273,9 @@ def pair_kernels(
     gangs = on(taken) if on_units and own_units else whole
     # All-gathers are in place in all studies, all-to-alls are not.
     copies = (
-        not on_units and strategy.mover.as_asked and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
+        not on_units
+        and strategy.mover.makes_whole_call
+        and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
     )
     own = own_chunk_gang(machine, kind, nbytes) if copies else None
     if alone is not None:

@@ -63,7 +63,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class SignalWord:
     """A 32-bit word of this rank's device memory, from which a signal is copied to a peer."""
 
     index: int
@@ -73,7 +73,7 @@ class Cell:
 class WriteValue:
     """A store of ``value`` to a word, after all earlier work of the stream is visible to all ranks."""
 
-    target: Flag | Cell | HostWord | DeviceWord
+    target: Flag | SignalWord | HostWord | DeviceWord
     value: Value
 
 
@@ -98,7 +98,7 @@ class Memcpy:
     """One asynchronous copy. ``within_rank``: it crosses no link, and may run on SMs, behind kernels that fill them."""
 
     dst: Operand | Flag
-    src: Operand | Cell
+    src: Operand | SignalWord
     nbytes: int
     within_rank: bool
 
@@ -181,7 +181,7 @@ class StreamPlan:
     Attributes:
         streams: number of streams, including the caller's.
         events: number of events.
-        cells: number of words of device memory that the signals need.
+        signal_words: number of words of device memory that the signals need.
         ahead: calls submitted before the collective is called, which one trigger fires and which begin and end on
             stream 1 (prelaunched programs; else empty).
         steps: calls submitted by the call.
@@ -191,7 +191,7 @@ class StreamPlan:
 
     streams: int
     events: int
-    cells: int
+    signal_words: int
     ahead: tuple[StreamCall, ...]
     steps: tuple[StreamCall, ...]
     marks: tuple[tuple[int, ...], ...] = ()

@@ -75,7 +75,7 @@ def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
     steps[-1:] = [StreamCall(0, MemOps(ops)) for ops in _cut((*done, ended))]
     ahead = tuple(StreamCall(step.stream + 1, step.call) for step in steps)
     fire = MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH)))
-    return StreamPlan(plan.streams + 1, plan.events, plan.cells, ahead, (StreamCall(0, fire),))
+    return StreamPlan(plan.streams + 1, plan.events, plan.signal_words, ahead, (StreamCall(0, fire),))
 
 
 def require_free_channel(

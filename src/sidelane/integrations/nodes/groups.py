@@ -20,7 +20,7 @@ from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, set_liven
 T = TypeVar("T")
 
 _NOWHERE, _MADE = "nowhere", "made"
-_HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
+_NOTICE_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
 
 
 def find_nodes(
@@ -59,7 +59,7 @@ def find_nodes(
         try:
             config = settings.current() if config is None else config
         except Exception as error:
-            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_HEARD_S)
+            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_NOTICE_S)
             raise
         if timeout is not None:
             config = dataclasses.replace(config, timeout_s=timeout.total_seconds())

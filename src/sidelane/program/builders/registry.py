@@ -99,7 +99,7 @@ class Algorithm:
         into_outputs: ranks write into the outputs of others, which must be symmetric.
         merges: its programs have one handshake with every peer, so that those of many tensors can be merged.
         objection: function that returns the reason why a call is not legal; empty if it is.
-        thumb: function that returns the reason to take it without measurements; empty if there is none.
+        default_rule: function that returns the reason to take it without measurements; empty if there is none.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Algorithm:
     into_outputs: bool = False
     merges: bool = True
     objection: Callable[[CallShape], str] = no_objection
-    thumb: Callable[[CallShape], str] = no_objection
+    default_rule: Callable[[CallShape], str] = no_objection
 
     def __post_init__(self) -> None:
         validate(self, name=plain_text, kinds=_KINDS, preference=whole)

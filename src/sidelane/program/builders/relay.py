@@ -151,7 +151,7 @@ def _no_relay(shape: CallShape) -> str:
     return "has no third rank to relay to" if shape.world_size <= 2 else ""
 
 
-def _thumb(shape: CallShape) -> str:
+def _default_rule(shape: CallShape) -> str:
     saves = shape.nbytes * (shape.world_size - 2) >= SAVES_BYTES
     return "copy engines, relayed from rank to rank" if saves else ""
 
@@ -165,6 +165,6 @@ register(
         into_outputs=True,
         merges=False,
         objection=_no_relay,
-        thumb=_thumb,
+        default_rule=_default_rule,
     )
 )

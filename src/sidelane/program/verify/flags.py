@@ -118,7 +118,7 @@ class FlagStates:
             if writer != chain and clock[writer] <= tick and state.lost is None:
                 state.lost = (before, place)
         if state.seen:
-            self._keep_unseen(target, state, value, chain, clock, place)
+            self._note_unseen(target, state, value, chain, clock, place)
         tick = self._ticks[chain]
         self._ticks[chain] = tick + 1
         past = None
@@ -172,7 +172,7 @@ class FlagStates:
         state.seen.append((value, equal, chain, self._ticks[chain], place))
         return True
 
-    def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
+    def _note_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
         """Forget the waits that surely come before a write; the others must accept its value."""
         unseen = []
         for seen in state.seen:
