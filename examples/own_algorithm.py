@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sidelane import Communicator
 from sidelane.program.builders import Algorithm, Transport, build, register
-from sidelane.program.builders.flags import FlagPlan
+from sidelane.program.builders.registry import FlagPlan
 from sidelane.program.collective import Chunk, Collective, Kind, all_gather
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Program, Queue
 from sidelane.program.verify import verify

@@ -126,7 +126,7 @@ def mesh() -> Any:
 @pytest.mark.parametrize("make", [Communicator, wrap])
 @pytest.mark.parametrize(
     ("group", "hint"),
-    [("gloo", "torch.distributed.init_process_group"), (0, "None for the default one)"), (mesh(), "mesh.get_group(0)")],
+    [("gloo", "torch.distributed.init_process_group"), (0, "ProcessGroup, None)"), (mesh(), "mesh.get_group(0)")],
 )
 def test_what_is_no_group_is_refused_before_anything_is_made(make: Any, group: Any, hint: str) -> None:
     with pytest.raises(TypeError) as refused:
@@ -148,7 +148,7 @@ def test_a_forgotten_group_is_told_how_to_make_one() -> None:
         (lambda: overlap(1, 2, 3, strategi=4), "(did you mean 'strategy'?)", Page.OVERLAP),
         (lambda: Communicator(timeout_s=3), "'timeout_s' (allowed=group=, device=, config=, name=)", Page.ERRORS),
         (lambda: pool(1 << 20), "'nbytes' (allowed=communicator, nbytes)", Page.ERRORS),
-        (lambda: fsdp.enable(), "'model' (allowed=model, config=, straight_into_parameters=)", Page.FSDP),
+        (lambda: fsdp.enable(), "'model' (allowed=model, config=, zero_copy=)", Page.FSDP),
         (lambda: fsdp.enable(modle=3), "(did you mean 'model'?)", Page.FSDP),
         (lambda: pool(1 << 20, 3), "pool: communicator (value=1048576, allowed=a Communicator)", Page.ERRORS),
     ],

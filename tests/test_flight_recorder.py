@@ -23,7 +23,7 @@ from ranks import Crew, RankPool
 import sidelane
 from sidelane import Config, MismatchError, PeerError, cli, flight_recorder, ranges
 from sidelane.cli.recorder import analyse, describe_recorded, read_dump
-from sidelane.session import communicator
+from sidelane.session import making
 
 torchs = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
 loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
@@ -31,7 +31,7 @@ loader = pytest.importorskip("torch.distributed.flight_recorder.components.loade
 
 @contextlib.contextmanager
 def recording(folder: str) -> Iterator[None]:
-    communicator._numbers.clear()  # ranks of the pool may have made different numbers of communicators for other tests
+    making._numbers.clear()  # ranks of the pool may have made different numbers of communicators for other tests
     flight_recorder.start(f"{folder}/")
     try:
         yield

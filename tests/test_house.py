@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,22 @@ MOST_COMPLEX = 25
 AMBIGUOUS = 0
 AMBIGUOUS_NAMES = 3
 BANNED = 0
+
+RENAMED = frozenset(
+    (
+        *("place", "places", "turn", "turns", "settle", "settled", "parcel", "parcels", "board", "boards"),
+        *("told", "tell", "tells", "telling", "said", "say", "says", "heard", "hear", "ask", "asks", "asked", "asking"),
+        *("near", "far", "nears", "fars", "seat", "seats", "witness", "roll", "lookout", "straight", "lend", "lent"),
+        *("kept", "keep", "keeps", "again", "lasting", "recall", "thumb", "learn", "learned", "tracked", "frontier"),
+    )
+)
+"""Words that had several meanings or were words of this project alone, in names; the field has others (issue 66)."""
+
+PROSE = re.compile(
+    r"\b(after|alike|as|at|before|behind|but|calls|disable|else|inside|like|neither|once|otherwise|outside|same|such|"
+    r"than|that|those|unless|what|whatever|when|where|which|while|who|whose|with|without)\b"
+)
+"""Words of a condition or a request, which is a sentence of an error's problem; ``allowed=`` is a set or a range."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +60,36 @@ def test_no_class_name_gets_another_meaning(house: ModuleType) -> None:
 def test_no_function_or_alias_gets_another_meaning(house: ModuleType) -> None:
     found = house.ambiguous_names(house.LIBRARY)
     assert len(found) <= AMBIGUOUS_NAMES, "a name has one meaning: rename one of them"
+
+
+def test_words_that_were_renamed_do_not_come_back(house: ModuleType) -> None:
+    found = []
+    for path, tree in house.trees(house.LIBRARY):
+        defined = (node for node in ast.walk(tree) if isinstance(node, (*house.FUNCTIONS, ast.ClassDef)))
+        names = [path.stem, *(node.name for node in defined)]
+        names += [node.targets[0].id for node in tree.body if _is_alias(node)]
+        for name in names:
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name.replace("in_place", ""))
+            if RENAMED.intersection(map(str.lower, words)):
+                found.append(f"{path.relative_to(house.ROOT)}: {name}")
+    assert not found, "a word of the field stands for it now: see docs/internals/glossary.md, and other names around it"
+
+
+def _is_alias(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0].isupper()
+
+
+def test_values_that_errors_allow_are_sets_or_ranges(house: ModuleType) -> None:
+    found = []
+    for path, tree in house.trees(house.LIBRARY):
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "{}" for part in parts]
+            text = "".join(each for each in texts if isinstance(each, str))
+            for allowed in re.findall(r"allowed=((?:[^()]|\([^()]*\))*)", text):
+                if PROSE.search(allowed):
+                    found.append(f"{path.relative_to(house.ROOT)}:{node.lineno}: {allowed}")
+    assert not found, "write a sentence of the problem instead"
 
 
 def test_docstrings_become_sentences(house: ModuleType) -> None:

@@ -23,7 +23,7 @@ from sidelane.config import Config
 from sidelane.ops.operator import OPERATORS
 from sidelane.ops.rms_norm import SCHEDULES
 from sidelane.program.collective import Kind
-from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane.program.shape import PRELAUNCH, Variant
 
 ROOT = Path(__file__).parents[1]
 LINES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((ROOT / "tests/wins.toml").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def ahead(section: str, name: str, line: Mapping[str, Any]) -> float:
     for row in (row for row in rows_of(line["file"]) if wanted.items() <= row.items()):
         found = own_name(section, row, line.get("beside", False))
         # A strategy that makes another call than was asked for takes part in its own line only.
-        if found == name or (found and (section != "strategies" or named(found).mover.as_asked)):
+        if found == name or (found and (section != "strategies" or named(found).mover.makes_whole_call)):
             times[found == name].append(row["time_us"])
     assert all(times.values()), f"{name}: {line['file']} has no such row, or nothing to win against"
     return min(times[False]) / min(times[True])

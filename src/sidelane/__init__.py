@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sidelane import fsdp as fsdp
     from sidelane import ops as ops
     from sidelane.c3.nano_batches import begin_collective, nano_batches
-    from sidelane.c3.overlap import choose_overlap, overlap
+    from sidelane.c3.overlap import Overlap, choose_overlap, overlap
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
@@ -35,6 +35,7 @@ __all__ = [
     "CommunicatorClosedError",
     "Config",
     "MismatchError",
+    "Overlap",
     "PeerError",
     "PeerTimeoutError",
     "Prelaunched",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.session.pools",

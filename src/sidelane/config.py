@@ -238,7 +238,7 @@ def _file(name: str, value: Any) -> str:
 def _nodes(name: str, value: Any) -> tuple[int, ...]:
     found: tuple[int, ...] = several(whole, int)(name, value)
     if min(found, default=-1) < 0:
-        raise ValueError(f"{name} (value={found}, allowed=0 and more, for each rank)")
+        raise ValueError(f"{name} (value={found}, allowed=numbers from 0)")
     return found
 
 
@@ -254,14 +254,14 @@ def _bytes(name: str, value: str) -> int | None:
     try:
         return parse_bytes(value) if value else None
     except ValueError:
-        raise _refused(f"{name}: not a size (value={value!r}, allowed=bytes, or a number with K, M or G)") from None
+        raise _refused(f"{name}: not a size (value={value!r}, allowed=numbers, also ending in K, M, G)") from None
 
 
 def _numbers(name: str, value: str) -> tuple[int, ...] | None:
     try:
         return tuple(map(int, value.split(","))) if value else None
     except ValueError:
-        raise _refused(f"{name}: not a list of numbers (value={value!r}, allowed=0,0,1,1 for example)") from None
+        raise _refused(f"{name}: a list of numbers is expected, for example 0,0,1,1 (value={value!r})") from None
 
 
 def _switch(name: str, value: str) -> bool:

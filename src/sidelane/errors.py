@@ -94,8 +94,8 @@ def made_inside(name: str, outer: str) -> RuntimeError:
     """
     return RuntimeError(
         f"{name}: this thread is already inside of {outer}, and a signal handler or a finaliser makes another call "
-        "there (allowed=when that has ended, or in another thread; with async_op=True of a process group, to be waited "
-        "for later). Nothing has happened, and the call under way goes on where this error is caught in time"
+        "there. Make it when that has ended, in another thread, or with async_op=True of a process group and wait for "
+        "it later. Nothing has happened, and the call under way goes on where this error is caught in time"
     )
 
 

@@ -67,7 +67,7 @@ class Mutex:
             raise made_inside(*self._names())
 
 
-def keep_for_ever(what: object) -> None:
+def never_finalize(what: object) -> None:
     """Never finalise ``what``, not at exit either: in a copy, a resource that its parent uses."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
@@ -75,7 +75,7 @@ def keep_for_ever(what: object) -> None:
 def in_copies_of(what: T, function: Callable[[T], object]) -> None:
     """Call ``function(what)`` in copies, once locks are free, as long as ``what`` lives.
 
-    Such as ``close`` of an object that must only close descriptors there, or :func:`keep_for_ever` for one whose end
+    Such as ``close`` of an object that must only close descriptors there, or :func:`never_finalize` for one whose end
     would reach resources of the parent, or wait for the parent's threads.
     """
     _objects[what] = function
@@ -101,8 +101,8 @@ def refusal(what: str, maker: int) -> CommunicatorClosedError:
     """
     return CommunicatorClosedError(
         f"{what}: it was made in another process (pid {maker}), of which this one (pid {os.getpid()}) is a forked copy "
-        "(allowed=a group of its own and what is made from that: dist.destroy_process_group() lets go of the other "
-        "process's here, and changes nothing there)"
+        ". Make a group of its own here, and everything else from that: dist.destroy_process_group() drops the "
+        "other process's group here, and changes nothing there"
     )
 
 

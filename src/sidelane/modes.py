@@ -33,11 +33,11 @@ def untraced(kind: type[K]) -> type[K]:
         for each in accessors:
             function = getattr(each, "__func__", each)  # for class methods and static ones
             if isinstance(function, types.FunctionType):
-                keep_compilers_out(function)
+                exclude_compilers(function)
     return kind
 
 
-def keep_compilers_out(function: F) -> F:
+def exclude_compilers(function: F) -> F:
     """Make ``torch.compile`` break its graph at a function, and run it untraced; without importing Dynamo."""
     made: Any = function
     made._torchdynamo_disable = True

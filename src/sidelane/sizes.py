@@ -36,7 +36,7 @@ def exact_bytes(text: str) -> float:
     """Return the number of bytes of a size before it is rounded."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise ValueError(f"not a size (value={text!r}, allowed=a number with K, M or G)")
+        raise ValueError(f"not a size (value={text!r}, allowed=numbers, also ending in K, M, G)")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if not match[2] and nbytes != int(nbytes):
         raise ValueError(f"not a size (value={text!r}, allowed=a whole number of bytes)")

@@ -73,7 +73,7 @@ def test_nothing_is_hidden_where_that_gains_nothing() -> None:
 def pairs_of(file: str) -> Iterator[dict[str, dict[str, Any]]]:
     """Rows of each pair by strategy: of those that make the call as it was asked for."""
     rows = [row for row in json.loads((RESULTS / file).read_text())["rows"] if row["time_us"]]
-    as_asked = {one.name for one in strategies() if one.mover.as_asked}  # neither auto nor what has gone since
+    as_asked = {one.name for one in strategies() if one.mover.makes_whole_call}  # neither auto nor what has gone since
     rows = [row for row in rows if row["strategy"] in as_asked]
     key = lambda row: (row["gemm"], row["m"], row["n"], row["k"], row["collective"], row["bytes"])  # noqa: E731
     for _, alike in itertools.groupby(sorted(rows, key=key), key=key):

@@ -18,8 +18,7 @@ from sidelane.choice.candidate import (
 from sidelane.config import COMPUTE
 from sidelane.program import collective as define
 from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 
 PUSHED = Candidate(SM, "two_shot_push")
 

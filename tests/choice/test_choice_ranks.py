@@ -215,7 +215,7 @@ def weighed(group: dist.ProcessGroup) -> list[str]:
             with pytest.raises((ValueError, PeerError, MismatchError)) as refused:
                 comm.beside(**given)
             told.append(f"{refused.type.__name__}: {refused.value}")
-        with pytest.raises(ValueError, match="allowed=nothing, compute, or what Communicator.beside returns"):
+        with pytest.raises(ValueError, match="allowed=nothing, compute, a result of Communicator.beside"):
             comm.all_gather(torch.empty(comm.world_size), torch.empty(1), beside=17.0)
         assert ran(comm, SMALL, beside=hint), "all of that has left the communicator as it was"
         return [str(hint), *told]

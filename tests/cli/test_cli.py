@@ -542,7 +542,7 @@ def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
 
     gpus = tuple(InstalledGpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
-    found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
+    found = Accelerators("cuda", gpus, access, "580.1", "NCCL 2.28.9", True, False, ("a note",))
     monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
     monkeypatch.setattr(info.local, "device_type_and_count", lambda: ("cpu", 0))
     output = " ".join(run("info", "--no-probe").output.split())

@@ -21,7 +21,7 @@ from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
-from sidelane.session import communicator
+from sidelane.session import communicator, making
 from sidelane.session.communicator import Communicator
 
 
@@ -79,7 +79,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any
     monkeypatch.setattr(
         backend_cuda.CudaBackend, "wait_for_stores", lambda backend: None
     )  # torch's tensors are on the CPU
-    monkeypatch.setattr(communicator, "choose_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(making, "choose_device", lambda device: torch.device("cpu"))
     driver.caller = driver.create_stream()
     comm = Communicator(config=Config(profile="builtin", **config))
     rank = Rank(comm, driver, [])

@@ -35,7 +35,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.native import load_replays
 from sidelane.program.ir import Program
-from sidelane.session import communicator
+from sidelane.session import communicator, making
 
 WORLD = 4
 SIZES = (1, 16, 250, 1000, 4096, 30_000, 65_536, 100_001)
@@ -167,7 +167,7 @@ def take_over() -> None:
     dist.ProcessGroup.size = lambda group: WORLD
     communicator.Exchange = lambda group, timeout_s, warn_s: AloneExchange()
     communicator.make_backend = backend_cuda.CudaBackend
-    communicator.choose_device = lambda device: torch.device("cpu")
+    making.choose_device = lambda device: torch.device("cpu")
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 

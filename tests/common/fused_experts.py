@@ -1,21 +1,18 @@
-"""What ranks do with GEMMs of several experts a rank in tests, above all unfused; see ``fused_ops``."""
+"""What ranks do with GEMMs of several experts a rank in tests; see ``fused_ops``."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fused_ops import Draws, check_close, communicator, noting
+from fused_ops import Draws, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import UNFUSED
-from sidelane.ops import dispatch_gemm, gemm, operands
+from sidelane.errors import UnavailableError
 from sidelane.ops.gemm import TileSizes
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
@@ -63,8 +60,8 @@ OPERATORS: tuple[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 def back_to_back(group: dist.ProcessGroup, seed: int, calls: int, first: int = 0) -> int:
-    """Skewed routing, nothing at all for some, one expert and several, weights that lie apart; every way, counts on the
-    device and on the host, and rows that there is no room for. ``first``: number of the first call."""
+    """Skewed routing, nothing at all for some, one expert and several, weights that lie apart; counts on the device and
+    on the host, and rows that there is no room for. ``first``: number of the first call."""
     with communicator(group) as comm:
         draws, kept, done = Draws(seed, comm.rank), list[tuple[object, torch.Tensor, torch.Tensor]](), 0
         for number in range(first, first + calls):
@@ -93,17 +90,16 @@ def one_shape(
         x, weight = (torch.cat([part, part[..., :1]], dim=-1)[..., :depth] for part in (x, weight))
     most, kind = 40 * n * each, draws.sizes.choice((torch.int32, torch.int64))
     table = torch.tensor(counts, dtype=kind, device=device)
-    unfused: tuple[Any, ...] = (table, counts) if device.type == "cpu" else (counts,)  # for which the host would wait
     for op, oracle in OPERATORS:
         wanted = oracle(xs, weights, counts, rank)
-        for method in ("unfused", "fused", "auto"):
-            for given in unfused if method == "unfused" else (table, counts):
+        for method in ("fused", "auto"):
+            for given in (table, counts):
                 draws.late()
                 found = op(comm, x, weight, given, most_rows=most, tiles=TILES, method=method)
                 yield (op.__name__, method, type(given)), found.clone(), wanted
         room = 1 + max(sum(map(sum, column)) for column in zip(*counts, strict=True)) // 2
-        for given in unfused:
-            found = op(comm, x, weight, given, most_rows=room, tiles=TILES, method="unfused")
+        for given in (table, counts):
+            found = op(comm, x, weight, given, most_rows=room, tiles=TILES)
             yield (op.__name__, "left out", type(given)), found.clone(), wanted[:room]
 
 
@@ -122,7 +118,7 @@ def depths_that_differ(group: dist.ProcessGroup) -> int:
         ]
         given = xs[rank].to(comm.device), weights[rank].to(comm.device), torch.tensor(counts, device=comm.device)
         wanted = torch.cat(parts)
-        for method in ("unfused", "auto", "fused"):
+        for method in ("auto", "fused"):
             found = ops.gemm_all_to_all(comm, *given, most_rows=20 * n, method=method)[: len(wanted)].clone()
             comm.synchronize()
             check_close(found, wanted, method)
@@ -130,33 +126,20 @@ def depths_that_differ(group: dist.ProcessGroup) -> int:
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
-    """Return errors of unfused calls of counts that only a device has; ``auto`` is fused, where kernels have run."""
+    """Return errors of calls that are not fused, and of ``auto`` on GPUs whose kernels have never run."""
     told: list[str] = []
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         n = comm.world_size
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
-        went: list[str] = []
-        for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
-            patch.setattr(where, "run", noting(where.run, "fused", went))
-        for module in (gemm, dispatch_gemm):
-            patch.setattr(module, "one_by_one", noting(module.one_by_one, "one by one", went))
         x, weight, counts = torch.ones(4 * n, 8), torch.ones(2, 4, 8), torch.full((n, n, 2), 2)
-        patch.setattr(operands, "on_the_host", lambda _: False)  # as of a GPU
         for op, _ in OPERATORS:
-            call = functools.partial(op, comm, x, weight, most_rows=4 * n, tiles=TILES)
-            assert call(counts)[:n].eq(8).all()
-            with pytest.raises(ValueError, match="allowed=counts on the host") as problem:
-                call(counts, method=UNFUSED)
-            told.append(str(problem.value))
-            assert call(counts.tolist()).shape == (4 * n, 4)
-            assert went == ["fused"] * 2, went
-            went.clear()
-            with pytest.MonkeyPatch.context() as inner:
-                abilities = dataclasses.replace(comm.abilities, kernels_have_run=False)
-                inner.setattr(comm, "abilities", abilities)
-                x = torch.ones(4 * n, 8, dtype=torch.float16)  # a call of its own
-                found = op(comm, x, weight.half(), counts.tolist(), most_rows=4 * n, tiles=TILES)
-                assert found[:n].eq(8).all() and "one by one" in went, went
-            went.clear()
-            x = torch.ones(4 * n, 8)
+            for method in ("unfused", "split"):
+                with pytest.raises(ValueError, match="method with several experts") as problem:
+                    op(comm, x, weight, counts.tolist(), most_rows=4 * n, method=method)
+                told.append(str(problem.value))
+        patch.setattr(comm, "abilities", dataclasses.replace(comm.abilities, kernels_have_run=False))
+        for op, _ in OPERATORS:
+            with pytest.raises(UnavailableError, match="have never run its kernel") as unavailable:
+                op(comm, x, weight, counts.tolist(), most_rows=4 * n)
+            told.append(str(unavailable.value))
     return told

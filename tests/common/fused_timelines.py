@@ -45,7 +45,7 @@ def timelines(group: dist.ProcessGroup) -> list[Kinds]:
         with ops.Timeline(comm, most_stamps=2) as short:
             call()
         assert short.dropped > 0 and len(short.intervals) > 0
-        with ops.Timeline(comm) as empty, pytest.raises(RuntimeError, match="allowed=one at a time"):
+        with ops.Timeline(comm) as empty, pytest.raises(RuntimeError, match="one is recorded at a time"):
             ops.Timeline(comm).__enter__()
         assert empty.intervals == ()
     return found

@@ -831,6 +831,7 @@ def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
                 refused("gloo makes it, on the host", lambda: dist.all_reduce(tensor.double(), group=ours))
             return
         call = calls.GroupCall(calls.ALL_REDUCE, [on_gpu], [], dist.AllreduceOptions(), ())
+        call.refusal = ""  # the tensor is none
         refused("the group's first call", lambda: dispatcher._run(call, None))
         call.refusal = "product of float32"
         refused("gloo makes it, on the host .product of float32", lambda: dispatcher._run(call, None))
@@ -904,7 +905,7 @@ def train_in_symmetric_memory(gloo: dist.ProcessGroup, ask: Callable[[torch.nn.M
     def noting(kind: str) -> Callable[..., Any]:
         def call(comm: sidelane.Communicator, output: Any, given: Any, **options: Any) -> Any:
             larger = output if kind == "all_gather" else given
-            symmetric.append((kind, comm.session.heap.locate(larger).symmetric))
+            symmetric.append((kind, comm.heap.locate(larger).symmetric))
             return made[kind](comm, output, given, **options)
 
         return call
@@ -933,7 +934,7 @@ def lends_its_communicator(gloo: dist.ProcessGroup) -> None:
             output.zero_()
             ended(dist.all_gather_into_tensor(output, given, ours, is_async), is_async)
             assert output.view(ours.size(), -1)[:, 7].tolist() == [rank + 1 for rank in range(ours.size())]
-            assert all(comm.session.heap.locate(one).symmetric for one in (output, given))
+            assert all(comm.heap.locate(one).symmetric for one in (output, given))
         preparer = comm.preparer
         with mock.patch.object(preparer, "prepare", side_effect=preparer.prepare) as prepare:
             for _ in range(3):  # on an input that nobody compares, since nobody else reads it

@@ -28,7 +28,7 @@ from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
 from sidelane.native.build import find_compiler
-from sidelane.session import communicator
+from sidelane.session import communicator, making
 
 UNITS = 304
 LDS_BYTES = 64 << 10
@@ -155,7 +155,7 @@ def hip_gpus() -> Iterator[StandinDriver]:
         mock.patch.object(backend_hip.HipBackend, "_make_exported", return_value=None),
         mock.patch.object(backend_hip.HipBackend, "wait_for_stores"),
         mock.patch.object(communicator, "make_backend", backend_hip.HipBackend),
-        mock.patch.object(communicator, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(making, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", in_order(Communicator._call)),
         mock.patch.object(Communicator, "_run", in_order(Communicator._run)),
     )

@@ -21,7 +21,7 @@ def first_lane(group: dist.ProcessGroup, **settings: Any) -> Communicator:
 
 
 def open_lanes(comm: Communicator) -> list[str]:
-    return [lane.name for lane in comm.session.members if not lane.calls.closed]
+    return [lane.name for lane in (comm, *comm.derived) if not lane.calls.closed]
 
 
 def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:

@@ -20,7 +20,7 @@ from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.host_shared import ShmMemory
-from sidelane.session import communicator
+from sidelane.session import communicator, making
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
 
@@ -62,7 +62,7 @@ def made_up_gpus(*, finish: bool = True, driver: FakeDriver | None = None) -> It
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "wait_for_stores"),
         mock.patch.object(communicator, "make_backend", backend_cuda.CudaBackend),
-        mock.patch.object(communicator, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(making, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),
     )
     for patch in patches:

@@ -271,11 +271,11 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     other.rootRank = 9
     wrong: tuple[tuple[str, Callable[[dist.ProcessGroup], object]], ...] = (
         (
-            r"all_gather: tensors \(value=that overlap, allowed=apart, or in place\)",
+            r"all_gather: tensors overlap: they lie apart, or the call is in place",
             lambda nodes: dist.all_gather_into_tensor(whole, whole[-50_000:], nodes),
         ),
         (
-            r"reduce_scatter: tensors \(value=that overlap",  # the first output lies in the second input
+            r"reduce_scatter: tensors overlap",  # the first output lies in the second input
             lambda nodes: nodes.reduce_scatter_tensor_coalesced(
                 [whole[60:69], whole[:9]], [whole[20:56], whole[56:92]]
             ),
@@ -295,7 +295,7 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
             assert isinstance(caught.value, ValueError) == (dist.get_rank(group) == 1)
     with (
         config.override(dataclasses.replace(config.current(), virtual_nodes=(0, 0, 1))),
-        pytest.raises(ValueError, match=r"virtual_nodes \(value=\(0, 0, 1\), allowed=a node for each rank"),
+        pytest.raises(ValueError, match=r"virtual_nodes must name a node for each rank"),
     ):
         sidelane.wrap(group)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from sidelane import (
     Communicator,
     Config,
+    Overlap,
     begin_collective,
     choose_overlap,
     nano_batches,
@@ -122,6 +123,27 @@ def computing_waits_for_nobody(group: dist.ProcessGroup) -> None:
             assert tensor[0] == sum(range(comm.world_size))
 
 
+def learned(group: dist.ProcessGroup, times: dict[str, list[float]]) -> list[Any]:
+    """A strategy is chosen by times that are made up, of each rank."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        both = Overlap(comm, rounds=2)
+        before, ran = str(both), []
+        tensor = torch.empty(1000)
+        for step in range(3 * len(WAYS) + 4):
+            ran.append(both.strategy)
+            tensor.fill_(step)
+            computed, _ = both(lambda: step + 1, lambda comm: comm.all_reduce(tensor))  # noqa: B023
+            assert computed == step + 1 and tensor.unique().tolist() == [comm.world_size * step]
+            if step == 3 * len(WAYS) - 1:
+                real = [len(clocks) for clocks in both._clocks]
+                for name, clocks in zip(WAYS, both._clocks, strict=True):
+                    for clock in clocks:
+                        assert clock.us() > 0
+                        clock.us = lambda name=name: times[name][comm.rank]  # type: ignore[method-assign]
+        return [before, real, ran, str(both), both.times_us]
+
+
 def failures(group: dist.ProcessGroup) -> list[str]:
     """Errors of both parts: what has begun has ended, and the next calls work."""
     told = []
@@ -148,6 +170,11 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         assert tensor[0] == comm.world_size, "the collective has ended"
         attempt(collective=lambda comm: comm.all_reduce(tensor, op="median"))
         attempt(collective=lambda comm: comm.no_such_thing())
+        for arguments in ({"strategies": ()}, {"rounds": 0}, {"strategies": ("fastest",)}):
+            try:
+                Overlap(comm, **arguments)  # type: ignore[arg-type]
+            except ValueError as error:
+                told.append(str(error))
         attempt(on=3)
         attempt()
     return told
@@ -159,6 +186,7 @@ def units_on_a_cpu(group: dist.ProcessGroup) -> list[str]:
     with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
         for attempt in (
             lambda: overlap(_never, _never, comm, strategy="c3_rp"),
+            lambda: Overlap(comm, strategies=("conccl", "c3_rp")),
             lambda: overlap(_never, _never, comm, strategy="conccl", units=8),
         ):
             try:

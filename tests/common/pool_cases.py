@@ -72,7 +72,7 @@ def covered(group: dist.ProcessGroup) -> dict[str, bool]:
     """Whether what torch makes in many ways lies in the pool."""
     found: dict[str, bool] = {}
     with _communicator(group) as comm:
-        heap, pool = comm.session.heap, sidelane.pool(comm, room())
+        heap, pool = comm.heap, sidelane.pool(comm, room())
 
         def note(name: str, tensor: torch.Tensor | None) -> None:
             assert tensor is not None
@@ -294,7 +294,7 @@ def comes_and_goes(group: dist.ProcessGroup) -> list[Any]:
         during = comm.memory().used - before
         with pool:
             last = torch.full((1000,), 5.0)
-        said = f"{comm.session.heap.pools.keys()}"
+        said = f"{comm.heap.pools.keys()}"
     gc.collect()
     assert last.sum() == 5000, "ordinary memory from now on"
     return [during, said]

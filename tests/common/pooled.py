@@ -34,7 +34,7 @@ def comes_and_goes(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[lis
             size, dtype = draw.choice((1, 30, 1000, 70_000)), draw.choice(DTYPES)
             tensor = comm.empty(n, size, dtype=dtype)
             total += tensor.nbytes
-            region = comm.session.heap.locate(tensor)
+            region = comm.heap.locate(tensor)
             locations.append(region.location)
             held[step] = tensor
             for number in draw.sample(sorted(held), min(len(held), 2)):

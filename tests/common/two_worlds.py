@@ -90,7 +90,7 @@ def calls_of_communicators(group: object, folder: str, worlds: str) -> str:
                 value = torch.full((3,), float(rank))
                 comm.broadcast(value, root=root)
                 assert value.eq(root).all()
-            return comm.session.name
+            return comm.calls.name
 
 
 def parts(group: object, folder: str, worlds: str) -> None:

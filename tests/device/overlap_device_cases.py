@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
-from sidelane import Communicator, Config, SidelaneError, choose_overlap, overlap
+from sidelane import Communicator, Config, Overlap, SidelaneError, choose_overlap, overlap
 from sidelane.program.shape import Computation
 
 
@@ -112,7 +112,7 @@ def partitions(context: Context) -> list[str]:
 
 
 def _partitions(context: Context) -> list[str]:
-    """Partitions of other sizes, and gradients of a chain."""
+    """Partitions of other sizes, learned sweeps, and gradients of a chain."""
     device, told = context.device, []
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
@@ -139,6 +139,11 @@ def _partitions(context: Context) -> list[str]:
             torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
             assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
             assert summed.unique().tolist() == [float(n * step)], (name, units)
+        learned = Overlap(comm, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
+        tensor = torch.ones(1000, device=device)
+        for _ in range(2 * 9 + 1):
+            learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))
+        told.append(str(learned))
         for name, units in (("c3_rp", 12345), ("c3_rp", 1)):
             try:
                 overlap(lambda: None, lambda comm: None, comm, strategy=name, units=units)

@@ -72,7 +72,7 @@ def in_graphs(context: Context, replays: int) -> None:
             with torch.cuda.graph(graph, pool=pool.id if captured_in_pool else None):
                 summed = step()
                 comm.all_reduce(summed)
-            inside = comm.session.heap.pool_at(summed.data_ptr()) is not None
+            inside = comm.heap.pool_at(summed.data_ptr()) is not None
             assert inside == captured_in_pool
             for replay in range(replays):
                 input.fill_(replay + rank), total.fill_(replay + rank)

@@ -103,7 +103,7 @@ def test_kernels_of_ones_own_next_to_collectives(ranks: Ranks, seed: int) -> Non
 
 def test_kernels_of_ones_own_that_are_refused(ranks: Ranks) -> None:
     for told in ranks.run(CASES + "own_kernel", "refused"):
-        assert len(told) == 9 and "each program calls end" in told[8], told
+        assert len(told) == 9 and "each program must call end" in told[8], told
 
 
 @pytest.mark.parametrize("flag", [1, -1])

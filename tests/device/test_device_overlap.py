@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import overlap_cases
 from device_pool import Ranks
 
 from sidelane.choice.key import key_here
@@ -12,9 +13,19 @@ def test_every_strategy(ranks: Ranks) -> None:
     ranks.run("overlap_device_cases.of", "every_strategy", 1, 60)
 
 
+def test_the_fastest_is_learned_from_the_slowest_rank(ranks: Ranks) -> None:
+    times = {name: [10.0 + number] * ranks.world_size for number, name in enumerate(overlap_cases.WAYS)}
+    times["conccl"][-1] = 50.0
+    ways = list(overlap_cases.WAYS)
+    for before, real, ran, text, _ in ranks.run("overlap_device_cases.of", "learned", times):
+        assert before == "conccl: not decided yet" and real == [2] * len(ways)
+        assert ran == ways * 3 + ["conccl"] + ["c3_sp"] * 3
+        assert text.startswith("c3_sp: c3_sp 11 us")
+
+
 def test_failures(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.of", "failures"):
-        assert len(told) == 8, told
+        assert len(told) == 11, told
 
 
 def test_kernels_move_the_bytes(ranks: Ranks) -> None:
@@ -28,7 +39,8 @@ def test_in_graphs(ranks: Ranks) -> None:
 
 def test_partitions(ranks: Ranks) -> None:
     for told in ranks.run("overlap_device_cases.partitions"):
-        assert len(told) == 2, "a GPU has no such parts, and says so"
+        assert "c3_rp with 16 units" in told[0] and "c3_sp_rp with 8 units" in told[0]
+        assert len(told) == 3, "a GPU has no such parts, and says so"
 
 
 def test_choosing(ranks: Ranks) -> None:

@@ -204,7 +204,7 @@ def test_a_batch_respects_the_limit_of_the_driver() -> None:
 def test_without_peer_writes_a_signal_is_a_copy_behind_a_write_to_a_cell() -> None:
     plan = plan_calls(build(all_gather(3, in_place=True), "b2b"), 0, peer_writes=False)
     signals = [copy for copy in of_type(plan, Memcpy) if isinstance(copy.dst, Flag)]
-    assert len(signals) == plan.cells == 4  # two entries, two exits
+    assert len(signals) == plan.signal_words == 4  # two entries, two exits
     assert all(copy.nbytes == 4 and copy.dst.rank != 0 for copy in signals)
     targets = [op.target for batch in of_type(plan, MemOps) for op in batch.ops if isinstance(op, WriteValue)]
     assert not any(isinstance(target, Flag) for target in targets), "no write reaches a peer"

@@ -28,7 +28,7 @@ def decoded(bound: Bound) -> tuple[int, list[tuple[int, int, int, int]]]:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load_native", lambda name: lambda *arguments: 0)
+    monkeypatch.setattr(native, "require_native", lambda name: lambda *arguments: 0)
 
 
 @pytest.mark.usefixtures("library")
@@ -104,7 +104,8 @@ def test_a_pointer_keeps_what_it_points_to() -> None:
 
 
 def test_a_library_without_a_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load_native", lambda name: None)
+    native.require_native.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
     ops = MemoryOps()
     ops.write(1, 2)
     with pytest.raises(UnavailableError, match="has no cuStreamBatchMemOp_v2"):

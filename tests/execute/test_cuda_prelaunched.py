@@ -59,7 +59,7 @@ def test_a_held_plan_is_the_plan_behind_its_trigger(peer_writes: bool, ahead: Ca
     for program in programs(4):
         plan, trigger = plan_calls(program, 1, peer_writes=peer_writes), Flag(1, program.flag_count)
         held = plan_calls(ahead(program), 1, peer_writes=peer_writes)
-        assert (held.streams, held.events, held.cells) == (plan.streams, plan.events, plan.cells)
+        assert (held.streams, held.events, held.signal_words) == (plan.streams, plan.events, plan.signal_words)
         first, *others = held.steps
         assert first.stream == 0 and isinstance(first.call, MemOps)
         assert first.call.ops[0] == WaitValue(trigger, EPOCH)

@@ -71,8 +71,7 @@ def real(method: str, *arguments: Any) -> Bound:
     bare._api = mock.MagicMock()
     bare.__dict__["_copy_order"] = Pointer(0x77, None)
     bare.__dict__["_copy_attributes"] = None
-    names = [(module, name) for module in (native, driver_module) for name in ("require_native", "load_native")]
-    patches = [mock.patch.object(module, name, return_value=NOTHING) for module, name in names]
+    patches = [mock.patch.object(module, "require_native", return_value=NOTHING) for module in (native, driver_module)]
     for patch in patches:
         patch.start()
     try:

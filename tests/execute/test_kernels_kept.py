@@ -15,7 +15,7 @@ import pytest
 from homeless import leave_home
 
 from interpreter import Interpreter
-from sidelane.device import flags, target
+from sidelane.device import flags, language
 from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
@@ -107,7 +107,7 @@ def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
     assert any(line.startswith("LL_SLOT_BYTES=") for line in own)
     assert kernel_launch._source_of(broadcast._broadcast_relay) != own
     reduces = kernel_launch._source_of(direct._direct_reduce)
-    assert kernel_launch._text_of(target.__file__) in reduces, "what it asks while it is compiled"
+    assert kernel_launch._text_of(language.__file__) in reduces, "what it asks while it is compiled"
     direct._direct_reduce.made()
     assert kernel_launch._source_of(direct._direct_reduce) == reduces
 

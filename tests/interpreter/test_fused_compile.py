@@ -22,8 +22,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.device.language import COMPILE_OPTIONS
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, compiling_for
 from sidelane.ops import (
     dispatch_gemm,
     embedding,

@@ -18,8 +18,8 @@ import triton
 from every_kernel import AVERAGE, MB, moving, reducing, site_of
 from triton.backends.compiler import GPUTarget
 
+from sidelane.device.language import compiling_for, is_nvidia
 from sidelane.device.launch import LaunchSite
-from sidelane.device.target import compiling_for, is_nvidia
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import direct
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable

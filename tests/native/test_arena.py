@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.native import arena, build
-from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
+from sidelane.native import build
 from sidelane.native.build import find_compiler
 from sidelane.session import pools
-from sidelane.session.pools import DevicePlacer, release_pools
+from sidelane.session.pools import ARENAS, ArenaLibrary, DevicePlacer, load_arenas, release_pools
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C compiler")
 
@@ -264,7 +263,7 @@ def test_a_device_that_never_ends_its_work(cuda: FakeCuda) -> None:
 
 def test_without_a_compiler_it_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load_arenas.cache_clear()
-    monkeypatch.setattr(arena, "find_compiler", lambda: ())
+    monkeypatch.setattr(pools, "find_compiler", lambda: ())
     monkeypatch.setattr(build, "private_cache", lambda: tmp_path)
     try:
         with pytest.raises(UnavailableError, match="cannot be compiled: no C compiler"):

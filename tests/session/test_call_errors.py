@@ -68,7 +68,7 @@ def test_wrong_arguments_are_refused_on_every_rank_and_nothing_breaks(pool: Rank
     texts = pool.run(wrong_arguments, 3)[0]
     assert "output must hold 3 times the elements of input (output=13, input=4, allowed output=12)" in texts[0]
     assert "another communicator" in texts[4]
-    assert "allowed=as tensor.contiguous() has them" in texts[2]
+    assert "as tensor.contiguous() makes them" in texts[2]
     assert "in-place call" in texts[5]
     assert "(value='swap', allowed=auto, b2b, striped, bcst" in texts[6]
     assert "symmetric memory" in texts[7]
@@ -201,7 +201,7 @@ def alone(group: dist.ProcessGroup) -> list[str]:
 def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) -> None:
     first, second = pool.run(alone, 2)
     assert "for rank 1: all ranks of a group make its communicators and calls, in one order" in first[0]
-    assert first[1:] == second == ["Communicator: closed (allowed=calls before close(), or in its block)"]
+    assert first[1:] == second == ["Communicator: closed; calls come before close(), or inside of its block"]
 
 
 def misspelt(group: dist.ProcessGroup) -> list[str]:
@@ -237,6 +237,7 @@ def collectives_that_are_none(group: dist.ProcessGroup) -> list[str]:
         x = torch.ones(4)
         wrong: list[Any] = [None, comm.all_reduce(x), lambda: comm.all_reduce(x), lambda one, two: None]
         told = [str(error_of(sidelane.overlap, never, each, comm)) for each in wrong]
+        told.append(str(error_of(sidelane.Overlap, comm, strategies="serial")))
         fine: list[Any] = [keyword, Step().both, lambda *comms: 3, lambda comm, more=4: more]
         assert [sidelane.overlap(lambda: 0, each, comm)[1] for each in fine] == [1, 2, 3, 4]
         comm.barrier()
@@ -245,9 +246,11 @@ def collectives_that_are_none(group: dist.ProcessGroup) -> list[str]:
 
 def test_what_is_no_collective_is_refused_before_the_computation(pool: RankPool) -> None:
     for told in pool.run(collectives_that_are_none, 2):
-        for text in told:
+        *collectives, strategies = told
+        for text in collectives:
             assert "overlap: collective (value=" in text and "lambda comm: comm.all_gather" in text
-        assert "<lambda> of 0, allowed=a callable that takes a communicator" in told[2]
+        assert "<lambda> of 0, allowed=a callable that takes a communicator" in collectives[2]
+        assert strategies.startswith("Overlap: strategies (value='serial', allowed=several names")
 
 
 def different_calls(group: dist.ProcessGroup, debug: bool, repeated: bool) -> str:

@@ -332,7 +332,9 @@ def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]
 def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
     for found in pool.run(of_two_versions, 3):
         for what, (name, _, text) in zip(("Communicator", "wrap"), found, strict=True):
-            rest = f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} (allowed=one on all ranks)"
+            rest = (
+                f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} ; install one version on all ranks"
+            )
             assert name == "MismatchError" and text.startswith(f"{what} (")
             assert text.endswith(f": ranks run different versions of Sidelane: {rest}")
 
@@ -377,7 +379,7 @@ def test_the_store_does_not_fill_up(pool: RankPool) -> None:
 def test_a_group_without_a_store_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: None)
-        with pytest.raises(exchanges.UnavailableError, match="the group has no store"):
+        with pytest.raises(exchanges.UnavailableError, match="the group was made without a store"):
             exchanges.store_of(object())  # type: ignore[arg-type]
 
 

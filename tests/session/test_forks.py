@@ -129,7 +129,7 @@ def test_what_is_finalised_in_a_copy_is_not_the_parents() -> None:
     forks.finalize(things[0], said.append, "finalised")
     things.append(Thing())
     forks.in_copies_of(things[1], Thing.disown)
-    forks.in_copies_of(things[2], forks.keep_for_ever)
+    forks.in_copies_of(things[2], forks.never_finalize)
 
     def drop() -> list[str]:
         things.clear()

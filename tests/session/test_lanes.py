@@ -32,8 +32,8 @@ def test_a_lane_waits_for_no_other(pool: RankPool) -> None:
 def test_misuse(pool: RankPool) -> None:
     expected = [
         "ValueError: Communicator: name (value='one', allowed=another one for each communicator)",
-        "ValueError: Communicator: device and config (allowed=neither, next to another communicator)",
-        "ValueError: Communicator: device and config (allowed=neither, next to another communicator)",
+        "ValueError: Communicator: a communicator that shares another one takes neither device nor config",
+        "ValueError: Communicator: a communicator that shares another one takes neither device nor config",
         "MismatchError: exchange 1 of communicator",
         "CommunicatorClosedError",
         "CommunicatorClosedError: Communicator: the one that it would share memory with was closed",

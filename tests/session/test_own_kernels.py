@@ -51,8 +51,8 @@ def test_what_is_refused(three: Crew) -> None:
             "RuntimeError",
         ]
         assert all("grid (value=" in text for text in told[:4]), told
-        assert "symmetric" in told[4] and "made by triton.jit" in told[5] and "flags (value=-1" in told[6], told
-        assert "each program calls end" in told[8], told
+        assert "symmetric" in told[4] and "a kernel of triton.jit" in told[5] and "flags (value=-1" in told[6], told
+        assert "each program must call end" in told[8], told
 
 
 @pytest.mark.parametrize("flag", [long(1), 2])

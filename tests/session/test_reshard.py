@@ -47,7 +47,7 @@ def test_what_is_refused(pool: RankPool) -> None:
         "scatter_dim (value=3, allowed=-3..2)",
         "scatter_dim and gather_dim (value=1, -2, allowed=two dimensions)",
         "the same number of dimensions, 2 or more (input=[4, 6], output=[2, 8, 3])",
-        "shape of input (value=[2, 4, 6] on rank 1 of 2, allowed=[2, 3, 6] with scatter_dim=2 by [3, 3]",
+        "shape of input (value=[2, 4, 6] on rank 1 of 2, allowed=[2, 3, 6]); scatter_dim=2 by [3, 3]",
         "shape of input (value=[2, 4, 6] on rank",
         "input_split_sizes must be 2 sizes that add up to scatter_dim 2 (value=[6, 6], allowed sum=6)",
         "output_split_sizes (value='ab', allowed=2 whole numbers)",

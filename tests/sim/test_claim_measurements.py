@@ -108,10 +108,22 @@ def test_pairs_of_every_class_tell_if_units_are_worth_taking(tmp_path: Path) -> 
 
 def test_wrong_rows_one_rank_and_predictions_do_not_count(tmp_path: Path) -> None:
     row = {**C3, "collective": "all_to_all", "strategy": "serial", "time_us": 400.0}
-    wrong = write(tmp_path / "a" / "c3.json", "c3", [{**row, "correct": False}])
-    assert not measure_claim("C3-ID-01", [wrong])
+    assert not measure_claim("C3-ID-01", [write(tmp_path / "a" / "c3.json", "c3", [{**row, "correct": False}])])
     assert not find_results([write(tmp_path / "b" / "c3.json", "c3", [row], ranks=1)], "c3", "c3.json")
     assert not find_results([write(tmp_path / "c" / "c3.json", "c3", [row], predicted=True)], "c3", "c3.json")
+    copied = {
+        "operation": "copy",
+        "variant": "b2b",
+        "bytes": 4096,
+        "control_us": 1.0,
+        "schedule_us": 1.0,
+        "sync_us": 1.0,
+        "copy_us": 1.0,
+        "total_us": 4.0,
+        "launch": "model",
+    }
+    both = write(tmp_path / "d" / "phases.json", "phases", [{**copied, "launch": "eager"}, {**copied, "copy_us": 4.0}])
+    assert [found.value for found in measure_claim("DM-PH-01", [both])] == [75], "the model's row is left out"
     with pytest.raises(ValueError, match="not a result file"):
         find_results([tmp_path / "nothing.json"], "c3", "c3.json")
 

@@ -275,7 +275,7 @@ def test_the_answer_says_whether_it_fits_what_it_gives_and_what_to_write(machine
     nodes = dataclasses.replace(there, nodes=2)
     said = "\n".join(sim_plan.answer(nodes, step, "dma both", best, usual, sim_plan.HSDP))
     if "Write after" in said:
-        assert f"mesh=init_device_mesh('cuda', (2, {there.gpus}))" in said and "straight_into_parameters=False" in said
+        assert f"mesh=init_device_mesh('cuda', (2, {there.gpus}))" in said and "zero_copy=False" in said
 
 
 def test_the_example_in_the_guide_is_what_is_printed():

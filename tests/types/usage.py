@@ -20,6 +20,7 @@ from sidelane import (
     CommunicatorClosedError,
     Config,
     MismatchError,
+    Overlap,
     PeerError,
     PeerTimeoutError,
     Prelaunched,
@@ -101,6 +102,9 @@ def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     moves = [("all_gather", 1 << 20)]
     assert_type(choose_overlap(comm, beside, moves).reason, str)
     assert_type(overlap(lambda: a @ b, gather, comm, beside=beside, moves=moves), tuple[torch.Tensor, Work | None])
+    step = Overlap(comm)
+    assert_type(step(lambda: a @ b, gather), tuple[torch.Tensor, Work | None])
+    assert_type(step.times_us, dict[str, float])
 
 
 def groups(model: nn.Module) -> None:

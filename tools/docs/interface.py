@@ -86,7 +86,7 @@ TASKS = {
             Section(
                 "sidelane",
                 "Runners and calls submitted ahead",
-                ("overlap", "choose_overlap", "nano_batches", "begin_collective", "Prelaunched"),
+                ("overlap", "Overlap", "choose_overlap", "nano_batches", "begin_collective", "Prelaunched"),
             ),
         ),
     ),

@@ -17,7 +17,7 @@ from sidelane.program.batch import Batch
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.kernel import NARROW_BLOCKS, KernelProgram, kernel_program
 from sidelane.program.kernel_chunks import TILE_BYTES
-from sidelane.program.variant import NARROW, Variant
+from sidelane.program.shape import NARROW, Variant
 
 RANKS = (1, 2, 4, 8)
 BLOCKS = {1: 64, 2: 48, 4: 25, 8: 12}

@@ -74,7 +74,7 @@ class Fusion(CustomGraphPass):
     def __init__(self, comm: Communicator, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
         assert group is not None
-        given, allowed = list(ranks_of(group)), list(comm.session.ranks)
+        given, allowed = list(ranks_of(group)), list(comm.ranks)
         if given != allowed:
             raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name
@@ -88,7 +88,7 @@ class Fusion(CustomGraphPass):
         """
         folders = Path(__file__).parent, Path(library.__file__).parent
         code = get_hash_for_files(tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py"))))
-        return code, self._number, self._group, tuple(self._comm.session.ranks), self._comm.device.type
+        return code, self._number, self._group, tuple(self._comm.ranks), self._comm.device.type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         """Return the pass itself: Inductor copies its options, and a process group has no copy."""

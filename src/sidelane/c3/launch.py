@@ -22,8 +22,7 @@ from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
 
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs in its fastest way alone.
     """
-    if not strategy.mover.as_asked:
+    if not strategy.mover.makes_whole_call:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
     if strategy.mover is Mover.SM:
         if device.type == "cpu":

@@ -56,7 +56,7 @@ def nano_batches(parts: Iterable[Generator[Waitable | None, Any, T]]) -> list[T]
     """
     turns = list(parts)
     if not turns or not all(isinstance(part, Generator) for part in turns):
-        text = f"nano_batches: parts (value={turns!r}, allowed=one generator or more, which yields its collectives)"
+        text = f"nano_batches: parts must be one generator or more, each yielding its collectives (value={turns!r})"
         raise see(ValueError(text), Page.OVERLAP)
     results: dict[int, T] = {}
     under_way: dict[int, Waitable | None] = dict.fromkeys(range(len(turns)))
@@ -105,7 +105,7 @@ class BegunCollective:
         """Order the caller behind the collective, and return its output."""
         begun, self.output = self.output, None
         if begun is None:
-            raise RuntimeError("BegunCollective.wait: it has been waited for (allowed=once)")
+            raise RuntimeError("BegunCollective.wait: it has been waited for already; a work is waited for once")
         output: torch.Tensor = _Finish.apply(begun, self)  # type: ignore[no-untyped-call]
         return output
 

@@ -1,22 +1,26 @@
-"""Run a caller's computation and collectives at once: the strategy is given, or expected to be best."""
+"""Run a caller's computation and collectives at once: the strategy is given, expected to be best, or learned."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
-from sidelane.c3.launch import can_run, run, unsupported_reason
-from sidelane.c3.partitions import SMALLEST_SHARE
-from sidelane.c3.strategies import LaunchMode, Mover, choose_strategy, strategies
+from sidelane.c3.launch import can_run, partitions_of, run, unsupported_reason
+from sidelane.c3.partitions import SMALLEST_SHARE, shares
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import Page, explained, see
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
@@ -44,7 +48,7 @@ PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is
 """Names of strategies that take compute units from the computation, if a device can."""
 
 
-@keep_compilers_out
+@exclude_compilers
 @explained(Page.OVERLAP)
 def overlap(
     compute: Callable[[], T],
@@ -80,22 +84,25 @@ def overlap(
         UnavailableError: the device does not give these units.
         Exceptions of the two. Work that has begun has ended by then, or follows in the order of the current stream.
     """
-    if not isinstance(on, Communicator):
-        raise _refused(f"overlap: on (value={on!r}, allowed=a Communicator)")
-    if not callable(compute):
-        raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable)")
-    _check_collective(collective)
+    _check_communicator(on)
     if strategy == AUTO:
         if beside is None or not moves or units is not None:
             raise _refused(
-                f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
+                f"overlap: strategy auto takes beside and moves, and no units (value={beside}, {moves}, {units})"
             )
         way = choose_overlap(on, beside, moves).candidate
     else:
         if beside is not None or moves:
-            raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
+            raise _refused(f"overlap: beside and moves need strategy='auto' (value={beside}, {moves})")
         way = possible(strategy, on.device, units)
-    return run(way, compute, collective, on)
+    return _run(way, compute, collective, on)
+
+
+def _run(way: LaunchMode, compute: Callable[[], T], collective: Callable[[Any], S], comm: Communicator) -> tuple[T, S]:
+    if not callable(compute):
+        raise _refused(f"overlap: compute (value={compute!r}, allowed=a callable)")
+    _check_collective(collective)
+    return run(way, compute, collective, comm)
 
 
 def _check_collective(collective: object) -> None:
@@ -104,7 +111,7 @@ def _check_collective(collective: object) -> None:
     Raises:
         ValueError: it is not callable, or takes another number of arguments than one.
     """
-    allowed = "allowed=a callable that takes a communicator, such as lambda comm: comm.all_gather(output, input))"
+    allowed = "allowed=a callable of one communicator), for example lambda comm: comm.all_gather(output, input)"
     if not callable(collective):
         raise _refused(f"overlap: collective (value={collective!r}, {allowed}")
     if not isinstance(collective, FunctionType) or collective.__code__.co_flags & inspect.CO_VARARGS:
@@ -149,7 +156,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
 
 def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
     if not isinstance(beside, Computation):
-        raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
+        raise ValueError(f"overlap: beside must be a result of Communicator.beside (value={beside!r})")
     found = []
     for pair in [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves):
         match pair:
@@ -170,6 +177,86 @@ def _expected_us(comm: Communicator, beside: Computation, moves: Sequence[tuple[
     return None if None in times else sum(us for us in times if us is not None)
 
 
+class Overlap:
+    """Runner of a computation and collectives at once: it tries every strategy first, and keeps the fastest.
+
+    It is for one pair that comes again and again, such as a step of a training loop. Each strategy runs once to warm
+    up and ``rounds`` times to be timed, in turn; then the ranks agree once, by the slowest of them. All calls give
+    correct results. Inside a graph's capture nothing is timed: it holds the chosen strategy, or the first one.
+
+    Args:
+        on: the communicator.
+        strategies: names; by default all that take no units from the computation. A strategy that does is tried with
+            each power of two of units from 8 to half of them.
+        rounds: number of timed runs of each strategy; the median counts.
+
+    Attributes:
+        strategy: strategy of the next call.
+        times_us: times of the slowest rank in microseconds, by strategy; empty until the ranks have agreed.
+
+    Raises:
+        ValueError: there are no strategies, an unknown one, or no rounds.
+    """
+
+    def __init__(
+        self,
+        on: Communicator,
+        *,
+        strategies: Sequence[str] = NAMES,
+        rounds: int = 5,
+    ) -> None:
+        if isinstance(strategies, str):
+            raise _refused(f"Overlap: strategies (value={strategies!r}, allowed=several names, {NAMES})")
+        _check_communicator(on)
+        self._on, self._rounds = on, rounds
+        self._ways = [way for name in strategies for way in _ways_of(possible(name, on.device).strategy, on.device)]
+        if not self._ways or rounds < 1:
+            raise _refused(
+                f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
+            )
+        self._trials = 0
+        self._clocks: list[list[_Clock]] = [[] for _ in self._ways]
+        self._best: LaunchMode | None = None if len(self._ways) > 1 else self._ways[0]
+        self.times_us: dict[str, float] = {}
+
+    @property
+    def strategy(self) -> str:
+        return str(self._best or self._ways[self._trials % len(self._ways)])
+
+    @exclude_compilers
+    def __call__(self, compute: Callable[[], T], collective: Callable[[Any], S]) -> tuple[T, S]:
+        """See :func:`overlap`."""
+        capturing = _is_capturing(self._on.device)
+        if self._best is None and not capturing and self._trials == len(self._ways) * (self._rounds + 1):
+            self._agree()
+        if self._best is not None or capturing:
+            return _run(self._best or self._ways[0], compute, collective, self._on)
+        round, number = divmod(self._trials, len(self._ways))
+        self._trials += 1  # also if this fails: the ranks count alike
+        with _Clock(self._on.device) as clock:
+            done = _run(self._ways[number], compute, collective, self._on)
+        if round:
+            self._clocks[number].append(clock)
+        return done
+
+    def __str__(self) -> str:
+        """Return the chosen strategy, with the reason."""
+        if not self.times_us:
+            return f"{self.strategy}: not decided yet" if self._best is None else f"{self.strategy}: nothing to choose"
+        return f"{self.strategy}: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.times_us.items())
+
+    def _agree(self) -> None:
+        comm = self._on
+        medians = [statistics.median(clock.us() for clock in clocks) if clocks else math.inf for clocks in self._clocks]
+        times = torch.tensor(medians, dtype=torch.float32, device=comm.device)
+        comm.all_reduce(times, op="max")
+        ways = sorted(zip(times.tolist(), range(len(self._ways)), strict=True))  # ties: the better guess
+        by_way = [(us, self._ways[number]) for us, number in ways]
+        self.times_us = {str(way): us for us, way in by_way}
+        self._best = by_way[0][1]
+        self._clocks.clear()
+
+
 def possible(name: str, device: torch.device, units: int | None = None) -> LaunchMode:
     """Return the strategy of that name with a number of units; None: the fewest.
 
@@ -184,12 +271,51 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
     if units is None:
         return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
     if found.partition is None or units < 1:
-        raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
+        raise _refused(f"overlap: {name} takes no such number of units (value={units})")
     return LaunchMode(found, units)
+
+
+class _Clock(contextlib.AbstractContextManager["_Clock"]):
+    """Timer of the work of a block, on the current stream or on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> _Clock:
+        if self._device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record(torch.cuda.current_stream(self._device))
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended = time.perf_counter()
+        if self._device.type == "cuda":
+            self._events[1].record(torch.cuda.current_stream(self._device))
+
+    def us(self) -> float:
+        """Return the time in microseconds. Waits for the work."""
+        if self._device.type == "cuda":
+            self._events[1].synchronize()
+            return 1e3 * float(self._events[0].elapsed_time(self._events[1]))
+        return 1e6 * (self._ended - self._began)
 
 
 def _refused(text: str) -> ValueError:
     return see(ValueError(text), Page.OVERLAP)
+
+
+def _check_communicator(on: object) -> None:
+    if not isinstance(on, Communicator):
+        raise _refused(f"overlap: on (value={on!r}, allowed=a Communicator)")
+
+
+def _ways_of(strategy: Strategy, device: torch.device) -> list[LaunchMode]:
+    """Return a strategy with each number of units that is worth a try."""
+    partitions, _ = partitions_of(device)
+    if strategy.partition is None or partitions is None:
+        return [LaunchMode(strategy)]
+    return [LaunchMode(strategy, units) for units in shares(partitions.units)]
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -43,7 +43,7 @@ class Mover(StrEnum):
         return self in (Mover.LIBRARY, Mover.SM)
 
     @property
-    def as_asked(self) -> bool:
+    def makes_whole_call(self) -> bool:
         """True if it makes exactly the requested call. Others do less: they are never chosen for a caller, and their
         times count for no ideal.
         """
@@ -119,12 +119,6 @@ def named(name: str) -> Strategy:
     return _BY_NAME[name]
 
 
-def _position(strategy: Strategy) -> tuple[object, ...]:
-    movers, orders = list(Mover), list(Order)
-    means = (strategy.priority, strategy.partition is not None, orders.index(strategy.order))
-    return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
-
-
 _BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
 _URGENT = "the GEMM first, the collective on an urgent stream"
 _OWN_UNITS = "the GEMM first, the collective on units of its own"
@@ -138,24 +132,26 @@ _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on a
 # (``copy_own_part=False``).
 _LEFT = "; an all-to-all leaves own parts where they are"
 
-_ALL = (
-    Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
-    # Two streams (ConCCL paper, IV-C); schedule prioritisation (V-A); and both with an urgent stream.
-    Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
-    Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
-    Strategy("priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
-    # Resource partitioning: units of its own for the collective (V-B).
-    Strategy("c3_rp", _BASE, Mover.LIBRARY, _OWN_UNITS, partition=Partition()),
-    Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
-    # Those of Sidelane's kernels that win a result row (tests/wins.toml).
-    Strategy("sm_priority", _BASE, Mover.SM, _URGENT, 1),
-    Strategy("sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
-    Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
-    Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
-    Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
-    Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
-)
-_BY_NAME = {strategy.name: strategy for strategy in sorted(_ALL, key=_position)}
+_BY_NAME = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
+        # Two streams (ConCCL paper, IV-C); resource partitioning, with units of its own for the collective (V-B);
+        # schedule prioritisation (V-A).
+        Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
+        Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
+        Strategy("c3_rp", _BASE, Mover.LIBRARY, _OWN_UNITS, partition=Partition()),
+        Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
+        Strategy("priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
+        Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
+        Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+        Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
+        Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
+        # Those of Sidelane's kernels that win a result row (tests/wins.toml).
+        Strategy("sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
+        Strategy("sm_priority", _BASE, Mover.SM, _URGENT, 1),
+    )
+}
 
 # The rule of ``auto``. Copy engines move bytes beside a computation and take no units from it. They cannot add, so the
 # sum of a large all-reduce waits for a GEMM that holds all units; kernels on a few units of their own wait for nobody.

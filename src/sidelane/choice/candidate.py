@@ -15,8 +15,7 @@ from sidelane.program.builders import Algorithm, algorithms, find_algorithm
 from sidelane.program.builders.registry import for_every_kind, merges
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import MOST_LISTED, MOST_RANKS
-from sidelane.program.shape import CallShape
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Variant
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)

@@ -20,8 +20,7 @@ from sidelane.choice.profile import Curve, Profile
 from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
-from sidelane.program.shape import CallShape, Computation
-from sidelane.program.variant import Variant
+from sidelane.program.shape import CallShape, Computation, Variant
 
 SMALL_BYTES = 1 << 20
 """Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends
@@ -173,7 +172,7 @@ def _by_heuristic(call: CallShape, legal: tuple[Candidate, ...], table: Table, *
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
     for found in legal:
         algorithm = found.algorithm(call.kind)
-        if algorithm is not None and (why := algorithm.thumb(call)):
+        if algorithm is not None and (why := algorithm.default_rule(call)):
             return Choice(found, f"{lacking}; rule of thumb: {why}", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)

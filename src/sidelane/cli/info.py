@@ -212,9 +212,6 @@ def _accelerator_lines(found: Accelerators) -> list[tuple[str, str]]:
     without = [f"{i}->{j}" for i, row in enumerate(found.peer_access) for j, reaches in enumerate(row) if not reaches]
     if len(found.gpus) > 1:
         lines.append(("peer access", f"missing for {', '.join(without)}" if without else "between all pairs"))
-    if found.pair_links is not None:
-        pairs = [f"{i}-{j}: {n}" for i, row in enumerate(found.pair_links) for j, n in enumerate(row) if i < j]
-        lines.append(("links of pairs", ", ".join(pairs)))
     lines += [
         ("driver", found.driver),
         (

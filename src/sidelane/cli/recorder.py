@@ -176,7 +176,7 @@ def _ranks_of(value: Any) -> tuple[int, ...]:
     """Return the ranks of a group, which dumps have as the text of a list."""
     text = _text(value)
     if not re.fullmatch(r"[\[(][0-9, ]*[\])]", text):
-        raise ValueError(f"ranks are expected (value={text[:80]!r}, allowed=such as [0, 1])")
+        raise ValueError(f"a list of ranks is expected, for example [0, 1] (value={text[:80]!r})")
     return tuple(_number(int(digits)) for digits in re.findall(r"[0-9]{1,20}", text))
 
 

@@ -94,8 +94,8 @@ class Arguments:
     def _reshard(self, output: torch.Tensor, input: torch.Tensor, copies_own: bool, dims: Dimensions) -> Request:
         """Check the dimensions and shapes of an all_to_all from one dimension to another one."""
         scatter_dim, gather_dim = _dimensions(output, input, dims)
-        scattered = self._parts("input_split_sizes", dims.scattered, "scatter_dim", input, scatter_dim)
-        gathered = self._parts("output_split_sizes", dims.gathered, "gather_dim", output, gather_dim)
+        scattered = self._parts("input", dims.scattered, f"scatter_dim {scatter_dim}", input.shape[scatter_dim])
+        gathered = self._parts("output", dims.gathered, f"gather_dim {gather_dim}", output.shape[gather_dim])
         whole = list(input.shape)
         whole[gather_dim] = output.shape[gather_dim]
         made = Resharding(tuple(whole), input.element_size(), scatter_dim, gather_dim, scattered, gathered)
@@ -104,8 +104,8 @@ class Arguments:
             if tuple(tensor.shape) != allowed:
                 raise ValueError(
                     f"all_to_all: shape of {name} (value={list(tensor.shape)} on rank {self.rank} of "
-                    f"{self.world_size}, allowed={[*allowed]} with scatter_dim={scatter_dim} by {[*scattered]} and "
-                    f"gather_dim={gather_dim} by {[*gathered]}; input={list(input.shape)}, output={list(output.shape)})"
+                    f"{self.world_size}, allowed={[*allowed]}); scatter_dim={scatter_dim} by {[*scattered]}, "
+                    f"gather_dim={gather_dim} by {[*gathered]}, input={list(input.shape)}, output={list(output.shape)}"
                 )
         output_region, input_region = self.regions("all_to_all", output, input)
         self._apart("all_to_all", output_region, input_region)
@@ -117,16 +117,13 @@ class Arguments:
         collective = made.collective(copies_own=copies_own)
         return Request(collective, input_region, output_region, input.dtype, made)
 
-    def _parts(
-        self, name: str, given: Sequence[int] | None, dimension: str, tensor: torch.Tensor, dim: int
-    ) -> tuple[int, ...]:
-        """Return the sizes of the parts of a dimension, which a tensor has all of."""
-        total = tensor.shape[dim]
+    def _parts(self, name: str, given: Sequence[int] | None, dimension: str, total: int) -> tuple[int, ...]:
+        """Return the sizes of the parts of a dimension of that length; None for parts as equal as can be."""
         if given is None:
             return even_parts(total, self.world_size)
         if len(given) != self.world_size or any(size < 0 for size in given) or sum(given) != total:
             raise ValueError(
-                f"all_to_all: {name} must be {self.world_size} sizes that add up to {dimension} {dim} "
+                f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to {dimension} "
                 f"(value={list(given)}, allowed sum={total})"
             )
         return tuple(given)
@@ -144,13 +141,8 @@ class Arguments:
         result = []
         for name, tensor, sizes in zip(("output", "input"), tensors, splits, strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
-            if len(sizes) != self.world_size or any(size < 0 for size in sizes) or sum(sizes) != rows:
-                raise ValueError(
-                    f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to dimension 0 "
-                    f"(value={list(sizes)}, allowed sum={rows})"
-                )
             row_bytes = tensor.nbytes // rows if rows else 0
-            result.append(tuple(size * row_bytes for size in sizes))
+            result.append(tuple(size * row_bytes for size in self._parts(name, sizes, "dimension 0", rows)))
         return result[0], result[1]
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
@@ -209,7 +201,7 @@ class Arguments:
         if (whole is not None) != (self.rank == root):
             given = "None" if whole is None else "a tensor"
             raise ValueError(
-                f"{function}: {name} on rank {self.rank} (value={given}, allowed=a tensor on the root {root} only)"
+                f"{function}: {name} is passed by the root alone, rank {root} (value={given} on rank {self.rank})"
             )
         region = EMPTY
         if whole is not None:
@@ -243,8 +235,8 @@ class Arguments:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)}, "
-                    "allowed=as tensor.contiguous() has them)"
+                    f"{function}: tensors must be contiguous, as tensor.contiguous() makes them "
+                    f"(strides={tensor.stride()}, shape={tuple(tensor.shape)})"
                 )
         return tuple(self.locate(tensor) for tensor in tensors)
 

@@ -151,7 +151,7 @@ class CpuTrigger:
 
     def expect(self, epoch: int, caller: CallerStream) -> None:
         if not self.is_fired(epoch):
-            raise RuntimeError("wait: not fired (allowed=after trigger(), trigger_from_host() or a kernel's store)")
+            raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
 
     def is_fired(self, epoch: int) -> bool:
         """Return True if a kernel of this process has signalled in call ``epoch``."""

@@ -146,7 +146,7 @@ class Calls:
     def require_open(self) -> None:
         """Raise as :meth:`number` does."""
         if self.closed:
-            raise CommunicatorClosedError("Communicator: closed (allowed=calls before close(), or in its block)")
+            raise CommunicatorClosedError("Communicator: closed; calls come before close(), or inside of its block")
         if self.forked:
             raise forks.refusal("Communicator", self.control.pid)
         if self.failure is not None:
@@ -242,9 +242,9 @@ class Calls:
         rank = self.control.rank
         self.failure = RuntimeError(
             f"{name}: another call of this communicator is under way in another thread (value="
-            f"{threading.current_thread().name!r}, allowed=one call at a time: a communicator for each thread, or "
-            "threads that see to the order of their calls). Which of them comes first is not known, so that the "
-            "communicator is of no use any more"
+            f"{threading.current_thread().name!r}): one call is made at a time. Give each thread a communicator, or "
+            "order the calls of the threads. Which of them comes first is not known, so that the communicator is of no "
+            "use any more"
         )
         self.control.abort(f"rank {rank} called {name} in two threads at once", (rank,))
         raise self.failure

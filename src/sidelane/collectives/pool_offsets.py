@@ -100,7 +100,7 @@ class PoolOffsets:
         if not self._has_peers:
             return "it has no peers"
         if self._heap.pool_at(tensor.data_ptr()) is None:
-            return "it is ordinary memory (allowed=tensors of Communicator.empty, or made in a sidelane.pool)"
+            return "it is ordinary memory (allowed=tensors of Communicator.empty, tensors of a sidelane.pool)"
         return self._reason(tensor)
 
     def _reason(self, tensor: torch.Tensor) -> str:

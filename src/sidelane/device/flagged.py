@@ -32,7 +32,7 @@ def put_flagged_relaxed(addresses, peer, index, words, generation, mask, ALIGNED
 
 
 @triton.jit
-def keep_flagged_relaxed(cells, index, words, generation, mask):
+def store_flagged_relaxed(cells, index, words, generation, mask):
     """Give int32 words to other programs of this launch, in cells of this rank, as :func:`put_flagged_relaxed` does.
 
     They need one place only, not one for even and one for odd generations: launches of a rank do not overlap.
@@ -86,12 +86,12 @@ def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
     places = cells + index
     found = tl.load(places, mask=mask, other=0, volatile=True)
     # The loop carries whether any rank is late, not which ones: Triton 3.6 cannot compile the latter.
-    missing = tl.max(late_ranks(found, mask, generation))
+    missing = tl.max(late_flags(found, mask, generation))
     spent = tl.full((), 0, tl.int32)
     polls = 0
     while (missing != 0) & (spent == 0):
         found = tl.load(places, mask=mask, other=0, volatile=True)
-        late = late_ranks(found, mask, generation)
+        late = late_flags(found, mask, generation)
         missing = tl.max(late)
         polls += 1
         if polls % POLLS == 0:
@@ -107,7 +107,7 @@ def cells_of(words, generation):
 
 
 @triton.jit
-def late_ranks(found, mask, generation):
+def late_flags(found, mask, generation):
     """Return 1 for each rank with a missing word, int32[R]."""
     return tl.max((mask & ((found >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 
 from sidelane.device import layout
-from sidelane.device.language import tl, triton
-from sidelane.device.target import is_nvidia
+from sidelane.device.language import is_nvidia, tl, triton
 
 COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
 FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)

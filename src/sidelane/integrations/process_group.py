@@ -26,7 +26,7 @@ from sidelane.integrations.fallback import FailedPeers, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.memory.liveness import Wider, known, register
+from sidelane.memory.liveness import Wider, known, set_liveness
 from sidelane.modes import untraced
 from sidelane.session import Communicator
 
@@ -66,7 +66,7 @@ class SidelaneGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store makes an object whose methods torch would not call
         self._store, self.world_ranks = store, tuple(ranks)
         here = find_nodes(store, rank, self.world_ranks, timeout, wider=wider)
-        register(self, here.liveness)
+        set_liveness(self, here.liveness)
         failed_peers = FailedPeers(here.liveness)
         try:
             self._other, self._owned = other(timedelta(seconds=here.config.timeout_s)), owned
@@ -81,7 +81,7 @@ class SidelaneGroup(dist.ProcessGroup):
         self._dispatcher = GroupDispatcher(self._lifetime)
         # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         for group in (self, self._other):
-            forks.in_copies_of(group, forks.keep_for_ever)
+            forks.in_copies_of(group, forks.never_finalize)
 
     # --- interface of a group for torch -------------------------------------------------------------------------------
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sidelane.integrations.ledger import SIDELANE as NAME
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from sidelane.integrations.process_group import SidelaneGroup
-
-DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
@@ -30,7 +28,7 @@ def register() -> None:
 
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -40,7 +38,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     return make_group(options, backend_options)
 
 
-@keep_compilers_out
+@exclude_compilers
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """Put Sidelane in front of a process group: it makes the calls that it has, and ``group`` makes all others.
 

@@ -30,7 +30,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.memory.exchange import ranks_of, require_own
 from sidelane.memory.liveness import known
-from sidelane.modes import keep_compilers_out, trace_as_groups
+from sidelane.modes import exclude_compilers, trace_as_groups
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Counters by group, not by name, so that processes agree that have made groups of one name from others before."""
@@ -78,7 +78,7 @@ def put_in_front(inner: dist.ProcessGroup) -> SidelaneGroup:
     return made
 
 
-@keep_compilers_out
+@exclude_compilers
 def split_group(
     parent_pg: dist.ProcessGroup | None = None,
     split_ranks: list[list[int]] | None = None,
@@ -92,10 +92,10 @@ def split_group(
     if not isinstance(parent, SidelaneGroup):
         return _TORCHS["split_group"](parent_pg, split_ranks, timeout, pg_options, group_desc, **others)  # type: ignore[misc]
     if pg_options is not None or any(value is not None for value in others.values()):
-        raise ValueError("split_group: pg_options and backend (allowed=None, on a Sidelane group)")
+        raise ValueError("split_group: pg_options and backend of a Sidelane group (allowed=None)")
     size, every = parent.size(), list(itertools.chain.from_iterable(split_ranks or []))
     if not split_ranks or not all(split_ranks):
-        raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed=lists of one rank and more)")
+        raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed=non-empty lists of ranks)")
     if len(set(every)) < len(every) or not set(every) <= set(range(size)):
         allowed = f"ranks 0 to {size - 1} of the group, once"
         raise ValueError(f"split_group: split_ranks (value={split_ranks}, allowed={allowed})")
@@ -110,7 +110,7 @@ def split_group(
     return None
 
 
-@keep_compilers_out
+@exclude_compilers
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     """Make the sends and receives of a batch together where the backend of a Sidelane group does; else by torch's."""
     group = _group_of(p2p_op_list)

@@ -67,7 +67,7 @@ class WaitGuard(Protocol):
         ...
 
 
-def late_ranks(control: ControlBlock) -> tuple[str, list[int]]:
+def absent_ranks(control: ControlBlock) -> tuple[str, list[int]]:
     """Return the ranks that have not come to the call that this rank is in: text for a time-out, and their numbers."""
     ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
     return "".join(f"; {control.describe(rank)}" for rank in ranks), ranks

@@ -38,7 +38,7 @@ block has more tiles; WHOLE if all tiles are full; OP is empty where bytes only 
 from __future__ import annotations
 
 from sidelane.device import layout
-from sidelane.device.flagged import cells_of, late_ranks
+from sidelane.device.flagged import cells_of, late_flags
 from sidelane.device.flags import (
     POLLS,
     abort_word,
@@ -279,11 +279,11 @@ def _wait(slot_address, ranks, index, mask, generation, status, spent):
     """
     places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (LL_SLOT_BYTES // 8) + index
     cells = tl.load(places, mask=mask, other=0, volatile=True)
-    late = late_ranks(cells, mask, generation)
+    late = late_flags(cells, mask, generation)
     polls = 0
     while (tl.max(late) != 0) & (spent == 0):
         cells = tl.load(places, mask=mask, other=0, volatile=True)
-        late = late_ranks(cells, mask, generation)
+        late = late_flags(cells, mask, generation)
         polls += 1
         if polls % POLLS == 0:
             report_late(status, tl.reshape(ranks, late.shape), late, generation)

@@ -40,7 +40,6 @@ def inspect() -> Accelerators:
         device_type=DEVICE_TYPE,
         gpus=gpus,
         peer_access=peer_access,
-        pair_links=tuple(tuple(links.get((i, j), 0) for j in range(count)) for i in range(count)) if links else None,
         driver=f"ROCm {torch.version.hip}",
         library=f"RCCL {_rccl_version()}",
         library_uses_copy_engines=False,
@@ -64,21 +63,18 @@ def engine_counts() -> Mapping[int, int]:
 
 
 @functools.cache
-def link_counts() -> Mapping[tuple[int, int], int]:
-    """Return the number of XGMI links between pairs of GPUs; empty without a topology."""
+def link_counts() -> Mapping[int, int]:
+    """Return the number of XGMI links to other GPUs by GPU; empty without a topology."""
     nodes = _gpu_nodes()
-    index_of = {folder.name: index for index, (folder, _) in nodes.items()}
-    found: dict[tuple[int, int], int] = {}
+    names = {folder.name for folder, _ in nodes.values()}
+    found = {}
     for index, (folder, _) in nodes.items():
-        for link in sorted((folder / "io_links").glob("*/properties")):
-            values = _properties(link)
-            other = index_of.get(str(values.get("node_to", -1)))
-            if values.get("type") == XGMI and other is not None:
-                found[index, other] = found.get((index, other), 0) + 1
-    return found
+        links = map(_properties, (folder / "io_links").glob("*/properties"))
+        found[index] = sum(link.get("type") == XGMI and str(link.get("node_to")) in names for link in links)
+    return found if any(found.values()) else {}
 
 
-def _gpu(index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int], int]) -> InstalledGpu:
+def _gpu(index: int, engines: Mapping[int, int], links: Mapping[int, int]) -> InstalledGpu:
     properties = torch.cuda.get_device_properties(index)
     return InstalledGpu(
         index=index,
@@ -86,7 +82,7 @@ def _gpu(index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int],
         memory_bytes=properties.total_memory,
         compute_units=properties.multi_processor_count,
         copy_engines=engines.get(index),
-        links=sum(count for (one, _), count in links.items() if one == index) if links else None,
+        links=links.get(index, 0) if links else None,
         through_switch=False if links else None,
         power_cap_w=None,
     )

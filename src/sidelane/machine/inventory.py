@@ -39,7 +39,6 @@ class Accelerators:
         device_type: name of the device type in torch.
         gpus: accelerators in torch's order.
         peer_access: ``peer_access[i][j]``: GPU i reaches the memory of GPU j (itself included).
-        pair_links: number of direct links between GPUs i and j; None if a switch or nothing is between them.
         driver: version of the driver.
         library: name and version of the vendor's library of collectives.
         library_uses_copy_engines: that library can be told to move bytes with copy engines.
@@ -50,7 +49,6 @@ class Accelerators:
     device_type: str
     gpus: tuple[InstalledGpu, ...]
     peer_access: tuple[tuple[bool, ...], ...]
-    pair_links: tuple[tuple[int, ...], ...] | None
     driver: str
     library: str
     library_uses_copy_engines: bool

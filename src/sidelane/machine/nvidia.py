@@ -32,7 +32,6 @@ def inspect() -> Accelerators:
     notes: list[str] = []
     with _nvml(notes) as nvml:
         gpus = tuple(_gpu(index, nvml, notes) for index in range(count))
-        pair_links = _pair_links(count, nvml) if nvml else None
         driver = _driver_version(nvml)
     peer_access = tuple(
         tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
@@ -41,7 +40,6 @@ def inspect() -> Accelerators:
         device_type=DEVICE_TYPE,
         gpus=gpus,
         peer_access=peer_access,
-        pair_links=pair_links,
         driver=f"{driver}, CUDA {torch.version.cuda}",
         library=f"NCCL {_nccl_version_text()}",
         library_uses_copy_engines=nccl_uses_copy_engines(),
@@ -122,22 +120,6 @@ def _copy_engines(index: int, notes: list[str]) -> int | None:
             return int(engines)
     notes.append(f"the driver does not tell the number of copy engines ({status.name})")
     return None
-
-
-def _pair_links(count: int, nvml: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return direct NVLinks between each two GPUs; None if there are none (links that end at a switch have no pair)."""
-    by_bus = {nvml.nvmlDeviceGetPciInfo(_handle(nvml, index)).busId: index for index in range(count)}
-    links = [[0] * count for _ in range(count)]
-    for index in range(count):
-        handle = _handle(nvml, index)
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if _query(nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
-                continue
-            end = _query(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-            peer = by_bus.get(end.busId) if end is not None else None
-            if peer is not None:
-                links[index][peer] += 1
-    return tuple(tuple(row) for row in links) if any(map(any, links)) else None
 
 
 def _handle(nvml: Any, index: int) -> Any:

@@ -56,7 +56,7 @@ Item = TypeVar("Item")
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
 _OUTCOME = "outcome"
-_HEARD_S = 0.2  # in which all others see what one of them has decided
+_NOTICE_S = 0.2  # in which all others see what one of them has decided
 _MANY, _EACH_INTERVAL_S = 16, 1.0
 """Number of posts up to which they are read one by one in each look; seconds between such looks for more."""
 _KEEPS_NOTHING = "Not implemented"  # torch's text for an operation that a store written in Python lacks
@@ -140,12 +140,12 @@ class Exchange:
         if other is not None:
             raise MismatchError(
                 f"exchange {self._number} of communicator {self.name}: rank {self.rank} is about: {what}; "
-                f"rank {other}: {found[other].what} (allowed=the same calls, in the same order)"
+                f"rank {other}: {found[other].what}. All ranks make the same calls in the same order"
             )
         own = self._posted.item
         unlike = [rank for rank, post in enumerate(found) if not alike(own, post.item)]
         if unlike:
-            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, allowed=as {own!r:.{SHOWN}}"
+            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, here={own!r:.{SHOWN}}"
             raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
         if self._number > 1:
             return [post.item for post in found]
@@ -199,7 +199,7 @@ class Exchange:
             self._refuse("", error)
             while self._store is not None and time.monotonic() < until and self._decided() is None:
                 time.sleep(_LONGEST_SLEEP_S)
-            time.sleep(_HEARD_S if grace_s else 0)
+            time.sleep(_NOTICE_S if grace_s else 0)
 
     def _go_on(self) -> None:
         """Take the next slot among the communicators of this group."""
@@ -367,7 +367,7 @@ class Exchange:
             if _KEEPS_NOTHING in str(error):
                 raise UnavailableError(
                     f"{users_call() or what}: the group's store keeps no values, as that of torch's fake groups, whose "
-                    "ranks cannot meet (allowed=groups with a TCPStore, FileStore or HashStore)"
+                    "ranks cannot meet (allowed=groups of a TCPStore, FileStore, HashStore)"
                 ) from None
             gone = self.liveness.gone(range(self.world_size), within_s=DYING_S)
             why = "".join(f"{how}; " for how in gone.values())
@@ -390,7 +390,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
             f"Communicator: the group has no store (allowed=groups of torch.distributed): {error}"
         ) from error
     if store is None:
-        raise UnavailableError("Communicator: the group has no store (allowed=groups that were made with one)")
+        raise UnavailableError("Communicator: the group was made without a store, and needs one")
     # Its own connection: a wait for a key occupies a connection as long as it lasts. If the store ended with a rank,
     # attempts to connect take long.
     liveness = known(group)

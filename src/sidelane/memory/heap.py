@@ -127,16 +127,14 @@ class SymmetricHeap:
         with self._lock:
             self._blocks[number] = block
             self._starts = sorted([*self._starts, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
-        with _heaps_lock:
-            generation_cell[0] += 1
+        _begin_generation()
 
     def remove(self, number: int) -> None:
         """Forget a block that all ranks have given up: tensors in it are ordinary memory from now on."""
         with self._lock:
             self._blocks.pop(number, None)
             self._starts = [start for start in self._starts if start[1] != number]
-        with _heaps_lock:
-            generation_cell[0] += 1
+        _begin_generation()
 
     def locate(self, tensor: torch.Tensor) -> Region:
         """Return the region of a contiguous tensor.
@@ -195,8 +193,7 @@ class SymmetricHeap:
         made = PoolRange(name, tensor.data_ptr(), tensor.nbytes)
         with self._lock:
             self._pools = {**self._pools, name: made}
-        with _heaps_lock:
-            generation_cell[0] += 1  # calls are remembered by the addresses of tensors that were there before
+        _begin_generation()  # calls are cached by the addresses of tensors that were there before
         return made
 
     def drop_pool(self, name: str) -> None:
@@ -210,8 +207,7 @@ class SymmetricHeap:
             name = self._gone_pools.pop()
             with self._lock:
                 self._pools = {other: found for other, found in self._pools.items() if other != name}
-            with _heaps_lock:
-                generation_cell[0] += 1
+            _begin_generation()
         return self._pools
 
     def pool_at(self, address: int) -> PoolRange | None:
@@ -346,6 +342,11 @@ def generation() -> int:
     A call is remembered by addresses together with this number: an older entry does not match any more.
     """
     return generation_cell[0]
+
+
+def _begin_generation() -> None:
+    with _heaps_lock:
+        generation_cell[0] += 1
 
 
 generation_cell = [0]

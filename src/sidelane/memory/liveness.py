@@ -280,7 +280,7 @@ def _connection_of(store: dist.Store) -> dist.Store:
         return store if found is None else found
 
 
-def register(group: dist.ProcessGroup, liveness: Liveness) -> None:
+def set_liveness(group: dist.ProcessGroup, liveness: Liveness) -> None:
     """Let :func:`liveness_of` return this for a group."""
     _known[group] = liveness
 

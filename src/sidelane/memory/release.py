@@ -145,6 +145,6 @@ _waiters: dict[torch.device, _Waiter] = {}
 @forks.in_copies
 def _begin_anew() -> None:
     """Forget, in a forked copy of the process, the memory of the parent, which the copy cannot release."""
-    forks.keep_for_ever([*_deferred.values(), *_dropped])
+    forks.never_finalize([*_deferred.values(), *_dropped])
     for each in (_deferred, _dropped, _waiters, lanes, submitters):
         each.clear()

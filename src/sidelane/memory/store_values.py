@@ -61,7 +61,8 @@ def alike(own: Any, other: Any) -> bool:
 def not_understood(what: str, rank: int, received: bytes) -> PeerError:
     """Return the error for a value that this version of Sidelane cannot read."""
     return PeerError(
-        f"{what}: rank {rank} said {received[:SHOWN]!r} (allowed=what Sidelane {version.VERSION} says there)", (rank,)
+        f"{what}: rank {rank} sent something else than Sidelane {version.VERSION} sends (value={received[:SHOWN]!r})",
+        (rank,),
     )
 
 
@@ -73,7 +74,9 @@ def require_one_version(what: str, versions: Sequence[str]) -> None:
     """
     if len(set(versions)) > 1:
         named = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(versions))
-        raise MismatchError(f"{what}: ranks run different versions of Sidelane: {named} (allowed=one on all ranks)")
+        raise MismatchError(
+            f"{what}: ranks run different versions of Sidelane: {named}; install one version on all ranks"
+        )
 
 
 class ExchangeOutcome(NamedTuple):

@@ -176,11 +176,11 @@ class TorchSymmetricMemory:
 
         with contextlib.ExitStack() as stack:
 
-            def take_turn() -> None:
+            def enter_alone() -> None:
                 if self._rank == 0:
                     stack.enter_context(alone_in(pids, self._timeout_s / 2))  # the others wait meanwhile
 
-            self._exchange("allocate: one at a time", take_turn)
+            self._exchange("allocate: one at a time", enter_alone)
             self._exchange("allocate: map", map_all)
         return handle
 

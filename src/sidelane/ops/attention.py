@@ -150,7 +150,9 @@ def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_l
         refused = [option for option, value in asked if isinstance(value, Tensor) or value]  # whatever a tensor holds
         refused += ["a mask"] if attention_mask is not None else []
         if refused:
-            error = ValueError(f"{NAME}: options (value={refused}, allowed=attention that is causal or has no mask)")
+            error = ValueError(
+                f"{NAME}: attention is causal or has no mask, and takes no such options (value={refused})"
+            )
             if not torch.compiler.is_compiling():
                 comm.refuse(NAME, error)
             raise error
@@ -221,7 +223,7 @@ def check_attention(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length:
     if k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or k.shape[3] != size:
         raise ValueError(
             f"{NAME}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
-            f"allowed=[{batch}, {positions}, K, {size}], as q's {list(q.shape)})"
+            f"allowed=[{batch}, {positions}, K, {size}]); q has {list(q.shape)}"
         )
     if not heads:
         raise ValueError(f"{NAME}: heads of q (value=0, allowed=1 and more)")

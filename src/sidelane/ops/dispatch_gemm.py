@@ -54,7 +54,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.storage import persistent
-from sidelane.ops.gemm import ARGUMENT_INDICES, METHODS, TileSizes, one_by_one, rows_sender, tile_at, tile_product
+from sidelane.ops.gemm import ARGUMENT_INDICES, METHODS, TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
     KernelHandle,
     buffer_lock,
@@ -177,16 +177,15 @@ def all_to_all_gemm(
             have different numbers of rows; rows beyond the counts stay.
         weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16. Or matrices of up to 64 experts, [E, H, K],
             as many on each rank: rows for a rank are those for its first expert, then those for the next. These are
-            not split. H and K are alike on all ranks.
+            always ``fused``. H and K are alike on all ranks.
         counts: number of rows from rank i to rank j in row i, column j, [N, N], or with several experts there,
             [N, N, E]; on the device or on the host, as for :func:`sidelane.ops.gemm_all_to_all`.
         most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
             beyond it are left out.
         tiles: tile sizes of the product.
         method: ``fused``; ``split``, which computes each part of the rows when it arrives, in a graph only with counts
-            of an earlier call; ``unfused``, :func:`all_to_all_rows` and a product, for several experts as in
-            ``gemm_all_to_all``; or ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph
-            with other counts ``fused`` in place of ``split``.
+            of an earlier call; ``unfused``, :func:`all_to_all_rows` and a product; or ``auto``: the fastest one
+            (``ops.explain`` names it, with the reason), in a graph with other counts ``fused`` in place of ``split``.
         pieces: number of pieces of the rows for each peer with ``split``; see :func:`sidelane.ops.gemm_all_to_all`.
 
     Returns:
@@ -219,8 +218,6 @@ def all_to_all_gemm(
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 with torch.no_grad(), lock:  # without gradients as the other methods; until rows have been multiplied
                     came = exchange(x, None, routed.on_device(counts))
-                    if routed.experts is not None:
-                        return one_by_one(came, weight, [row[comm.rank] for row in routed.numbers(counts)])
                     if routed.table is None:
                         return product(came, weight)
                     output = x.new_empty(most_rows, columns)

@@ -131,7 +131,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         TypeError, ValueError: the tables are not of one kind.
     """
     if not isinstance(tables, Sequence) or not tables:
-        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
+        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a non-empty list of tensors)")
     before: dict[int, CheckedTables] = comm.cache.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):
@@ -215,7 +215,7 @@ def check_call(
         allowed = f"a multiple of {len(tables)}, and 1"
         raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
     if batch < comm.world_size:
-        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
+        raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more): each rank has a sample")
     if batch * len(tables) > MOST_BAGS:
         raise ValueError(f"{NAME}: tables x batch (value={len(tables)} x {batch}, allowed=1..{MOST_BAGS})")
     if comm.config.debug:

@@ -112,7 +112,7 @@ def route_experts(
         tokens, k = chosen.shape
         if gates.shape != chosen.shape or not tokens or not 1 <= k <= MOST_TERMS:
             text = (
-                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=alike, 1..{MOST_TERMS} experts of a token"
+                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=one shape, 1..{MOST_TERMS} experts a token"
             )
             raise ValueError(f"{ROUTE}: shapes of chosen and gates ({text})")
         room = comm.world_size * tokens * min(k, max(1, experts))

@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -240,8 +239,8 @@ def gemm_all_to_all(
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
             have different numbers of rows; rows beyond the counts stay.
         weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16. Or matrices of up to 64 experts, [E, H, K],
-            as many on each rank: rows for a rank are those of the first expert, then those of the next. ``auto`` takes
-            ``fused`` for these, and they are not split.
+            as many on each rank: rows for a rank are those of the first expert, then those of the next. These are
+            always ``fused``.
         counts: number of rows from rank i to rank j in row i, column j, [N, N], or with several experts, [N, N, E];
             int32 or int64, the same on all ranks. On the device only the kernel reads them, and they are checked only
             with ``Config(debug=True)``. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
@@ -251,9 +250,8 @@ def gemm_all_to_all(
             beyond it are left out.
         tiles: tile sizes of the product.
         method: ``fused``; ``split``, which sends each part of the product as it is computed, in graphs only with counts
-            of an earlier call; ``unfused``, a product, of several experts one for each group of rows, with counts on
-            the host, and :func:`all_to_all_rows`; or ``auto``: the fastest one (``ops.explain`` names it, with the
-            reason), in a graph with other counts ``fused`` in place of ``split``.
+            of an earlier call; ``unfused``, a product and :func:`all_to_all_rows`; or ``auto``: the fastest one
+            (``ops.explain`` names it, with the reason), in a graph with other counts ``fused`` in place of ``split``.
         pieces: number of pieces of the rows for each peer with ``split``, the same on all ranks: more of them begin to
             travel earlier, and are smaller to compute. None for the measured number, or a default.
 
@@ -285,10 +283,7 @@ def gemm_all_to_all(
 
             def launch(x: torch.Tensor, weight: torch.Tensor, counts: object) -> torch.Tensor:
                 with torch.no_grad():  # as the other methods
-                    if routed.experts is None:
-                        return send(product(x, weight), None, routed.on_device(counts))
-                    results = one_by_one(x, weight, routed.numbers(counts)[comm.rank])
-                    return send(results, None, routed.on_device(counts))
+                    return send(product(x, weight), None, routed.on_device(counts))
 
             return launch
 
@@ -312,16 +307,6 @@ def rows_sender(
     """
     key = (name, "rows", most_rows, columns, dtype)
     return cached_object(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)).run
-
-
-def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return products of rows by a rank's experts, one for each group; ``counts``: by rank, then by expert."""
-    output = rows.new_empty(rows.shape[0], weight.shape[-2])
-    ends = itertools.accumulate(itertools.chain.from_iterable(counts), initial=0)
-    for group, (first, stop) in enumerate(itertools.pairwise(min(stop, rows.shape[0]) for stop in ends)):
-        if first < stop:
-            torch.mm(rows[first:stop], weight[group % weight.shape[0]].t(), out=output[first:stop])
-    return output
 
 
 @triton.jit

@@ -373,7 +373,7 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
     if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]}, those of the weight)")
+        raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]})")
     check_neighbours(NAME, weight=weight, x=x)
     if scale is not None:
         scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))

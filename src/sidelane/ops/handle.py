@@ -170,7 +170,7 @@ def refusing_tiles(name: str, tiles: object) -> Iterator[None]:
             type(error) is RuntimeError and "PassManager" in str(error)
         ):
             said = str(error).strip().partition("\n")[0]
-            problem = f"a kernel that Triton cannot make (value={tiles}, allowed=other tile sizes): {said}"
+            problem = f"Triton cannot make the kernel, try other tile sizes (value={tiles}): {said}"
             raise UnavailableError(f"{name}: {problem}") from error
         raise
 

@@ -60,7 +60,7 @@ def communicator(number: int) -> Communicator:
     """
     found = communicator_of(number)
     if not isinstance(found, Communicator):
-        raise TypeError("sidelane: ranks of several nodes (allowed=a communicator of one node, for this operator)")
+        raise TypeError("sidelane: this operator needs a communicator of one node, not ranks of several")
     return found
 
 
@@ -68,7 +68,7 @@ def communicator_of(number: int) -> Communicator | ScaleOut:
     """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.cache:
-        raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
+        raise ValueError(f"sidelane: no open communicator has this number, see number_of (value={number})")
     return found
 
 

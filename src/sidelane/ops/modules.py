@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
 from sidelane.ops.handle import check_choice, reporting_refusals
@@ -118,7 +118,7 @@ class EmbeddingBagAllToAll(nn.Module):
         with reporting_refusals(comm, "EmbeddingBagAllToAll"):
             check_choice("EmbeddingBagAllToAll", "mode", mode, MODES)
             if not num_embeddings:
-                raise ValueError("EmbeddingBagAllToAll: tables (value=0, allowed=1 and more on each rank)")
+                raise ValueError("EmbeddingBagAllToAll: tables of a rank (value=0, allowed=1 and more)")
         self.mode, self.embedding_dim, self.sparse = mode, embedding_dim, sparse
         self._comm = library.number_of(comm)
         self.tables = nn.ParameterList(
@@ -163,7 +163,7 @@ def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
     return x.to(dtype), weight.to(dtype)
 
 
-@keep_compilers_out
+@exclude_compilers
 def _with_gradients_of_rows(*arguments: Any) -> torch.Tensor:
     """Call the embedding in eager code: no compiler takes tensors of rows."""
     found: torch.Tensor = library.embedding_all_to_all(*arguments, sparse=True)

@@ -82,13 +82,6 @@ class Routed:
         """
         return RepeatedLaunch(indices) if self.host is None else None
 
-    def numbers(self, counts: Any) -> Any:
-        """Return the counts of a call like this one as numbers; their device is the host if the host lacks them."""
-        if self.host is not None:
-            return self.host.table
-        assert counts.device.type == "cpu"
-        return counts.tolist()
-
 
 def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
     """Refuse matrices without a product, or with one that cannot be scattered. Raises ValueError or TypeError."""
@@ -109,7 +102,7 @@ def check_product(
     weight = check_tensor(name, "weight", weight, comm.device, FLOATS, dims)
     x = check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
     if x.shape[1] != weight.shape[-1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]})")
     return x, weight
 
 
@@ -131,9 +124,9 @@ def check_routed(
     host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
     experts = experts_of(weight)
     if method == SPLIT and host is None:
-        raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
-    if experts is not None and method == SPLIT:
-        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED}, {UNFUSED})")
+        raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
+    if experts is not None and method in (SPLIT, UNFUSED):  # at every measured shape the kernel is faster (decision 26)
+        raise ValueError(f"{name}: method with several experts (value={method}, allowed={AUTO}, {FUSED})")
     check_rows(name, comm, x, counts if host is None else host.copy, most_rows, experts)
     x, weight = check_product(name, comm, x, weight, (2, 3))
     if host is not None and host.sent[comm.rank] > x.shape[0]:
@@ -143,15 +136,8 @@ def check_routed(
         raise ValueError(f"{name}: experts of a rank (value={experts}, allowed=1..{MOST_EXPERTS})")
     check_most_rows(name, most_rows, weight.shape[-2])
     check_neighbours(name, weight=weight)
-    without: tuple[str, ...] = (SPLIT,) if host is None or experts is not None else ()
-    if experts is not None:
-        waits = host is None and not on_the_host(comm)  # for the counts, which products of groups need
-        if waits and method == UNFUSED:
-            given = "value=counts on the device, allowed=counts on the host"
-            raise ValueError(f"{name}: {UNFUSED} with several experts ({given})")
-        if waits or comm.abilities.kernels_have_run:  # at every measured shape the kernel is faster (decision 26)
-            without = SPLIT, UNFUSED
-    return Routed(host, experts, without)
+    without: tuple[str, ...] = (SPLIT,) if host is None else ()
+    return Routed(host, experts, without if experts is None else (SPLIT, UNFUSED))
 
 
 def experts_of(weight: object, counts: object = None) -> int | None:
@@ -160,11 +146,6 @@ def experts_of(weight: object, counts: object = None) -> int | None:
     """
     of, dimension = (counts, -1) if weight is None else (weight, 0)
     return of.shape[dimension] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
-
-
-def on_the_host(comm: Communicator) -> bool:
-    """Return True if the host reads the device's memory without waiting for it."""
-    return comm.device.type == "cpu"
 
 
 def is_on_device(comm: Communicator, counts: object) -> bool:
@@ -211,7 +192,7 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     captured = is_captured(comm)
     if found is None:
         if captured:  # nothing can be copied from here to there
-            words = "counts of the host inside of a capture (value=new ones, allowed=those of a call before)"
+            words = "counts of the host inside of a capture are those of an earlier call (value=new ones)"
             raise UnavailableError(f"{name}: {words}")
         loose = [key for key, cached_object in known.items() if not cached_object.in_a_graph]
         if len(loose) >= MOST_CACHED:

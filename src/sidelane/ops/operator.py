@@ -273,7 +273,7 @@ def explain(
         check_choice("explain", "op", op, tuple(OPERATORS))
         wanted = len(OPERATORS[op].sizes)
         if len(sizes) != wanted or min(sizes) < 1:
-            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
+            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted} numbers from 1)")
     call = OperatorCall((), sizes, None if dtype is None else dtype.itemsize, without=tuple(without))
     return OPERATORS[op].explain(comm, call, captured=captured)
 
@@ -287,8 +287,7 @@ def tables_of(comm: Communicator) -> FusedTimes:
     found: FusedTimes | None = comm.cache.get(tables_of)
     if found is None:
         if is_captured(comm):
-            allowed = "allowed=after an eager call, or explain"
-            raise UnavailableError(f"fused operators: auto while a graph is captured ({allowed})")
+            raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
             tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))

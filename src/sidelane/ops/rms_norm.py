@@ -322,7 +322,7 @@ def _check(
         scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1, 2))
         shapes["scale"] = scale, torch.Size((x.shape[0], 1) if scale.dim() == 2 else (1,) * scale.dim()), torch.float32
     elif scale is not None:
-        raise ValueError(f"{NAME}: scale (value=a tensor, allowed=None, or with quantized)")
+        raise ValueError(f"{NAME}: scale needs quantized (value=a tensor)")
     for name, (one, shape, dtype) in shapes.items():
         tensor = check_tensor(NAME, name, one, comm.device, (dtype,), (len(shape),))
         if tensor.shape != shape or not tensor.is_contiguous():

@@ -43,7 +43,7 @@ H], in cells of two-byte elements int16 [T, C]; ``scale`` one element, ``own_sca
 from __future__ import annotations
 
 from sidelane.device.context import begin_of, end, end_relaxed, put_weak, signal_all_release, wait_all_acquire
-from sidelane.device.flagged import keep_flagged_relaxed, put_flagged_relaxed, wait_flagged_relaxed
+from sidelane.device.flagged import put_flagged_relaxed, store_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.device.triton_language import tl, triton
 from sidelane.kernels.arithmetic import largest_magnitude
@@ -141,7 +141,7 @@ def _norm_in_cells(
 @triton.jit
 def _send_to_team(places, values, parts, generation, SLICES: tl.constexpr):
     """Give the float32 of each slice of this block to the team of a row."""
-    keep_flagged_relaxed(places, parts, values.to(tl.int32, bitcast=True), generation, parts < SLICES)
+    store_flagged_relaxed(places, parts, values.to(tl.int32, bitcast=True), generation, parts < SLICES)
 
 
 @triton.jit

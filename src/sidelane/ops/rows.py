@@ -145,7 +145,7 @@ def check_terms(comm: Communicator, x: torch.Tensor, terms: object, factors: obj
             raise ValueError(f"{NAME}: shape of factors ({text})")
     is_checked = comm.config.debug and not is_captured(comm)
     if is_checked and terms.numel() and (most := int(terms.max())) >= len(x):
-        raise ValueError(f"{NAME}: terms (value={most}, allowed=less than {len(x)}, the rows of x)")
+        raise ValueError(f"{NAME}: terms (value={most}, allowed=..{len(x) - 1}), the rows of x")
     return terms.shape[0]
 
 

@@ -58,7 +58,7 @@ class Timeline:
 
     def __enter__(self) -> Timeline:
         if Timeline in self._comm.cache:
-            raise RuntimeError("Timeline: one inside of another (allowed=one at a time)")
+            raise RuntimeError("Timeline: one inside of another; one is recorded at a time")
         self._buffers.clear()
         self._comm.cache[Timeline] = self
         return self
@@ -77,7 +77,7 @@ class Timeline:
         """Return the buffer for the stamps of one launch (``device.stamps``)."""
         device = self._comm.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnavailableError("Timeline: an operator inside of a capture (allowed=eager calls)")
+            raise UnavailableError("Timeline: calls are eager; an operator is inside of a capture")
         made = torch.zeros(1 + programs * (1 + 2 * self._most), dtype=torch.int64, device=device)
         made[0] = self._most
         self._buffers.append(made)

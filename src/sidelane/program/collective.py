@@ -187,7 +187,7 @@ class Collective:
         if self.in_place and kind in (Kind.SCATTER, Kind.GATHER):
             return "in_place (value=True, allowed=False)"
         if not self.copies_own and (kind is not Kind.ALL_TO_ALL or self.in_place):
-            return "copies_own (value=False, allowed=True but for an all_to_all that is not in place)"
+            return "copies_own is True except for an all_to_all out of place (value=False)"
         if (self.root is None) is (kind in ROOTED) or (self.root is not None and not 0 <= self.root < n):
             return f"root (value={self.root}, allowed={f'0..{n - 1}' if kind in ROOTED else None})"
         if (self.reduction is None) is (kind in REDUCING):

@@ -43,7 +43,7 @@ _RESULTS = several(an(Result), Result)
 def _buffer(name: str, value: object) -> tuple[str, tuple[int, ...]]:
     """Check the name of a buffer and its bytes on each rank."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{name} (value={value!r}, allowed=a name, and bytes on each rank)")
+        raise TypeError(f"{name} (value={value!r}, allowed=pairs of a name and bytes of the ranks)")
     return plain_text(name, value[0]), _SIZES(f"{name}: bytes of {value[0]!r}", value[1])
 
 
@@ -110,7 +110,9 @@ class Contract:
                 buffers, overlaps another one, or does not match its sources.
         """
         if not isinstance(buffers, Mapping):
-            raise TypeError(f"Contract: buffers (value={buffers!r}, allowed=bytes on each rank, by name)")
+            raise TypeError(
+                f"Contract: buffers (value={buffers!r}, allowed=a mapping from names to bytes of the ranks)"
+            )
         sizes = _BUFFERS("Contract: buffers", tuple(buffers.items()))
         world_size = len(sizes[0][1]) if sizes else 0
         kinds = {"scratch": scratch, "computed": computed, "used": used}
@@ -140,7 +142,7 @@ class Contract:
     def _check_buffers(self) -> None:
         counts = {len(ranks) for _, ranks in self.sizes}
         if counts != {self.world_size} or not 1 <= self.world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"Contract: ranks of the buffers (value={sorted(counts)}, allowed=one number for all)")
+            raise ValueError(f"Contract: all buffers must have one number of ranks (value={sorted(counts)})")
         if any(size < 0 for _, ranks in self.sizes for size in ranks):
             raise ValueError(f"Contract: sizes must not be negative (value={self._by_name})")
         names = [buffer for buffer, _ in self.sizes]
@@ -174,7 +176,7 @@ class Contract:
                     )
             if result.dst.buffer in self.scratch + self.computed:
                 raise ValueError(
-                    f"Contract: a result in scratch, or in what is computed (value={result.dst}, allowed=other buffers)"
+                    f"Contract: a result lies neither in scratch nor in a computed buffer (value={result.dst})"
                 )
             ends.setdefault((result.dst.rank, result.dst.buffer), []).append((result.dst.offset, result.dst.end))
         for (rank, buffer), ranges in ends.items():

@@ -362,4 +362,4 @@ def describe(command: Command) -> str:
         case Stamp(slot):
             return f"stamp {slot}"
         case _:
-            raise TypeError(f"describe: command (value={command!r}, allowed=what engines execute)")
+            raise TypeError(f"describe: command (value={command!r}, allowed=a Command)")

@@ -26,7 +26,7 @@ from sidelane.fields import an, at_least, one_of, plain_text, validate
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind, Reduction, Span
 from sidelane.program.kernel_chunks import chunks_of
-from sidelane.program.variant import Variant
+from sidelane.program.shape import Variant
 
 MOST_RANKS = 8
 """Largest number of ranks that kernels can address."""

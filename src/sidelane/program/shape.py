@@ -1,13 +1,17 @@
-"""Shapes of calls, for the code that chooses how to run them: legality of algorithms, measured times, heuristics."""
+"""Shapes of calls and names of variants, for the code that chooses how to run a call: legality, times, heuristics."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.fields import at_least, number, one_of, optional, plain_text, validate
 from sidelane.program.collective import Collective, Kind
+
+NARROW = "_narrow"
+PUSH = "_push"
 
 _KIND, _COUNT, _BYTES = one_of(Kind), at_least(1), at_least(0)
 
@@ -46,7 +50,7 @@ class Computation:
     def __post_init__(self) -> None:
         validate(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
         if not (math.isfinite(self.us) and self.us > 0):
-            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds, more than 0)")
+            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds above 0)")
         if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
             raise ValueError(
                 f"beside: hidden (value={self.copies_hidden}, {self.kernels_hidden}, allowed=1 and less: a share)"
@@ -150,5 +154,46 @@ def check_beside(function: str, beside: object) -> None:
     """
     if not isinstance(beside, Computation) and beside not in BESIDE:
         raise ValueError(
-            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, or what Communicator.beside returns)"
+            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, a result of Communicator.beside)"
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """Parts of a variant's name.
+
+    Attributes:
+        algorithm: name of the algorithm without suffixes: ``b2b``, ``one_shot``.
+        narrow: the kernel leaves nine tenths of the SMs to other kernels.
+        pushes: the kernel stores shards with the ranks that add them up; otherwise those ranks fetch them.
+    """
+
+    algorithm: str
+    narrow: bool = False
+    pushes: bool = False
+
+    @staticmethod
+    @functools.cache
+    def of(name: str) -> Variant:
+        """Split a name into its parts. Suffixes are in the order of ``name``; a name without suffixes is its algorithm.
+
+        >>> Variant.of("two_shot_narrow")
+        Variant(algorithm='two_shot', narrow=True, pushes=False)
+        """
+        rest, found = name, []
+        for suffix in (PUSH, NARROW):
+            found.append(rest.endswith(suffix))
+            rest = rest.removesuffix(suffix)
+        pushes, narrow = found
+        return Variant(rest, narrow, pushes)
+
+    @property
+    def name(self) -> str:
+        """Name of the variant with its suffixes; :meth:`of` splits it."""
+        suffixes = ((NARROW, self.narrow), (PUSH, self.pushes))
+        return self.algorithm + "".join(suffix for suffix, there in suffixes if there)
+
+    @property
+    def wide(self) -> str:
+        """Name of the same variant with all the SMs that it can use."""
+        return dataclasses.replace(self, narrow=False).name

@@ -31,7 +31,7 @@ def own_time_us(gemm: tuple[int, int, int, str] | None, us: float | None, device
         raise ValueError(f"beside: gemm, us (value={gemm}, {us}, allowed=one of the two)")
     if gemm is None:
         if not (isinstance(us, int | float) and 0 < us <= sys.float_info.max):
-            raise ValueError(f"beside: us (value={us!r}, allowed=microseconds, more than 0)")
+            raise ValueError(f"beside: us (value={us!r}, allowed=microseconds above 0)")
         return float(us)
     match gemm:
         case (int(m), int(n), int(k), str(dtype)) if min(m, n, k) >= 1 and dtype in DTYPES:

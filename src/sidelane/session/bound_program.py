@@ -109,14 +109,14 @@ class NamedBuffers:
         return f"{self.program.collective} {self.program.variant} #{digest}"
 
 
-P = TypeVar("P", bound="PlacedProgram")
+P = TypeVar("P", bound="LoadedProgram")
 
 _ALIGNMENT = 256
 EAGER, CAPTURED = range(2)
 """Numbers of the flag regions: captured programs have their own, since replays do not follow the calls between them."""
 
 
-class PlacedProgram:
+class LoadedProgram:
     """A program with flags and staging of its own, at tensors of this rank, whose caller fires triggers of it.
 
     Attributes:
@@ -232,7 +232,7 @@ class PlacedProgram:
 
 
 @untraced
-class BoundProgram(PlacedProgram):
+class BoundProgram(LoadedProgram):
     """A program bound to buffers of the ranks. Made by :meth:`Communicator.load`.
 
     Calling it is a call of the communicator: every rank makes it, in the order of all calls. It runs in the caller's
@@ -337,9 +337,7 @@ class BoundProgram(PlacedProgram):
             raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
         work = self._works[CAPTURED if self._capture else EAGER]
         if work is None:
-            raise RuntimeError(
-                f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
-            )
+            raise RuntimeError(f"wait_for_arrival: {self} is not under way: call it with async_op=True before")
         caller = self._caller_stream("wait_for_arrival")
         with self._calls.failing_for_good():
             if caller[1]:
@@ -378,7 +376,7 @@ class BoundProgram(PlacedProgram):
             raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
         if number not in self._unfired:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
-            raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
+            raise RuntimeError(f"{method}: trigger {number} of {self} is fired once in each call (value={state})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,20 +454,20 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
     call, (found, forms) = path.agree("load", check)
     choice = Choice(Candidate(DMA, program.variant), "a program of the caller's own", ())
-    return place_program(BoundProgram, path, call, forms, found, choice)
+    return load_program(BoundProgram, path, call, forms, found, choice)
 
 
-def place_program(form: type[P], path: CallPath, call: int, forms: Forms, buffers: NamedBuffers, choice: Choice) -> P:
+def load_program(form: type[P], path: CallPath, call: int, forms: Forms, buffers: NamedBuffers, choice: Choice) -> P:
     """Allocate the memory of a program on which the ranks agreed in ``call``, and load it there. Collective."""
     calls = path.calls
     ready = calls.number()
     with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
-        placed = form(calls, path.preparer, forms, buffers, choice)
-        placed.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
+        loaded = form(calls, path.preparer, forms, buffers, choice)
+        loaded.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         calls.backend.wait_for_stores()
     calls.announce(ready, f"load {buffers.signature}: flags are ready", compares=True)
-    path.preparer.own_programs.add(placed)
-    return placed
+    path.preparer.own_programs.add(loaded)
+    return loaded
 
 
 def _last_signals(program: Program, rank: int) -> dict[int, Value]:

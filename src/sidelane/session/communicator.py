@@ -5,7 +5,6 @@ Over 400 lines, since the documentation of each collective stands with it.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -13,14 +12,13 @@ import itertools
 import logging
 import math
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
 
-from sidelane import config as settings
 from sidelane import forks, log, metrics
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST, Abilities
@@ -37,7 +35,7 @@ from sidelane.collectives.pool_offsets import Reached
 from sidelane.collectives.prepare import OwnProgram, Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
-from sidelane.config import DEFAULT_TIMEOUT_S, Config
+from sidelane.config import Config
 from sidelane.errors import (
     CommunicatorClosedError,
     MismatchError,
@@ -56,13 +54,13 @@ from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import release_dropped
 from sidelane.memory.storage import persistent
 from sidelane.modes import is_in_modes, leaving_modes, untraced
-from sidelane.program.collective import MAX_NODE_RANKS, Kind
+from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
-from sidelane.session.making import agree_on_profile, choose_device, group_for, make_backend
+from sidelane.session.making import agree_on_profile, make_backend, settled
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.sizes import format_bytes
 from sidelane.version import VERSION
@@ -71,6 +69,7 @@ if TYPE_CHECKING:  # a process group makes its first call without these
     from sidelane.session.bound_program import BoundProgram
     from sidelane.session.prelaunch import Prelaunched
 
+_NO_MEMORY_TO_SHARE = "Communicator: the one that it would share memory with was closed"
 _MOST_BYTES = 2**63 - 1
 """Largest number of bytes of a tensor in torch."""
 
@@ -104,8 +103,10 @@ class Communicator:
         name: name in errors, the same on every rank, unique among those that share memory. None: its number.
 
     Attributes:
-        session: the state that communicators share.
         name: its name.
+        ranks: the group's ranks in the default group; 0 to size - 1 if the group joins several worlds.
+        heap: symmetric memory.
+        derived: communicators that were made from this one and share its memory, closed ones included.
         abilities: implementations that ``auto`` chooses among.
         cache: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
         operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
@@ -137,39 +138,48 @@ class Communicator:
         config: Config | None = None,
         name: str | None = None,
     ) -> None:
-        if isinstance(group, Communicator) and (device is not None or config is not None):
-            raise ValueError("Communicator: device and config (allowed=neither, next to another communicator)")
-        self._is_first = not isinstance(group, Communicator)
-        if isinstance(group, Communicator):
-            session = group.session
+        first = (group._first or group) if isinstance(group, Communicator) else None
+        self._first = first
+        if first is None:
+            given = cast("dist.ProcessGroup | None", group)
+            self._group, self._title, self.device, self.config = settled(given, device, config)
+        elif device is None and config is None:
+            self._group, self._title, self.device, self.config = first._group, first._title, first.device, first.config
         else:
-            session = Session(cast("dist.ProcessGroup | None", group), device, config)
-        self.session: Session = session
-        self.rank: int = session.rank
-        self.world_size: int = session.world_size
-        self.device: torch.device = session.device
-        self.config: Config = session.config
+            raise ValueError("Communicator: a communicator that shares another one takes neither device nor config")
+        self.rank: int = self._group.rank()
+        self.world_size: int = self._group.size()
+        self.ranks: tuple[int, ...] = ranks_of(self._group)
+        self.heap: SymmetricHeap = SymmetricHeap(owner=f"ranks {list(self.ranks)}") if first is None else first.heap
+        self.derived: list[Communicator] = []
+        self._numbers = itertools.count(1)  # of these; failed attempts count
+        self._making = forks.Mutex(lambda: ("Communicator", "the making of a communicator"))
+        self._is_closed = False
         self._barrier_tensor: torch.Tensor | None = None
         self._peers: dict[tuple[int, int], torch.Tensor] = {}  # by block and offset
         self.cache: dict[Hashable, Any] = {}
         self.operator_number: int | None = None
         self.pools: int = 0
-        leaving_modes(session.making.run)(lambda: self._join(name))
-        if session.closed:  # by another thread in the meantime
+        if first is None:
+            leaving_modes(self._join)(name)
+            return
+        leaving_modes(first._making.run)(lambda: self._join(name))
+        if first._is_closed:  # by another thread in the meantime
             self.close()
-            raise session.refusal()
+            raise CommunicatorClosedError(_NO_MEMORY_TO_SHARE)
 
     def _join(self, name: str | None) -> None:
-        """Become a lane of the session, together with the communicators of the other ranks."""
-        session = self.session
-        if session.closed:
-            raise session.refusal()
-        number = next(session.numbers)  # before anything can fail on one rank, so that an attempt counts on all of them
-        exchange = Exchange(session.group, self.config.timeout_s, warn_s=self.config.warn_s)
+        """Become the next order of calls, together with the communicators of the other ranks."""
+        first, number = self._first, 0
+        if first is not None:
+            if first._is_closed:
+                raise CommunicatorClosedError(_NO_MEMORY_TO_SHARE)
+            number = next(first._numbers)  # before anything can fail on one rank, so that attempts count on all of them
+        exchange = Exchange(self._group, self.config.timeout_s, warn_s=self.config.warn_s)
         self.name: str = f"lane {number}" if name is None else name
         is_made = False
         try:
-            if any(other.name == name for other in session.members):
+            if first is not None and any(other.name == name for other in (first, *first.derived)):
                 allowed = "another one for each communicator"
                 raise ValueError(f"Communicator: name (value={name!r}, allowed={allowed})")
             if name is not None:
@@ -183,12 +193,13 @@ class Communicator:
             if is_made:
                 self._release()
             raise
-        session.members.append(self)
+        if first is not None:
+            first.derived.append(self)
 
     def _make(self, exchange: Exchange, number: int) -> None:
         self.control = ControlBlock(exchange)
         try:
-            like = self.session.members[0].backend if self.session.members else None
+            like = None if self._first is None else self._first.backend
             self.backend: Backend = make_backend(exchange, self.device, self.control, self.config.timeout_s, like=like)
             try:
                 self._complete(exchange, number)
@@ -202,11 +213,12 @@ class Communicator:
             raise
 
     def _complete(self, exchange: Exchange, number: int) -> None:
-        session, backend, config = self.session, self.backend, self.config
-        heap = session.heap
+        first, backend, config, heap = self._first, self.backend, self.config, self.heap
         self.allocations = LaneMemory(heap, backend.memory, number, self.world_size, config.memory_bytes)
         self.arguments = Arguments(self.rank, self.world_size, self.device, heap)
-        self.profile: InForce = session.profile_of(exchange)
+        self.profile: InForce = (
+            agree_on_profile(exchange, self.device.type, config.profile) if first is None else first.profile
+        )
         self.abilities: Abilities = backend.abilities
         planner = Planner(
             backend.executor.capabilities,
@@ -216,10 +228,10 @@ class Communicator:
         )
         self.preparer = Preparer(self.rank, heap, backend, planner)
         self.calls = self._calls = Calls(
-            *(self.control, backend, config, self.preparer.renew, heap.hold, session.ranks),
-            session.name + (f", {self.name}" if number else ""),
+            *(self.control, backend, config, self.preparer.renew, heap.hold, self.ranks),
+            self._title + (f", {self.name}" if number else ""),
         )
-        self.control.world_ranks = session.ranks
+        self.control.world_ranks = self.ranks
         self.path = CallPath(self.calls, self.arguments, self.preparer)
         self._repeats = self.path.repeats  # of its own, for speed: every call reads it
         if log.calls.isEnabledFor(logging.INFO):
@@ -236,7 +248,7 @@ class Communicator:
         log.calls.info(
             "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s; "
             "%d x %s%s; %s; symmetric memory: %s for its calls, for tensors up to %s",
-            *(self.rank, self.world_size, self.device, list(self.session.ranks), self.name),
+            *(self.rank, self.world_size, self.device, list(self.ranks), self.name),
             *(self.profile.where, config.timeout_s, machine.count, machine.device),
             *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
         )
@@ -270,7 +282,7 @@ class Communicator:
                 raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
             nbytes = math.prod(shape) * dtype.itemsize
             if max(nbytes, *shape, 0) > _MOST_BYTES:
-                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed=..{_MOST_BYTES} bytes)")
             if self.backend.caller_stream()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
         memory, most = self.allocations, self.config.memory_bytes
@@ -283,7 +295,8 @@ class Communicator:
             tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
             self.backend.note_stream()
             if is_used_again:
-                for each in self.session.members:
+                first = self._first or self
+                for each in (first, *first.derived):
                     if not each.calls.closed:
                         each.backend.follow_all()
         return tensor[:nbytes].view(dtype).view(shape)
@@ -607,8 +620,10 @@ class Communicator:
         found = self._peers.get(region.location)
         if found is None:
             if self.backend.caller_stream()[1]:
-                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
-            addresses = torch.tensor(self.session.heap.addresses(region), dtype=torch.int64, device="cpu")
+                raise UnavailableError(
+                    "peers: of a new tensor, while a graph is captured; call it once before the capture"
+                )
+            addresses = torch.tensor(self.heap.addresses(region), dtype=torch.int64, device="cpu")
             found = self._peers[region.location] = persistent(self.device, lambda: addresses.to(self.device))
         return found
 
@@ -724,11 +739,10 @@ class Communicator:
 
         Idempotent. Not a collective: peers may close later.
         """
-        session = self.session
-        if self._is_first:
-            session.closed = True
+        if self._first is None:
+            self._is_closed = True
             metrics.flush()
-            for other in session.members[1:]:
+            for other in self.derived:
                 other.close()
         self.cache.clear()
         self._peers.clear()
@@ -737,9 +751,9 @@ class Communicator:
             return
         if not self.calls.closed:
             self._release()
-        if self._is_first:
-            session.members.clear()
-            session.heap.close()
+        if self._first is None:
+            self.derived.clear()
+            self.heap.close()
             release_dropped()
 
     def _release(self) -> None:
@@ -765,7 +779,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for other in self.session.members[1:] if self._is_first else ():
+        for other in self.derived:
             other.__exit__(kind, error, trace)
         calls = self.calls
         if error is not None:
@@ -855,71 +869,6 @@ def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
     """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
     columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
     return repeats.backend.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
-
-
-class Session:
-    """The state that communicators of a process group share on this rank.
-
-    Args:
-        group, device, config: see :class:`Communicator`.
-
-    Attributes:
-        rank, world_size: this rank and the number of ranks in the group.
-        ranks: the group's ranks in the default group; 0 to size - 1 if the group joins several worlds.
-        name: name for observers of calls, the same on all ranks.
-        device, config: device and settings in use.
-        group: the control plane.
-        heap: symmetric memory.
-        making: held while a communicator is made.
-        members: the communicators, closed ones included.
-        numbers: their numbers; failed attempts count.
-        closed: the first of them was closed.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device | str | int | None, config: Config | None
-    ) -> None:
-        self.group = chosen = group_for("Communicator", group)
-        self.rank: int = chosen.rank()
-        self.world_size: int = chosen.size()
-        if self.world_size > MAX_NODE_RANKS:
-            raise ValueError(
-                f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS}); a process "
-                "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
-            )
-        self.ranks: tuple[int, ...] = ranks_of(chosen)
-        # Numbered before anything can fail on one rank, so that a failed attempt counts on all of them.
-        named, number = chosen.group_name, next(_numbers[chosen.group_name, self.ranks])
-        whose = "" if chosen is dist.group.WORLD else f"group {named}, "
-        self.name: str = f"communicator {number} of {whose}ranks {list(self.ranks)}"
-        try:
-            self.device: torch.device = choose_device(device)
-            settings.start_observers()
-            self.config: Config = settings.current() if config is None else config
-            if not isinstance(self.config, Config):
-                raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
-        except Exception as error:
-            Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
-            raise
-        self.heap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
-        self.making = forks.Mutex(lambda: ("Communicator", "the making of a communicator"))
-        self.members: list[Communicator] = []
-        self.numbers = itertools.count()
-        self.closed = False
-        self._profile: InForce | None = None
-
-    def profile_of(self, exchange: Exchange) -> InForce:
-        """Return the measured times to choose by, on which the ranks agree once."""
-        if self._profile is None:
-            self._profile = agree_on_profile(exchange, self.device.type, self.config.profile)
-        return self._profile
-
-    def refusal(self) -> CommunicatorClosedError:
-        """Return the error for a communicator that would share the memory of a closed one."""
-        return CommunicatorClosedError("Communicator: the one that it would share memory with was closed")
-
-
-_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

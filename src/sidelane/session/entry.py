@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 from sidelane import ranges
 from sidelane.collectives.calls import Calls
 from sidelane.errors import Page, made_inside, page_of, see, unfit
-from sidelane.modes import is_in_modes, keep_compilers_out, outside_of_modes
+from sidelane.modes import exclude_compilers, is_in_modes, outside_of_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +79,7 @@ def entry(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool = True) 
         finally:
             entrance.release()
 
-    keep_compilers_out(entered)
+    exclude_compilers(entered)
     return cast("Callable[Concatenate[S, P], R]", entered)
 
 

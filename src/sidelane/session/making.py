@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane import config as settings
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.backend import Backend
+from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import Page, see
 from sidelane.memory.control import ControlBlock
-from sidelane.memory.exchange import Exchange
+from sidelane.memory.exchange import Exchange, ranks_of
+from sidelane.program.collective import MAX_NODE_RANKS
+
+
+def resolve_arguments(
+    group: dist.ProcessGroup | None, device: torch.device | str | int | None, config: Config | None
+) -> tuple[dist.ProcessGroup, str, torch.device, Config]:
+    """Return group, device and settings in use, and a name for observers of calls, the same on all ranks.
+
+    Raises:
+        Exception: as the making of a :class:`sidelane.Communicator`; errors of device and settings are told to the
+            peers.
+    """
+    chosen = group_for("Communicator", group)
+    if chosen.size() > MAX_NODE_RANKS:
+        raise ValueError(
+            f"Communicator: ranks of the group (value={chosen.size()}, allowed=1..{MAX_NODE_RANKS}); a process "
+            "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
+        )
+    ranks = ranks_of(chosen)
+    # Numbered before anything can fail on one rank, so that a failed attempt counts on all of them.
+    named, number = chosen.group_name, next(_numbers[chosen.group_name, ranks])
+    whose = "" if chosen is dist.group.WORLD else f"group {named}, "
+    try:
+        found = choose_device(device)
+        settings.start_observers()
+        used = settings.current() if config is None else config
+        if not isinstance(used, Config):
+            raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
+    except Exception as error:
+        Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
+        raise
+    return chosen, f"communicator {number} of {whose}ranks {list(ranks)}", found, used
+
+
+_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -93,7 +134,7 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) 
 
     (text, problem, _), *_ = found = exchange("the profile to choose by", own)
     if len({digest for _, _, digest in found}) > 1:
-        problem = problem or "packages of the ranks with different tables of times (allowed=the same on every rank)"
+        problem = problem or "packages of the ranks with different tables of times; install one package on all ranks"
     if problem:
         raise ValueError(f"Communicator: {problem}")
     return InForce.from_text(text)
@@ -118,7 +159,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             hint = ": names of backends go to torch.distributed.init_process_group"
         elif callable(getattr(group, "get_group", None)):
             hint = ": a mesh has one for each dimension, mesh.get_group(0)"
-        text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None for the default one)"
+        text = f"{what}: group (value={group!r}, allowed=a torch.distributed.ProcessGroup, None)"
         raise see(TypeError(text + hint), Page.ERRORS)
     if group is None and not dist.is_initialized():
         text = f"{what}: torch.distributed is not initialised (call torch.distributed.init_process_group first)"

@@ -277,7 +277,7 @@ class OwnKernel:
             return
         with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
             if not self.generation():
-                raise RuntimeError(f"{self}: its first launch has not come to an end (allowed=each program calls end)")
+                raise RuntimeError(f"{self}: its first launch has not come to an end: each program must call end")
         self._first, self._has_ended = None, True
 
     def renew(self, call: int) -> None:
@@ -323,7 +323,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
         if not 0 <= flags <= MOST_FLAGS:
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
-            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
+            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=a kernel of triton.jit)")
         return None, f"load_kernel {kernel_name(kernel)}, {flags} flags"
 
     path.agree("load_kernel", check)

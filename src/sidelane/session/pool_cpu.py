@@ -60,8 +60,8 @@ class HostPlacer:
             found = self._blocks.take(nbytes)
             if found is None:
                 raise torch.OutOfMemoryError(
-                    f"{self._name}: {nbytes} bytes do not fit (value={self._blocks.used} bytes used of {self._nbytes}; "
-                    f"allowed=a larger nbytes of sidelane.pool, or fewer tensors at once)"
+                    f"{self._name}: {nbytes} bytes do not fit (value={self._blocks.used} used of {self._nbytes}); "
+                    "make the sidelane.pool with a larger nbytes, or hold fewer tensors at once"
                 )
         number, taken = found
         dropped = self._dropped

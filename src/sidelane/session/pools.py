@@ -1,6 +1,7 @@
 """Pools: the results of any torch operation lie in symmetric memory, as with torch's own memory pools.
 
-On GPUs a pool is a ``torch.cuda.MemPool`` whose segments are parts of a symmetric region.
+On GPUs a pool is a ``torch.cuda.MemPool`` whose segments are parts of a symmetric region. The library of ``arena.c``
+gives them out: it is compiled when the first pool is made on a GPU, and kept like ``replay.c``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
+import importlib.resources
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +26,16 @@ from sidelane.errors import Page, UnavailableError, explained, see
 from sidelane.memory.allocator import SEGMENT_BYTES, rounded
 from sidelane.memory.heap import POOL
 from sidelane.memory.release import becomes_idle
-from sidelane.modes import keep_compilers_out, untraced
-from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
+from sidelane.modes import exclude_compilers, untraced
+from sidelane.native.build import find_compiler, load_or_compile
 from sidelane.session.communicator import Communicator
 from sidelane.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from sidelane.session.pool_cpu import HostPlacer
+
+ARENAS = 16
+"""Largest number of pools that a process may have at once."""
 
 
 class _Entered(threading.local):
@@ -50,7 +57,7 @@ class SymmetricPool:
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
         self.name: str = name
         self.nbytes: int = region.nbytes
-        heap = communicator.session.heap
+        heap = communicator.heap
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
@@ -97,7 +104,7 @@ class SymmetricPool:
             placer.close()
 
 
-@keep_compilers_out
+@exclude_compilers
 @explained(Page.ERRORS)
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     """Reserve symmetric memory for torch's allocations inside of ``with``. Collective, of the same size on all ranks.
@@ -198,12 +205,12 @@ class DevicePlacer:
                 raise UnavailableError(f"pool: {device} has not become idle in {timeout_s} s")
         self._slot = self._library.open(region.data_ptr(), region.nbytes, device.index)
         if self._slot < 0:
-            raise UnavailableError(f"pool: pools of this process (value={ARENAS + 1}, allowed={ARENAS} at once)")
+            raise UnavailableError(f"pool: pools of this process open at once (value={ARENAS + 1}, allowed=..{ARENAS})")
         with torch.cuda.device(device):
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
         self._maker = os.getpid()
-        forks.in_copies_of(self, forks.keep_for_ever)
+        forks.in_copies_of(self, forks.never_finalize)
 
     @property
     def used(self) -> int:
@@ -221,7 +228,8 @@ class DevicePlacer:
                 raise
             raise torch.OutOfMemoryError(
                 f"{self._name}: torch's allocator asked for {refused} bytes, which do not fit (value={self.used} bytes "
-                f"taken of {self._region.nbytes}; allowed=a larger nbytes of sidelane.pool, or fewer tensors at once)"
+                f"taken of {self._region.nbytes}); make the sidelane.pool with a larger nbytes, or hold fewer tensors "
+                "at once"
             ) from error
 
     def close(self) -> None:
@@ -241,6 +249,49 @@ class DevicePlacer:
             return False
         self._gone()
         return True
+
+
+class ArenaLibrary:
+    """The functions of the library that ``arena.c`` compiles to.
+
+    Args:
+        path: path of the library, by which torch opens it again.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        library = ctypes.CDLL(path)
+        self.open = library.sidelane_arena_open
+        self.open.argtypes, self.open.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+        self.close = library.sidelane_arena_close
+        self.close.argtypes, self.close.restype = [ctypes.c_int], ctypes.c_int
+        self.used = library.sidelane_arena_used
+        self.used.argtypes, self.used.restype = [ctypes.c_int], ctypes.c_size_t
+        self.refused = library.sidelane_arena_refused
+        self.refused.argtypes, self.refused.restype = [ctypes.c_int], ctypes.c_size_t
+
+    @staticmethod
+    def names(slot: int) -> tuple[str, str]:
+        """Return the names of the functions by which torch allocates memory of a slot and frees it."""
+        return f"sidelane_arena_malloc_{slot}", f"sidelane_arena_free_{slot}"
+
+
+@functools.cache
+def load_arenas() -> ArenaLibrary:
+    """Load the library, compiled now unless an earlier process of this user has compiled it.
+
+    Raises:
+        RuntimeError: there is no C compiler, or it failed.
+        OSError: the library cannot be written or loaded.
+    """
+    source = (importlib.resources.files("sidelane.native") / "arena.c").read_bytes()
+    compiler = find_compiler()
+    made_for = repr((compiler, platform.machine(), platform.libc_ver()))
+    name = f"sidelane_arena-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}.so"
+    library, words = load_or_compile(name, source, compiler, ArenaLibrary)
+    if library is None:
+        raise RuntimeError(words)
+    return library
 
 
 def release_pools() -> None:
@@ -270,6 +321,7 @@ _lock = forks.rlock()  # the last reference to a pool may be dropped at any poin
 
 @forks.in_copies
 def _begin_anew() -> None:
-    """Forget, in a forked copy, the pools and allocators of the parent, which returns their memory itself."""
+    """Forget, in a forked copy, the library, pools and allocators of the parent, which returns their memory itself."""
     _closed.clear()
     _allocators.clear()
+    load_arenas.cache_clear()

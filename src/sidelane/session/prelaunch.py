@@ -23,12 +23,12 @@ from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.shape import Beside
 from sidelane.program.wraparound import WORD_MASK
-from sidelane.session.bound_program import EAGER, Forms, NamedBuffers, PlacedProgram, place_program
+from sidelane.session.bound_program import EAGER, Forms, LoadedProgram, NamedBuffers, load_program
 from sidelane.session.entry import entry
 
 
 @untraced
-class Prelaunched(PlacedProgram):
+class Prelaunched(LoadedProgram):
     """A collective that is submitted ahead of its call. Made by ``Communicator.prepare_all_gather`` and others.
 
     Every rank arms and fires it like a call: the same handles in the same order. Between :meth:`arm` and the trigger
@@ -88,7 +88,7 @@ class Prelaunched(PlacedProgram):
         if self._block is None:
             raise RuntimeError(f"arm: the handle was closed (value={self})")
         if self._unfired:
-            raise RuntimeError(f"arm: armed already (value=call {self._epoch}, allowed=after its trigger)")
+            raise RuntimeError(f"arm: armed already, and its trigger must come first (value=call {self._epoch})")
         call = calls.number()
         with calls.reporting_refusals(call, self._signature):
             if calls.backend.caller_stream()[1]:
@@ -123,9 +123,9 @@ class Prelaunched(PlacedProgram):
         """
         self._require_armed("trigger_from_host")
         if not self.host_trigger:
-            raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
+            raise ValueError("trigger_from_host: it needs a call prepared with host_trigger=True")
         with self._calls.failing_for_good():
-            self._settle()
+            self._wait_for_last()
             self._triggers[0].fire_from_host(self._epoch)
         self._note_fired()
         if self._calls.backend.ahead is None:
@@ -146,7 +146,7 @@ class Prelaunched(PlacedProgram):
         if calls.forked:
             calls.require_open()
         if not self._epoch or self._block is None:
-            raise RuntimeError(f"wait: there is nothing to wait for (value={self}, allowed=after arm)")
+            raise RuntimeError(f"wait: there is nothing to wait for before arm (value={self})")
         caller = self._caller_stream("wait")
         if self._unfired:
             with calls.failing_for_good():
@@ -170,7 +170,7 @@ class Prelaunched(PlacedProgram):
         try:
             if self._unfired and not (calls.forked or calls.failure):
                 with calls.failing_for_good():
-                    self._settle()
+                    self._wait_for_last()
                 if calls.backend.ahead is None:
                     self._end_if_fired()
             super().close()
@@ -178,7 +178,7 @@ class Prelaunched(PlacedProgram):
             if calls.armed is self:
                 calls.armed = None
 
-    def _settle(self) -> None:
+    def _wait_for_last(self) -> None:
         """Wait for the call before: a stream that has yet to write its trigger would undo what the host writes."""
         if self._before:
             self._calls.backend.synchronize(self._before)
@@ -222,7 +222,7 @@ class Prelaunched(PlacedProgram):
             self._calls.require_open()
         if not self._unfired:
             state = "closed" if self._block is None else "fired" if self._epoch else "never armed"
-            raise RuntimeError(f"{method}: not armed (value={self}, {state}; allowed=after arm)")
+            raise RuntimeError(f"{method}: not armed, and arm must come first (value={self}, {state})")
 
 
 def prepare_prelaunched(
@@ -258,7 +258,7 @@ def prepare_prelaunched(
         regions = {buffer: request.region(buffer) for buffer in tensors}
         buffers = NamedBuffers(program, tensors, regions, program.remote_buffers() & set(regions))
         forms = Forms.proved(program, path.arguments.rank, captures=False)
-        handle = place_program(Prelaunched, path, call, forms, buffers, choice)
+        handle = load_program(Prelaunched, path, call, forms, buffers, choice)
     handle.host_trigger = host_trigger
     return handle
 

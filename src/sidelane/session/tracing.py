@@ -55,7 +55,7 @@ def trace(file: str | os.PathLike[str]) -> Iterator[None]:
     """
     global _traces
     if any(isinstance(observer, Tracer) for observer in ranges.observers):
-        raise RuntimeError("trace: inside of another trace (allowed=one at a time)")
+        raise RuntimeError("trace: inside of another trace; one is recorded at a time")
     number, _traces = _traces, _traces + 1
     tracer = Tracer()
     ranges.observe(tracer)

@@ -6,23 +6,18 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.machines.ranges import Band
 from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II
 from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane_lab.papers.conccl import BOUNDS, MB, SHADES, slowdown_mark, units_axes
 from sidelane_lab.papers.dma import (
     POWER_STYLES,
-    SPEEDUP,
-    gap_marks,
+    all_variants,
     producer_mark,
-    speedup_marks,
-    variant_styles,
-    variant_words,
 )
 from sidelane_lab.papers.figures import Panel, PublishedValue
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
@@ -34,7 +29,6 @@ from sidelane_lab.papers.measurements import (
     CollectiveReadings,
     FusedReadings,
     PairReadings,
-    PhaseReadings,
     PipelineReadings,
     PowerReadings,
     ResultFile,
@@ -44,35 +38,18 @@ from sidelane_lab.papers.measurements import (
     table_i_times,
 )
 from sidelane_lab.papers.overlap import OverlapFigure
+from sidelane_lab.papers.rows import aligned, exact, size_places
 
-X = TypeVar("X", int, float, str)
 PROGRAMS = 16
 """Programs on a compute unit that count as full occupancy: the most that are measured."""
-
-
-MOST_TICKS = 6
-"""Number of sizes that can be named below a panel of a row."""
-
-
-def exact(values: Sequence[float]) -> Band:
-    """Return a band without width."""
-    return Band(tuple(values), tuple(values), tuple(values))
-
-
-def aligned(
-    curves: Mapping[str, Mapping[X, float]], order: Sequence[X] | None = None
-) -> tuple[list[X], dict[str, Band]]:
-    """Return the places that any curve has, and each curve there; where it has none, its value is not a number."""
-    known = {x for points in curves.values() for x in points}
-    places = sorted(known) if order is None else [x for x in order if x in known]
-    return places, {name: exact([points.get(x, math.nan) for x in places]) for name, points in curves.items() if points}
 
 
 def by_size(curves: Mapping[str, Mapping[int, float]], **fields: Any) -> list[Panel]:
     """Return a panel of curves over bytes; none where there is no point."""
     sizes, bands = aligned(curves)
-    ticks = {float(n): format_bytes(n) for n in sizes[:: -(-len(sizes) // MOST_TICKS)]} if sizes else {}
-    return [Panel(curves=bands, x=sizes, xlabel="bytes", ticks=ticks, **fields)] if sizes else []
+    if not sizes:
+        return []
+    return [Panel(curves=bands, **{**size_places(sizes), "xlabel": "bytes"}, **fields)]
 
 
 def compute_units(file: ResultFile) -> list[Panel]:
@@ -168,50 +145,6 @@ def isolated(file: ResultFile) -> list[Panel]:
         for kind in COLLECTIVES
     }
     return by_size(curves, level=1, low=0, ylabel="speedup over the library")
-
-
-def gap(file: ResultFile) -> list[Panel]:
-    """Figure 1 of the DMA collectives paper."""
-    readings, kind = CollectiveReadings(file), Kind.ALL_GATHER
-    ways = {"baseline (pcpy)": ("pcpy",), "best of all": tuple(variant_words(kind).values())}
-    curves = {
-        name: {n: 1 / readings.behind(kind, variants, [n]) for n in readings.sizes(kind)}
-        for name, variants in ways.items()
-    }
-    return by_size(curves, marks=gap_marks(), **SPEEDUP)
-
-
-def phases(file: ResultFile) -> list[Panel]:
-    """Figure 6 of the DMA collectives paper."""
-    shares = PhaseReadings(file).shares
-    sizes = sorted(shares)
-    if not sizes:
-        return []
-    return [
-        Panel(
-            curves={phase: exact([shares[n][phase] for n in sizes]) for phase in PhaseReadings.PHASES},
-            total=exact([100 - shares[n]["copy"] for n in sizes]),
-            x=[format_bytes(n) for n in sizes],
-            xlabel="bytes",
-            ylabel="share of the time, %",
-            high=115,
-            legend={"ncols": 4},
-        )
-    ]
-
-
-def speedups(kind: Kind) -> Callable[[ResultFile], list[Panel]]:
-    """Figures 13 and 14 of the DMA collectives paper."""
-
-    def panels(file: ResultFile) -> list[Panel]:
-        readings = CollectiveReadings(file)
-        curves = {
-            variant: {n: 1 / readings.behind(kind, (variant,), [n]) for n in readings.sizes(kind, variant=variant)}
-            for variant in variant_words(kind).values()
-        }
-        return by_size(curves, styles=variant_styles(kind), marks=speedup_marks(kind), **SPEEDUP)
-
-    return panels
 
 
 def power(file: ResultFile) -> list[Panel]:
@@ -320,7 +253,7 @@ def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
 
     def words(file: ResultFile) -> dict[str, str]:
         readings = CollectiveReadings(file)
-        variants = tuple(variant_words(kind).values())
+        variants = all_variants(kind)
         found = {}
         for nbytes in readings.sizes(kind):
             best, *others = readings.as_good(kind, variants, nbytes)

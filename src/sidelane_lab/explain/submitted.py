@@ -8,7 +8,6 @@ from types import MappingProxyType
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.calls import (
     Call,
-    Cell,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -19,6 +18,7 @@ from sidelane.execute.cuda.calls import (
     RecordEvent,
     RecordStamp,
     Route,
+    SignalWord,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -119,13 +119,13 @@ def _operation(op: WriteValue | WaitValue) -> str:
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | Cell | HostWord) -> str:
+def _place(place: Operand | Flag | SignalWord | HostWord) -> str:
     match place:
         case Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
         case Flag(rank, index):
             return f"flag {index}@{rank}"
-        case Cell(index):
+        case SignalWord(index):
             return f"cell {index}"
         case _:
             return f"host word '{place}'"

@@ -69,8 +69,12 @@ class FlatRow:
                 raise ValueError(f"{where}: {name} of a wrong result must not be given (value={value}, allowed=None)")
 
     def to_dict(self) -> dict[str, Any]:
+        return {key: _plain(value) for key, value in self.exact().items()}
+
+    def exact(self) -> dict[str, Any]:
+        """Return the object of a file with numbers that are not rounded."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {self.renamed.get(name, name): _plain(getattr(self, name)) for name in names}
+        return {self.renamed.get(name, name): getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
@@ -119,6 +123,7 @@ class Study(Generic[R]):
         warning: what readers of one file must know besides; empty if nothing.
         measure: every rank's part, ``measure(rank, options, sender)``, which makes the rows; None where another study
             measures.
+        predict: fills the rows for a described machine, ``predict(machine, options)``; None where no model does.
         progress: what is measured, in a few words, for the bar.
         check: refuses options that do not fit where the ranks would run, by ``ValueError``, before one starts.
         main: runs the study for its command, where more has to be done than ``running.run_study``; None elsewhere.
@@ -133,6 +138,7 @@ class Study(Generic[R]):
     plots: Callable[[Sequence[R], Results, Path], list[Picture]] = lambda rows, results, folder: []
     warning: Callable[[Results], str] = lambda results: ""
     measure: Callable[..., Any] | None = None
+    predict: Callable[[Any, Any], Sequence[R]] | None = None
     progress: str = ""
     check: Callable[[Any, LaunchTarget], object] = lambda options, place: None
     main: Callable[[Any], object] | None = None

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.program.builders.flags import FlagPlan
 from sidelane.program.builders.moving import rotation
 from sidelane.program.builders.reducing import reduce
+from sidelane.program.builders.registry import FlagPlan
 from sidelane.program.collective import REDUCING, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Reduce, Signal, Wait
 from sidelane.program.transform import freeze

@@ -134,7 +134,7 @@ def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
 
     Not every description has Sidelane's kernels, and not every caller can do with another call.
     """
-    return tuple(one for one in strategies() if not objection(one, machine) and one.mover.as_asked)
+    return tuple(one for one in strategies() if not objection(one, machine) and one.mover.makes_whole_call)
 
 
 def objection(strategy: Strategy, machine: Machine | None = None) -> str:
@@ -207,13 +207,11 @@ def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Ga
     Args:
         machine: its ``interference``.
         strategy: as in :func:`arrange`.
-        gemm: the computation; it may be limited.
+        gemm: the computation.
         gangs: the collective.
     """
-    units = gangs[0].units
-    room = machine.gpu.units - (gemm.limit or machine.gpu.units)
     alike = not machine.interference.either_first or not strategy.concurrent or gangs[0].reserved
-    if alike or units <= room:  # nobody is in anybody's way
+    if alike or not gangs[0].units:  # nobody is in anybody's way
         return (arrange(strategy, gemm, gangs),)
     behind: list[Tiled | Gang] = [gemm, *gangs]
     ahead: list[Tiled | Gang] = [*gangs, gemm]
@@ -275,7 +273,9 @@ def pair_kernels(
     gangs = on(taken) if on_units and own_units else whole
     # All-gathers are in place in all studies, all-to-alls are not.
     copies = (
-        not on_units and strategy.mover.as_asked and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
+        not on_units
+        and strategy.mover.makes_whole_call
+        and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
     )
     own = own_chunk_gang(machine, kind, nbytes) if copies else None
     if alone is not None:

@@ -192,7 +192,7 @@ def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
 
 def _as_asked(sweep: Sweep) -> dict[Way, float]:
     """Return the times of the strategies that make the call as it was asked for."""
-    return {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
+    return {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.makes_whole_call}
 
 
 def _choice(sweep: Sweep) -> HeuristicVerdict:

@@ -151,7 +151,7 @@ def _choice(
     strategies: Sequence[Strategy],
 ) -> Selection[LaunchMode] | None:
     """Return the choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did."""
-    able = {one.name for one in strategies if one.mover.as_asked}
+    able = {one.name for one in strategies if one.mover.makes_whole_call}
     ran = {one.strategy: one for one in results if one.strategy in able and one.time_us is not None}
     if not ran:
         return None
@@ -240,7 +240,7 @@ def _judge_strategy(
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
     """But for those of movers that make another call."""
-    others = {name for mover in Mover if not mover.as_asked for name in implementations_of(mover)}
+    others = {name for mover in Mover if not mover.makes_whole_call for name in implementations_of(mover)}
     return [one for one in configurations if one.implementation not in others]
 
 

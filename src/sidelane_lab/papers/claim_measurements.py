@@ -24,21 +24,20 @@ import rich.text
 from sidelane.cli.output import write_json
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.terminal import say_written, tables_console
-from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, geomean
+from sidelane_lab.model.collectives import geomean
 from sidelane_lab.pairs.workload import Bound
+from sidelane_lab.papers import dma
 from sidelane_lab.papers.claims import numbers, published, value_text
 from sidelane_lab.papers.conccl import CB, MB
-from sidelane_lab.papers.dma import HALVED, NAMES, claimed_range, relative_text
+from sidelane_lab.papers.dma import NAMES, claimed_range
 from sidelane_lab.papers.measurements import (
     AS_GOOD,
     BETWEEN_NODES,
     FIFTH,
-    PRELAUNCHED,
     ChainReadings,
     CollectiveReadings,
     FusedReadings,
     PairReadings,
-    PhaseReadings,
     PipelineReadings,
     PowerReadings,
     ResultFile,
@@ -47,8 +46,9 @@ from sidelane_lab.papers.measurements import (
     normalised_between_nodes,
     pair_name,
 )
+from sidelane_lab.papers.rows import ClaimReading
 
-KB, MB_BYTES, GB = 1 << 10, 1 << 20, 1 << 30
+MB_BYTES = 1 << 20
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
 TENTH = 32 / 304
 """Share of an MI300X's units that the ConCCL paper's collectives need at least."""
@@ -69,23 +69,6 @@ FILES = {
     BETWEEN_NODES: "nodes.json",
 }
 """The usual name of each study's file in a folder of results."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClaimReading:
-    """How a claim's quantity is read from our result files.
-
-    Attributes:
-        study: whose file has it, a key of ``FILES``.
-        read: the value, in the claim's form and unit.
-        differs: what is not as in the paper, in a few words, besides the machine.
-        fuller: key of a file that is read instead on machines that have it; "" none.
-    """
-
-    study: str
-    read: Callable[[ResultFile], Any]
-    differs: str = ""
-    fuller: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,23 +208,6 @@ def _both(measure: Callable[[Kind], Any]) -> dict[str, Any]:
     return {name: measure(kind) for name, kind in NAMES.items()}
 
 
-def _collectives(read: Callable[[CollectiveReadings], Any], differs: str = "") -> ClaimReading:
-    return ClaimReading("collectives", lambda file: read(CollectiveReadings(file)), differs)
-
-
-def _prelaunched(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
-    words = "both in time from what begins the call, the one that is not prelaunched in a graph"
-    return ClaimReading("prelaunch", lambda file: read(CollectiveReadings(file)), words)
-
-
-def _final(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
-    """Return a reading of the best of all variants, of which some files have no prelaunched ones."""
-    words = (
-        "prelaunch.json has single calls between events, collectives.json graphs of many calls and nothing prelaunched"
-    )
-    return ClaimReading("collectives", lambda file: read(CollectiveReadings(file)), words, "prelaunch")
-
-
 def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
     return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
 
@@ -252,10 +218,6 @@ def _classes(read: Callable[[PairReadings], Any], differs: str) -> ClaimReading:
 
 def _units(read: Callable[[UnitReadings], Any], differs: str = "") -> ClaimReading:
     return ClaimReading("isolated", lambda file: read(UnitReadings(file)), differs)
-
-
-def _phases(read: Callable[[PhaseReadings], Any], differs: str = "") -> ClaimReading:
-    return ClaimReading("phases", lambda file: read(PhaseReadings(file)), differs)
 
 
 def _fused(read: Callable[[FusedReadings], Any], differs: str = "") -> ClaimReading:
@@ -282,10 +244,6 @@ def _nothing() -> NoReturn:
 def _needed_share(units: UnitReadings) -> list[float]:
     found = [100 * units.needed(kind) / units.units for kind in ("all_gather", "all_to_all")]
     return [min(found), max(found)]
-
-
-def _worst_gap(readings: CollectiveReadings, kinds: Sequence[Kind], high: int) -> float:
-    return max(readings.behind(kind, ("pcpy",), [n]) for kind in kinds for n in readings.sizes(kind, 0, high))
 
 
 def _order_holds(pairs: PairReadings) -> bool:
@@ -353,44 +311,6 @@ def _launched_units(kind: Kind) -> Callable[[ResultFile], int]:
     return read
 
 
-def _in_order(phases: PhaseReadings) -> bool:
-    return all(
-        share["copy"] > share["schedule"] > 5 * share["control"] and 0.75 <= share["schedule"] / share["sync"] <= 1.33
-        for share in phases.shares.values()
-    )
-
-
-def _gap(kind: Kind) -> Callable[[CollectiveReadings], dict[str, float]]:
-    variants = PUBLISHED_VARIANTS[kind]
-
-    def read(readings: CollectiveReadings) -> dict[str, float]:
-        sizes = readings.sizes(kind, 0, 32 * MB_BYTES - 1)
-        stacked = variants[: variants.index(HALVED[kind]) + 1]
-        return {"from": readings.behind(kind, ("pcpy",), sizes), "to": readings.behind(kind, stacked, sizes)}
-
-    return read
-
-
-def _pcpy_behind_up_to(readings: CollectiveReadings) -> float:
-    """Return the megabytes up to which pcpy is slower than the variants with fewer commands, by 2% and more."""
-    slower = [
-        n
-        for kind in (AG, AA)
-        for n in readings.sizes(kind)
-        if readings.us(kind, ("pcpy",), n) > AS_GOOD * readings.us(kind, (HALVED[kind], "b2b"), n)
-    ]
-    return max(slower) / MB_BYTES
-
-
-def _best_behind(readings: CollectiveReadings, kind: Kind, low: int, high: int) -> float:
-    return readings.behind(kind, _all_variants(kind), readings.sizes(kind, low, high))
-
-
-def _all_variants(kind: Kind) -> list[str]:
-    """Return the paper's variants, and the same prelaunched."""
-    return [variant + ahead for ahead in ("", PRELAUNCHED) for variant in PUBLISHED_VARIANTS[kind]]
-
-
 def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
     claim = published()[claim_id]["claim"]
     kind = NAMES[claim.split()[1]]
@@ -398,43 +318,11 @@ def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
 
     def read(readings: CollectiveReadings) -> str:
         sizes = readings.sizes(kind, low, (high or 1 << 62) - 1)
-        found = Counter(readings.best(kind, _all_variants(kind), n) for n in sizes)
+        found = Counter(readings.best(kind, dma.all_variants(kind), n) for n in sizes)
         words = ", ".join(f"{name} at {count} of {len(sizes)} sizes" for name, count in found.most_common())
         return words or _nothing()
 
     return read
-
-
-def _prelaunch_gains(readings: CollectiveReadings) -> dict[str, float]:
-    gains: dict[str, list[float]] = {}
-    for kind in (AG, AA):
-        for variant in PUBLISHED_VARIANTS[kind]:
-            fast = variant + PRELAUNCHED
-            sizes = set(readings.sizes(kind, variant=variant)) & set(readings.sizes(kind, variant=fast))
-            gains.setdefault(variant, []).extend(readings.gain(kind, variant, fast, [n]) for n in sizes)
-    return {variant: geomean(found) for variant, found in gains.items()}
-
-
-def _prelaunch_borders(readings: CollectiveReadings) -> dict[str, float]:
-    """Return the megabytes from which prelaunched pcpy is never slower than the other prelaunched variants."""
-    found = {}
-    for name, kind in NAMES.items():
-        first, *others = (variant + PRELAUNCHED for variant in PUBLISHED_VARIANTS[kind])
-        sizes = readings.sizes(kind, variant=first)
-        slower = [n for n in sizes if readings.us(kind, (first,), n) > readings.us(kind, others, n)]
-        found[f"{name}_MB"] = (2 * max(slower) if slower else min(sizes)) / MB_BYTES
-    return found
-
-
-def _prelaunch_over_best(readings: CollectiveReadings) -> dict[str, float]:
-    ranges = {"allgather_1MB_256MB": (AG, 1, 256), "alltoall_4MB_512MB": (AA, 4, 512)}
-    return {
-        name: geomean(
-            readings.us(kind, ("pcpy", HALVED[kind]), n) / readings.us(kind, ("pcpy" + PRELAUNCHED,), n)
-            for n in readings.sizes(kind, low * MB_BYTES, high * MB_BYTES, "pcpy" + PRELAUNCHED)
-        )
-        for name, (kind, low, high) in ranges.items()
-    }
 
 
 def _power_saved(file: ResultFile) -> float:
@@ -513,17 +401,16 @@ def _last_two(curve: list[float]) -> list[float]:
     return curve[-2:]
 
 
-SMALL, LARGE = 32 * MB_BYTES - 1, 32 * MB_BYTES + 1
 BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
 COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
 ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
 STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
-TWO_RANKS = "with two ranks a broadcast has one destination, and pcpy, bcst and b2b submit the same copies"
 SHARE = "the same share of the units is taken: 16 and 32 of 132"
 ONE_MACHINE = "two GPUs of one machine stand in for nodes, over sockets; the copies of the unfused way count"
 PROGRAMS_WORDS = "programs on a unit, of 16, stand in for the occupancy"
 
 READINGS: dict[str, ClaimReading] = {
+    **{check.claim_id: check.predict for check in dma.PAPER.checks if isinstance(check.predict, ClaimReading)},
     "C3-TAX-02": _pairs(lambda p: dict(Counter(p.rows[pair]["serial"]["class"] for pair in p.pairs(AG))), BY_CLASS),
     **{
         claim_id: _pairs(_class_of(claim_id.removeprefix("C3-T2-").replace("-", "_")))
@@ -560,8 +447,8 @@ READINGS: dict[str, ClaimReading] = {
     "C3-HEU-01": ClaimReading("heuristics", _right("partition")),
     "C3-HEU-02": ClaimReading("heuristics", _worst_loss, "the greatest loss of those that are wrong"),
     "C3-HEU-05": ClaimReading("heuristics", _right("launch_order"), "how often the rule gives the faster order"),
-    "CC-01": _collectives(lambda c: _worst_gap(c, (AG,), SMALL), "pcpy in a graph"),
-    "CC-02": _collectives(lambda c: 1 / c.behind(AG, ("pcpy",), c.sizes(AG, 32 * MB_BYTES)), "pcpy in a graph"),
+    "CC-01": dma.collectives(lambda c: dma.worst_gap(c, (AG,)), "pcpy in a graph"),
+    "CC-02": dma.collectives(lambda c: 1 / c.behind(AG, ("pcpy",), c.sizes(AG, 32 * MB_BYTES)), "pcpy in a graph"),
     "CC-03": _pairs(lambda p: p.percent("conccl")),
     "CC-04": _pairs(lambda p: p.mean_speedup("conccl", AA)),
     "CC-05": _classes(
@@ -585,53 +472,9 @@ READINGS: dict[str, ClaimReading] = {
     "FU-OCC-03": _fused(_by_programs(12, 14), PROGRAMS_WORDS),
     "FU-SKEW-01": _fused(lambda f: statistics.fmean(f.skew_percent("oblivious")), "inside a node, not between nodes"),
     "FU-SKEW-02": _fused(lambda f: statistics.fmean(f.skew_percent("remote_first")), "inside a node"),
-    "DM-PH-01": _phases(lambda p: p.non_copy(4 * KB)),
-    "DM-PH-02": _phases(lambda p: max(p.non_copy(n) for n in p.shares if n > MB_BYTES), "the greatest, at 4 MB"),
-    "DM-PH-03": _phases(_in_order, "the driver's call is all control: its scheduling cannot be told from it"),
-    "DM-PH-04": _phases(lambda p: [p.shares[n]["control"] + p.shares[n]["schedule"] for n in (MB_BYTES, 4 * KB)]),
-    "DM-PH-05": _phases(
-        lambda p: p.shares[4 * KB]["schedule"] + p.shares[4 * KB]["sync"], "the driver's call counts as control"
-    ),
-    "DM-PC-01": _collectives(lambda c: _both(lambda k: 100 * (1 / c.behind(k, ("pcpy",), c.sizes(k, LARGE)) - 1))),
-    "DM-PC-02": _collectives(lambda c: _both(lambda k: c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)))),
-    "DM-PC-03": _collectives(lambda c: _worst_gap(c, (AG, AA), SMALL)),
-    "DM-BC-01": _collectives(lambda c: c.gain(AG, "pcpy", "bcst", c.sizes(AG, 0, 4 * MB_BYTES)), TWO_RANKS),
-    "DM-BC-02": _collectives(_gap(AG), TWO_RANKS),
-    "DM-SW-01": _collectives(lambda c: c.gain(AA, "pcpy", "swap", c.sizes(AA, 0, 4 * MB_BYTES)), "a swap is 3 copies"),
-    "DM-SW-02": _collectives(_gap(AA), "a swap is 3 copies"),
-    "DM-BB-01": _collectives(
-        lambda c: _both(lambda k: c.gain(k, "pcpy", "b2b", c.sizes(k, 0, MB_BYTES - 1))), TWO_RANKS
-    ),
-    "DM-BB-02": _collectives(
-        lambda c: _both(lambda k: c.gain(k, HALVED[k], "b2b", c.sizes(k, 0, MB_BYTES - 1))), TWO_RANKS
-    ),
-    "DM-BB-03": _collectives(
-        lambda c: _both(lambda k: c.gain(k, "b2b", HALVED[k], c.sizes(k, MB_BYTES, 4 * MB_BYTES))), TWO_RANKS
-    ),
-    "DM-BB-04": _collectives(_pcpy_behind_up_to, "behind by 2% and more; 4096 is the largest size"),
-    "DM-BB-05": _collectives(lambda c: _both(lambda k: _best_behind(c, k, 0, SMALL))),
-    "DM-FIN-01": _final(lambda c: _both(lambda k: relative_text(_best_behind(c, k, 0, SMALL)))),
-    "DM-FIN-02": _final(lambda c: 100 * (1 / geomean(_best_behind(c, k, 32 * MB_BYTES, GB) for k in (AG, AA)) - 1)),
-    "DM-FIN-03": _final(
-        lambda c: geomean(c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)) / _best_behind(c, k, 0, SMALL) for k in (AG, AA))
-    ),
-    "DM-FIN-04": _final(
-        lambda c: (
-            100
-            * (
-                geomean(
-                    c.us(k, ("pcpy",), n) / c.us(k, _all_variants(k), n)
-                    for k in (AG, AA)
-                    for n in c.sizes(k, 32 * MB_BYTES, GB)
-                )
-                - 1
-            )
-        )
-    ),
-    "DM-PL-01": _prelaunched(_prelaunch_gains),
-    "DM-PL-02": _prelaunched(_prelaunch_borders),
-    "DM-PL-03": _prelaunched(_prelaunch_over_best),
-    **{claim_id: _final(_table_line(claim_id)) for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)},
+    **{
+        claim_id: dma.final(_table_line(claim_id)) for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)
+    },
     "DM-PW-01": ClaimReading("power", _power_saved, "watts of the whole GPU, by the fastest way of each"),
     "DM-SY-01": ClaimReading("chain", _chain_from, "a GEMM follows, and all three run in one graph"),
     "RA-01": _pipelines(lambda p: max(p.curve("reduction", "cb-ar").values())),

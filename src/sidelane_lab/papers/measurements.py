@@ -19,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
 from sidelane_lab.harness.files import text_of
-from sidelane_lab.harness.study import studies
+from sidelane_lab.harness.study import MODEL, studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means
 from sidelane_lab.pairs.ideal import ideal_speedup
@@ -74,7 +74,7 @@ def _read(path: Path, changed_ns: int) -> ResultFile | None:
     if content.get("predicted") or not isinstance(content.get("rows"), list):
         return None
     try:
-        rows = tuple(row for row in content["rows"] if row.get("correct") is not False)
+        rows = tuple(row for row in content["rows"] if row.get("correct") is not False and row.get("launch") != MODEL)
         return ResultFile(path, content["study"], content["machine"], content["device"], content["ranks"], rows)
     except KeyError:  # by hand, or of a time before files said where they are from
         return None
@@ -105,8 +105,8 @@ def find_results(sources: Sequence[Path], study: str, name: str) -> list[ResultF
 class CollectiveReadings:
     """Collectives alone, out of place and in graphs, by the library at its best and by variants of copy engines.
 
-    Prelaunched variants, which the study of these alone has, are called ``b2b+prelaunch``: from the trigger on, pulled
-    by the stream or a kernel, whichever is faster.
+    Prelaunched variants, which the model and the study of these alone have, are called ``b2b+prelaunch``: from the
+    trigger on, pulled by the stream or a kernel, whichever is faster.
     """
 
     def __init__(self, file: ResultFile) -> None:
@@ -114,11 +114,11 @@ class CollectiveReadings:
         for row in file.rows:
             trigger, variant = row.get("trigger", CALL), row["variant"]
             place = row["in_place"] and variant != "swap"  # a swap is always in place
-            if row["time_us"] is None or place or row.get("tensors", 1) != 1 or row.get("prelaunch"):
+            if row["time_us"] is None or place or row.get("tensors", 1) != 1:
                 continue
-            if trigger in (STREAM, KERNEL):
+            if trigger in (STREAM, KERNEL) or (row["launch"] == MODEL and row["prelaunch"]):
                 variant += PRELAUNCHED
-            elif trigger != CALL or row["launch"] != "graph":
+            elif trigger != CALL or row["launch"] not in ("graph", MODEL) or row.get("prelaunch"):
                 continue
             key = (row["collective"], row["implementation"], variant, row["bytes"])
             self._us[key] = min(row["time_us"], self._us.get(key, row["time_us"]))
@@ -282,20 +282,35 @@ class UnitReadings:
 
 
 class PhaseReadings:
-    """Phases of one copy between two GPUs, in percent of its time; a call from the host, as the paper has it."""
+    """Phases of one copy between two GPUs, in percent of its time; a call from the host, as the paper has it.
 
-    PHASES = ("control", "schedule", "sync", "copy")
+    Attributes:
+        shares: by phase, from the bottom up as figure 6 has them, and bytes.
+    """
 
     def __init__(self, file: ResultFile) -> None:
-        self.shares: dict[int, dict[str, float]] = {}
+        self.shares: dict[str, dict[int, float]] = {phase: {} for phase in ("control", "schedule", "sync", "copy")}
         for row in file.rows:
-            kind = (row["operation"], row["variant"], row["launch"], row["source"])
-            if kind == ("copy", "b2b", "eager", "measured") and row["total_us"]:
-                self.shares[row["bytes"]] = {phase: 100 * row[f"{phase}_us"] / row["total_us"] for phase in self.PHASES}
+            kind = (row["operation"], row["variant"])
+            if kind == ("copy", "b2b") and row["launch"] in ("eager", MODEL) and row["total_us"]:
+                for phase, shares in self.shares.items():
+                    shares[row["bytes"]] = 100 * row[f"{phase}_us"] / row["total_us"]
 
-    def non_copy(self, nbytes: int) -> float:
-        """Return the percent that is no copy."""
-        return 100 - self.shares[nbytes]["copy"]
+    def together(self, *phases: str) -> dict[int, float]:
+        """Return the percent of some phases together, by bytes."""
+        parts = [self.shares[phase] for phase in phases]
+        return {n: sum(part[n] for part in parts) for n in self.shares["copy"]}
+
+    def not_copy(self) -> dict[int, float]:
+        """Return the percent that is no copy, by bytes."""
+        return {n: 100 - share for n, share in self.shares["copy"].items()}
+
+    def in_order(self) -> bool:
+        """True if copy > schedule ~ sync >> control, at every size."""
+        return all(
+            copy > schedule > 5 * control and 0.75 <= schedule / sync <= 1.33
+            for control, schedule, sync, copy in zip(*map(dict.values, self.shares.values()), strict=True)
+        )
 
 
 _FUSED_IN_PARTS = re.compile(r"parts|programs a unit")

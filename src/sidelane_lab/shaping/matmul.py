@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidelane.errors import UnavailableError
-from sidelane.modes import keep_compilers_out
+from sidelane.modes import exclude_compilers
 from sidelane_lab.shaping.choice import ShapingChoice
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
 
@@ -77,7 +77,7 @@ class ShapedMatmul:
         self._shape = shape if blocks_per_unit is None else dataclasses.replace(shape, resident=blocks_per_unit)
         self._blocks = blocks
 
-    @keep_compilers_out
+    @exclude_compilers
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Compute the product on the current stream.
 

@@ -30,6 +30,7 @@ from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import (
     IMPLEMENTATIONS,
+    MODEL,
     OF_LIBRARY,
     SEPARATE,
     Allowed,
@@ -46,6 +47,8 @@ from sidelane_lab.harness.table import (
     number,
     place_of,
 )
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.study import dma_study
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class CollectiveRow(FlatRow):
             otherwise the tensors of a list.
     """
 
-    allowed: ClassVar[Allowed] = (("launch", LAUNCHES), ("implementation", IMPLEMENTATIONS))
+    allowed: ClassVar[Allowed] = (("launch", (*LAUNCHES, MODEL)), ("implementation", IMPLEMENTATIONS))
     figures: ClassVar[tuple[str, ...]] = ("time_us", "bus_gbps")
 
     collective: str
@@ -394,6 +397,21 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: Problem
     )
 
 
+def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[CollectiveRow]:
+    """Return the library's rows, and those of the DMA collectives paper's variants as that paper ran them."""
+    study = dma_study(machine, options.sizes_on("cuda"))
+    times = [("dma", *key, us) for key, us in study.dma_us.items()]
+    times += [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
+    return [
+        CollectiveRow(
+            *(kind, nbytes, options.dtype, False, MODEL, implementation, variant, prelaunched),
+            *(us, None, None, bus_gbps(kind, nbytes, machine.gpus, us), None, None),
+        )
+        for implementation, kind, variant, prelaunched, nbytes, us in times
+        if kind in options.collectives
+    ]
+
+
 STUDY = Study(
     name="collectives",
     title="Collectives by size and implementation",
@@ -406,6 +424,7 @@ STUDY = Study(
     tables=collective_tables,
     plots=draw_ways,
     measure=_measure,
+    predict=predicted_rows,
     check=_check,
     progress="collectives",
 )

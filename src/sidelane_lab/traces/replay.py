@@ -93,7 +93,7 @@ def replay(machine: Machine, trace: TraceGraph, strategies: Sequence[Strategy | 
 
 def refusal(strategy: Strategy, machine: Machine) -> str:
     """Return why a trace is not replayed under a strategy; empty where it is."""
-    if not strategy.mover.as_asked:
+    if not strategy.mover.makes_whole_call:
         return "not replayed: it makes another call than the trace"
     if strategy.partition is not None and strategy.partition.memory_bound_only:
         return "not replayed: a trace does not tell which kernels are limited by memory"

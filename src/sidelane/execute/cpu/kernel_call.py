@@ -46,8 +46,8 @@ class CpuKernelCall:
 
         if not triton_interpreter.is_interpreted(call.kernel):
             raise UnavailableError(
-                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "
-                "environment before triton is imported)"
+                f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter: set TRITON_INTERPRET=1 in the "
+                "environment before triton is imported"
             )
         self.program = call
         self._run = triton_interpreter.run_interpreted

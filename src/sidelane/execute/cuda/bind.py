@@ -10,7 +10,6 @@ from sidelane.execute.base import Addresses, StridedWords
 from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cuda.calls import (
     Call,
-    Cell,
     Copying,
     HostWord,
     LaunchReduce,
@@ -21,6 +20,7 @@ from sidelane.execute.cuda.calls import (
     Operand,
     RecordEvent,
     RecordStamp,
+    SignalWord,
     StreamPlan,
     WaitEvent,
     WaitValue,
@@ -45,20 +45,26 @@ class Resolver:
         program: program of the plan.
         rank: rank of this process.
         addresses: addresses of buffers and flags.
-        cells: address of the words from which signals are copied.
+        signal_words: address of the words from which signals are copied.
         words: address of each host word.
     """
 
     def __init__(
-        self, program: Program, rank: int, addresses: Addresses, cells: int, words: Mapping[HostWord, int]
+        self, program: Program, rank: int, addresses: Addresses, signal_words: int, words: Mapping[HostWord, int]
     ) -> None:
-        self._program, self.rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
+        self._program, self.rank, self._addresses, self._signal_words, self._words = (
+            program,
+            rank,
+            addresses,
+            signal_words,
+            words,
+        )
         self._bases: Mapping[tuple[int, str], int] = {} if addresses.pieces else addresses.buffers
         self.has_rows = addresses.has_rows
 
     def at(self, addresses: Addresses) -> Resolver:
         """Return a resolver with other addresses of buffers."""
-        return Resolver(self._program, self.rank, addresses, self._cells, self._words)
+        return Resolver(self._program, self.rank, addresses, self._signal_words, self._words)
 
     def require(self, calls: Iterable[Call]) -> None:
         """Refuse calls with an operand that has no address, before the first one is submitted.
@@ -85,7 +91,7 @@ class Resolver:
         for box in boxes(to, source, self._addresses):
             yield from accepted(box)
 
-    def __call__(self, place: Operand | Flag | Cell | HostWord) -> int:
+    def __call__(self, place: Operand | Flag | SignalWord | HostWord) -> int:
         """Return the address of a place.
 
         Raises:
@@ -105,8 +111,8 @@ class Resolver:
                 return address
             case Flag():
                 return self._addresses.flag(place)
-            case Cell(index):
-                return self._cells + WORD_BYTES * index
+            case SignalWord(index):
+                return self._signal_words + WORD_BYTES * index
             case _:
                 return self._words[place]
 

@@ -54,7 +54,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class SignalWord:
     """A 32-bit word of this rank's device memory, from which a signal is copied to a peer."""
 
     index: int
@@ -64,7 +64,7 @@ class Cell:
 class WriteValue:
     """A store of ``value`` to a word, after all earlier work of the stream is visible to all ranks."""
 
-    target: Flag | Cell | HostWord
+    target: Flag | SignalWord | HostWord
     value: Value
 
 
@@ -89,7 +89,7 @@ class Memcpy:
     """One asynchronous copy. ``within_rank``: it crosses no link, and may run on SMs, behind kernels that fill them."""
 
     dst: Operand | Flag
-    src: Operand | Cell
+    src: Operand | SignalWord
     nbytes: int
     within_rank: bool
 
@@ -172,7 +172,7 @@ class StreamPlan:
     Attributes:
         streams: number of streams, including the caller's.
         events: number of events.
-        cells: number of words of device memory that the signals need.
+        signal_words: number of words of device memory that the signals need.
         steps: the calls.
         marks: for a graph, events that the caller records where each trigger would be fired, before these steps.
         arrivals: for a graph, events for which the caller waits at each arrival, after these steps.
@@ -180,7 +180,7 @@ class StreamPlan:
 
     streams: int
     events: int
-    cells: int
+    signal_words: int
     steps: tuple[StreamCall, ...]
     marks: tuple[tuple[int, ...], ...] = ()
     arrivals: tuple[tuple[int, ...], ...] = ()

@@ -31,7 +31,6 @@ from sidelane.execute.cuda.native import (
     Pointer,
     address_argument,
     address_array,
-    load_native,
     require_native,
 )
 from sidelane.memory.release import DeferredRelease, deferred_bytes
@@ -282,18 +281,17 @@ class Driver:
         return require_native("cuMemcpyAsync"), (*sides, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
-        """Prepare unordered copies (dst, src, bytes) as one call. Not on the legacy default stream."""
-        api, attributes = self._api, self._copy_attributes
+        """Prepare unordered copies (dst, src, bytes) as one call. Not on the legacy default stream.
+
+        Raises:
+            UnavailableError: the driver is from before CUDA 13.
+        """
         dsts, srcs, sizes = zip(*copies, strict=True)
         count = len(copies)
-        function = load_native("cuMemcpyBatchAsync_v2")
-        if function is None:  # a driver before CUDA 13: the binding knows its interface
-            pointers = [[api.CUdeviceptr(address) for address in side] for side in (dsts, srcs)]
-            parts = (*pointers, list(sizes), count, [attributes], [0], 1, api.CUstream(stream))
-            return functools.partial(_first_of, api.cuMemcpyBatchAsync), parts
         arrays = address_array(dsts), address_array(srcs)
         order = (self._copy_order, (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
         lengths = (ctypes.c_size_t * count)(*sizes)
+        function = require_native("cuMemcpyBatchAsync_v2")
         return function, (*arrays, lengths, ctypes.c_size_t(count), *order, ctypes.c_void_p(stream))
 
     @functools.cached_property
@@ -574,11 +572,6 @@ def load_api() -> Any:
     if error:
         raise UnavailableError(f"the CUDA driver does not start (cuInit: {error})", page=Page.INSTALLATION)
     return driver
-
-
-def _first_of(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the binding, and return its error code, the first of its values."""
-    return function(*arguments)[0]
 
 
 def _find_current_stream(index: int) -> int:

@@ -58,8 +58,8 @@ class CudaExecutor(CudaSite):
             raise ValueError(f"CudaExecutor.load: number of flag memories ({counts})")
         if captured and has_epochs(program):
             raise ValueError(
-                f"CudaExecutor.load: a program with epochs cannot be captured into a graph (value={program.variant!r}, "
-                "allowed=programs made by transform.freeze)"
+                f"CudaExecutor.load: a graph captures frozen programs, see transform.freeze, and none with epochs "
+                f"(value={program.variant!r})"
             )
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             loaded = CudaProgram(self, program, addresses, captured=captured)

@@ -50,7 +50,7 @@ class CudaKernelCall:
         from sidelane.device.triton_interpreter import is_interpreted
 
         if is_interpreted(call.kernel):
-            raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
+            raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels: unset TRITON_INTERPRET")
         self.program = call = dataclasses.replace(call, options={**COMPILE_OPTIONS, **call.options})
         self._executor = executor
         self._packed: _Packed | None = None

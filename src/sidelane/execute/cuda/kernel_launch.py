@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sidelane import forks
-from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, real_constants
-from sidelane.device.target import compiling_for
+from sidelane.device.language import COMPILE_OPTIONS, AtCompileTime, Constant, Kernel, compiling_for, real_constants
 from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound, note_located
 from sidelane.native.build import open_private, private_cache

@@ -11,7 +11,7 @@ from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, locate
-from sidelane.execute.cuda.site import CELLS, CudaSite
+from sidelane.execute.cuda.site import SIGNAL_WORDS, CudaSite
 from sidelane.execute.cuda.watch import WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program
@@ -199,15 +199,17 @@ class CudaProgram:
     def _bind(self) -> BoundPlan:
         executor, driver, captured = self._executor, self._executor.driver, self._captured
         plan = executor.plans.of(self.program, captured)
-        if plan.cells > CELLS:
-            raise ValueError(f"load: signals to peers in one program (value={plan.cells}, allowed=..{CELLS})")
+        if plan.signal_words > SIGNAL_WORDS:
+            raise ValueError(
+                f"load: signals to peers in one program (value={plan.signal_words}, allowed=..{SIGNAL_WORDS})"
+            )
         events = [driver.create_event() for _ in range(plan.events)]
         self._events += events
         for call in plan.calls():
             if isinstance(call, RecordStamp) and call.slot not in self._stamps:
                 self._stamps[call.slot] = driver.create_event(timing=True)
                 self._events.append(self._stamps[call.slot])
-        resolve = Resolver(self.program, executor.rank, self.addresses, executor.cells, executor.words)
+        resolve = Resolver(self.program, executor.rank, self.addresses, executor.signal_words, executor.words)
         resolve.require(plan.calls())
         self._load_kernels(plan.calls(), resolve)
         frame = Frame(

@@ -38,24 +38,16 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 @functools.cache
-def load_native(name: str) -> Any:
-    """Return a function of the driver's library; None if it has no such name."""
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return None
-
-
 def require_native(name: str) -> Any:
     """Return a function of the driver's library.
 
     Raises:
         UnavailableError: the library has no such name.
     """
-    function = load_native(name)
-    if function is None:
-        raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}")
-    return function
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}") from None
 
 
 class Pointer(ctypes.c_void_p):

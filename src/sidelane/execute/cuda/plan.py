@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from sidelane.execute.cuda.calls import (
     MAX_BATCH,
     Call,
-    Cell,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -16,6 +15,7 @@ from sidelane.execute.cuda.calls import (
     Operand,
     RecordEvent,
     RecordStamp,
+    SignalWord,
     StreamCall,
     StreamPlan,
     WaitEvent,
@@ -67,7 +67,7 @@ class _Lowering:
         self.streams, self.peer_writes = streams, peer_writes
         self.unhurried = streams.unhurried() if in_rows and streams.program.alone else frozenset()
         self.event_of = {flag: event for event, flag in enumerate(streams.own_flags)}
-        self.events, self.cells = len(self.event_of), 0
+        self.events, self.signal_words = len(self.event_of), 0
         captured = streams.captured
         self.begins = WriteValue(HostWord.BUSY, Value(1)) if captured else WriteValue(HostWord.STARTED, EPOCH)
         self.ends = WriteValue(HostWord.BUSY, Value(0)) if captured else WriteValue(HostWord.FINISHED, EPOCH)
@@ -76,7 +76,7 @@ class _Lowering:
         # Memory operations that follow each other on one stream are one call.
         self.batch: list[WriteValue | WaitValue] = []
         self.batch_stream = 0
-        self.cell_copies: list[Memcpy] = []  # behind the batch
+        self.signal_copies: list[Memcpy] = []  # behind the batch
 
     def plan(self, trigger: Flag | None) -> StreamPlan:
         """Lower all commands. ``trigger``: the flag for which stream 0, from which the others fork, waits first."""
@@ -99,7 +99,7 @@ class _Lowering:
         self._end(behind)
         self._flush()
         marks, arrivals = self._events_of_callers()
-        counts = (len(streams.sides) + 1, self.events, self.cells)
+        counts = (len(streams.sides) + 1, self.events, self.signal_words)
         return StreamPlan(*counts, tuple(self.steps), marks=marks, arrivals=arrivals)
 
     def _begin(self, position: int) -> None:
@@ -176,20 +176,20 @@ class _Lowering:
         if flag.rank == self.streams.rank or self.peer_writes:
             self._add(stream, WriteValue(flag, value))
             return
-        cell = Cell(self.cells)
-        self.cells += 1
-        # Only writes to cells may stand between a cell's write and its copy: the copies go out when the batch does.
-        if self.batch_stream != stream or not self.cell_copies:
+        signal_word = SignalWord(self.signal_words)
+        self.signal_words += 1
+        # Only writes to such words may stand between the write of one and its copy: copies go out when the batch does.
+        if self.batch_stream != stream or not self.signal_copies:
             self._flush()
-        self._add(stream, WriteValue(cell, value), deferred=Memcpy(flag, cell, 4, within_rank=False))
+        self._add(stream, WriteValue(signal_word, value), deferred=Memcpy(flag, signal_word, 4, within_rank=False))
 
     def _add(self, stream: int, op: WriteValue | WaitValue, deferred: Memcpy | None = None) -> None:
-        if self.batch_stream != stream or len(self.batch) == MAX_BATCH or (self.cell_copies and deferred is None):
+        if self.batch_stream != stream or len(self.batch) == MAX_BATCH or (self.signal_copies and deferred is None):
             self._flush()
         self.batch_stream = stream
         self.batch.append(op)
         if deferred is not None:
-            self.cell_copies.append(deferred)
+            self.signal_copies.append(deferred)
 
     def _record(self, stream: int, flag: Flag) -> None:
         """Record an event for the streams that wait for ``flag``; one event serves all flags signalled here."""
@@ -208,8 +208,8 @@ class _Lowering:
         """Submit the batch, before any call on another stream, to keep the order of submission."""
         if self.batch:
             self.steps.append(StreamCall(self.batch_stream, MemOps(tuple(self.batch))))
-            self.steps += [StreamCall(self.batch_stream, copy) for copy in self.cell_copies]
-        self.batch, self.cell_copies = [], []
+            self.steps += [StreamCall(self.batch_stream, copy) for copy in self.signal_copies]
+        self.batch, self.signal_copies = [], []
 
     def _new_event(self) -> int:
         self.events += 1

@@ -119,7 +119,7 @@ def differ_by_addresses(a: Addresses, b: Addresses) -> bool:
 
 MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
 
-CELLS = 4096  # signals to peers in one program, where they go as 4-byte copies
+SIGNAL_WORDS = 4096  # signals to peers in one program, where they go as 4-byte copies
 _DRAIN_S = 2.0
 _stuck: list[CudaSite] = []
 
@@ -166,15 +166,15 @@ class CudaSite:
             }
             self.status_words = words.address + WORD_BYTES * STATUS
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
-            self.cells, self._cells_owner = self.driver.device_words(CELLS)
+            self.signal_words, self._signal_words_owner = self.driver.device_words(SIGNAL_WORDS)
             self.internal = self.create_stream()
-            self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
+            self.into, self.out_of, self._between = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
             self._tables = DeviceTables(self.driver, self.create_stream())
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
-        forks.in_copies_of(self, forks.keep_for_ever)  # with its words and streams
+        forks.in_copies_of(self, forks.never_finalize)  # with its words and streams
         # For an executor that is dropped without close. The thread holds the watch, not this object.
         self._end_watch = weakref.finalize(self, self.watch.stop)
 
@@ -183,7 +183,7 @@ class CudaSite:
         self.check_open("order")
         driver = self.driver
         with self.lock, driver.current():
-            driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
+            driver.submit([driver.bind_record(self._between, first), driver.bind_wait(self._between, second)])
 
     def bind_on(self, stream: int, bind: Callable[[int], Sequence[Bound]]) -> Sequence[Bound]:
         """Prepare calls in order with the work of any stream.
@@ -249,7 +249,7 @@ class CudaSite:
             with self.driver.relaxed_capture():
                 if not self.rescue.close() and self not in _stuck:
                     _stuck.append(self)
-            for event in (self.into, self.out_of, self._turn):
+            for event in (self.into, self.out_of, self._between):
                 self.driver.destroy_event(event)
             for stream in self._streams:
                 self.driver.destroy_stream(stream)

@@ -93,7 +93,7 @@ class TensorSteps:
         self.abort()
         rail, self._rail = self._rail, None
         if not self._on_streams and not all(work.is_completed() for work in self._begun):
-            forks.keep_for_ever(rail)  # Gloo aborts nothing, and its end would wait for peers that may never come
+            forks.never_finalize(rail)  # Gloo aborts nothing, and its end would wait for peers that may never come
 
     def scratch(self, name: str, count: int, *, is_sent: bool = False) -> torch.Tensor:
         """Return so many elements, for the whole call the same ones by their name.

@@ -15,12 +15,12 @@ from sidelane.config import DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, register
+from sidelane.memory.liveness import Liveness, ProcessIdentity, Wider, set_liveness
 
 T = TypeVar("T")
 
 _NOWHERE, _MADE = "nowhere", "made"
-_HEARD_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
+_NOTICE_S = 10.0  # in which others come and hear of a wrong setting: they have imported what this rank has
 
 
 def find_nodes(
@@ -59,7 +59,7 @@ def find_nodes(
         try:
             config = settings.current() if config is None else config
         except Exception as error:
-            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_HEARD_S)
+            Exchange(everyone, DEFAULT_TIMEOUT_S, skips_earlier=True).refuse(error, grace_s=_NOTICE_S)
             raise
         if timeout is not None:
             config = dataclasses.replace(config, timeout_s=timeout.total_seconds())
@@ -89,8 +89,7 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
-            f"process group: virtual_nodes (value={named}, allowed=a node for each rank of the world, "
-            f"{nameless} among them)"
+            f"process group: virtual_nodes must name a node for each rank of the world, also {nameless} (value={named})"
         )
     return Nodes.named(names)
 
@@ -191,7 +190,7 @@ class NodeGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # see SidelaneGroup
         self._name, self.world_ranks = name, tuple(ranks)
         c10d._world.pg_map[self] = ("sidelane-node", store)
-        register(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
+        set_liveness(self, Liveness(dist.PrefixStore("sidelane/", store), rank, ranks, wider))
 
     def getGroupName(self) -> str:
         """Return the name under which its ranks meet."""

@@ -37,7 +37,7 @@ class Nodes:
         object.__setattr__(self, "of", tuple(map(operator.index, self.of)))
         if not self.of or list(dict.fromkeys(self.of)) != list(range(len(set(self.of)))):
             raise ValueError(
-                f"Nodes: of (value={self.of}, allowed=a node for each rank, numbered by first ranks from 0)"
+                f"Nodes: of must be a node for each rank, numbered from 0 by first ranks (value={self.of})"
             )
 
     @classmethod

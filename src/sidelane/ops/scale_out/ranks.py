@@ -110,7 +110,7 @@ class ScaleOut:
         """
         self.owner.require()
         if self._is_closed:
-            raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
+            raise CommunicatorClosedError("scale-out: closed; calls come before close()")
         if self.proxy.failure is not None:
             raise anew(self.proxy.failure)
 
@@ -184,7 +184,7 @@ class ScaleOut:
         posted = self.exchange(what, word)
         unlike = [other for other, each in enumerate(posted) if each != posted[self.rank]]
         if unlike:
-            shown = f"value={posted[unlike[0]]!r}, allowed=as {posted[self.rank]!r} on rank {self.rank}"
+            shown = f"value={posted[unlike[0]]!r}, here={posted[self.rank]!r}"
             raise self._differ(f"{what}: rank {unlike[0]} has other arguments ({shown})", unlike)
 
     def refuse(self, name: str, error: Exception) -> None:
@@ -237,7 +237,9 @@ class ScaleOut:
         """
         self.require_open()
         if is_captured(self.intra_node):
-            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
+            raise UnavailableError(
+                "scale-out: calls are eager, since the proxy learns of each from the host; a graph is captured"
+            )
         self.proxy.begin(call)
         with self.naming():
             yield

@@ -25,8 +25,7 @@ from enum import IntEnum
 
 from sidelane.fields import an, one_of, plain_text, several
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
-from sidelane.program.builders.flags import FlagPlan, FlagRole
-from sidelane.program.builders.registry import Transport, beside, find_algorithm, list_variants
+from sidelane.program.builders.registry import FlagPlan, FlagRole, Transport, beside, find_algorithm, list_variants
 from sidelane.program.collective import Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     MOVES,

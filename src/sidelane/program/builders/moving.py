@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sidelane.program.builders.flags import FlagPlan
-from sidelane.program.builders.registry import Algorithm, Transport, beside, register
+from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, beside, register
 from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,
@@ -74,7 +73,7 @@ def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
     if any(counts[i][j] != counts[j][i] for i in range(n) for j in range(i)):
         raise ValueError("swap: all_to_all must exchange equal counts between each two ranks")
     if transport is not Transport.PUSH:
-        raise ValueError(f"swap: transport (value={transport}, allowed=push: both chunks are exchanged in the output)")
+        raise ValueError(f"swap: transport (value={transport}, allowed=push): both chunks are exchanged in the output")
     if not collective.copies_own:
         raise ValueError(f"swap: {_SWAP_COPIES_ALL}")
     outputs = {(chunk.src_rank, chunk.dst_rank): output_of(collective, chunk) for chunk in collective.chunks()}

@@ -29,9 +29,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from sidelane.program.builders.flags import FlagPlan
 from sidelane.program.builders.moving import copy_own, rotation
-from sidelane.program.builders.registry import Algorithm, Transport, register
+from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, register
 from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 

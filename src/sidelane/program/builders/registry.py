@@ -1,7 +1,21 @@
-"""Registry of algorithms for copy engines. Each file of this folder declares its algorithms here.
+"""Registry of algorithms for copy engines, and the numbering of flags that they share.
 
-A new algorithm is a new file here that calls :func:`register`. ``build``, ``verify``, the choice, the commands and the
-tests use its declaration; no table elsewhere knows its name.
+Each file of this folder declares its algorithms here. A new algorithm is a new file here that calls :func:`register`.
+``build``, ``verify``, the choice, the commands and the tests use its declaration; no table elsewhere knows its name.
+
+Flags have the same numbers in every program, so that all programs of a communicator can share flag memory.
+
+A transfer moves bytes between two ranks; the *mover* is the rank whose engine executes it, the *partner* the other one.
+
+- entry: the partner tells the mover that its side may be touched (its buffer is free, or its bytes are ready);
+- exit: the mover tells the partner that it has finished.
+
+Each flag has one writer in a program. Programs differ in their phases, so a flag of a later phase may be a local one of
+another program, which its own rank writes while it is still in that call. Only signals that a rank gives after it
+has heard from the other one, in the same call, may have a later phase; its first signal has phase 0, whose flags have
+one meaning in all programs.
+
+With 4 ranks, the exit of phase 1 that rank 2 writes has index 1*8 + 4 + 2 = 14 on every rank.
 """
 
 from __future__ import annotations
@@ -85,7 +99,7 @@ class Algorithm:
         into_outputs: ranks write into the outputs of others, which must be symmetric.
         merges: its programs have one handshake with every peer, so that those of many tensors can be merged.
         objection: function that returns the reason why a call is not legal; empty if it is.
-        thumb: function that returns the reason to take it without measurements; empty if there is none.
+        default_rule: function that returns the reason to take it without measurements; empty if there is none.
     """
 
     name: str
@@ -97,7 +111,7 @@ class Algorithm:
     into_outputs: bool = False
     merges: bool = True
     objection: Callable[[CallShape], str] = no_objection
-    thumb: Callable[[CallShape], str] = no_objection
+    default_rule: Callable[[CallShape], str] = no_objection
 
     def __post_init__(self) -> None:
         validate(self, name=plain_text, kinds=_KINDS, preference=whole)
@@ -114,7 +128,7 @@ def register(algorithm: Algorithm) -> Algorithm:
     """
     for kind in algorithm.kinds:
         if _registered.setdefault((kind, algorithm.name), algorithm) is not algorithm:
-            raise ValueError(f"register: name (value={algorithm.name!r}, allowed=what no algorithm for {kind} has)")
+            raise ValueError(f"register: another algorithm for {kind} has this name (value={algorithm.name!r})")
     return algorithm
 
 
@@ -175,6 +189,60 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     if algorithm.whole is not None:
         return algorithm.whole(collective, transport)
     return algorithm.finish(algorithm.assemble(collective, transport))
+
+
+class FlagRole(StrEnum):
+    """Purpose of a flag."""
+
+    ENTRY = "entry"
+    EXIT = "exit"
+    LOCAL = "local"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlagPlan:
+    """Flags of a program: ``phases`` handshakes between all pairs, then one flag for each queue of the own rank."""
+
+    world_size: int
+    phases: int
+
+    @property
+    def handshakes(self) -> int:
+        """Number of flags that handshakes use; local flags come after them."""
+        return 2 * self.world_size * self.phases
+
+    def signal_entry(self, partner: int, mover: int, phase: int = 0) -> Signal:
+        return Signal(self._entry(partner, mover, phase), EPOCH)
+
+    def wait_entry(self, partner: int, mover: int, phase: int = 0) -> Wait:
+        return Wait(self._entry(partner, mover, phase), EPOCH)
+
+    def signal_exit(self, partner: int, mover: int, phase: int = 0) -> Signal:
+        return Signal(self._exit(partner, mover, phase), EPOCH)
+
+    def wait_exit(self, partner: int, mover: int, phase: int = 0) -> Wait:
+        return Wait(self._exit(partner, mover, phase), EPOCH)
+
+    def role(self, flag: Flag) -> tuple[int, FlagRole]:
+        """Return the phase of a flag (0 for local ones) and its role.
+
+        >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
+        (1, <FlagRole.EXIT: 'exit'>)
+        """
+        if flag.index >= self.handshakes:
+            return 0, FlagRole.LOCAL
+        phase, index = divmod(flag.index, 2 * self.world_size)
+        return phase, FlagRole.ENTRY if index < self.world_size else FlagRole.EXIT
+
+    def local(self, rank: int, queue: int) -> Flag:
+        """Return the flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""
+        return Flag(rank, self.handshakes + queue)
+
+    def _entry(self, partner: int, mover: int, phase: int) -> Flag:
+        return Flag(mover, 2 * self.world_size * phase + partner)
+
+    def _exit(self, partner: int, mover: int, phase: int) -> Flag:
+        return Flag(partner, 2 * self.world_size * phase + self.world_size + mover)
 
 
 def _stays(queue: Queue) -> bool:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.program.builders.flags import FlagPlan
 from sidelane.program.builders.moving import copy_own, rotation
-from sidelane.program.builders.registry import Algorithm, Transport, register
+from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, register
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Program, Queue, Signal, Wait
 from sidelane.program.shape import CallShape
@@ -63,7 +62,7 @@ def relay(collective: Collective, transport: Transport = Transport.PUSH, *, roun
     if collective.kind is not Kind.BROADCAST:
         raise ValueError(f"{RELAY}: collective (value={collective.kind}, allowed=broadcast)")
     if transport is not Transport.PUSH:
-        raise ValueError(f"{RELAY}: transport (value={transport}, allowed=push: ranks write into each other's outputs)")
+        raise ValueError(f"{RELAY}: transport (value={transport}, allowed=push): ranks write into each other's outputs")
     if rounds is None:
         rounds = worthwhile_rounds(collective)
     if rounds < 1:
@@ -152,7 +151,7 @@ def _no_relay(shape: CallShape) -> str:
     return "has no third rank to relay to" if shape.world_size <= 2 else ""
 
 
-def _thumb(shape: CallShape) -> str:
+def _default_rule(shape: CallShape) -> str:
     saves = shape.nbytes * (shape.world_size - 2) >= SAVES_BYTES
     return "copy engines, relayed from rank to rank" if saves else ""
 
@@ -166,6 +165,6 @@ register(
         into_outputs=True,
         merges=False,
         objection=_no_relay,
-        thumb=_thumb,
+        default_rule=_default_rule,
     )
 )

@@ -118,7 +118,7 @@ class FlagStates:
             if writer != chain and clock[writer] <= tick and state.lost is None:
                 state.lost = (before, place)
         if state.seen:
-            self._keep_unseen(target, state, value, chain, clock, place)
+            self._note_unseen(target, state, value, chain, clock, place)
         tick = self._ticks[chain]
         self._ticks[chain] = tick + 1
         past = None
@@ -172,7 +172,7 @@ class FlagStates:
         state.seen.append((value, equal, chain, self._ticks[chain], place))
         return True
 
-    def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
+    def _note_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
         """Forget the waits that surely come before a write; the others must accept its value."""
         unseen = []
         for seen in state.seen:
@@ -267,7 +267,7 @@ def _flag(use: FlagUse) -> Iterator[str]:
         first, second = (next(w for w in everything if w[0].steps[w[1]][4] == k) for k in (slopes[0], slopes[-1]))
         yield (
             f"{_name(second)}: flag {use.flag.index} of rank {use.flag.rank} changes by {slopes[-1]} an epoch here, "
-            f"and by {slopes[0]} in {_name(first)} (allowed=one change for all uses of a flag)"
+            f"and by {slopes[0]} in {_name(first)} ; all uses of a flag change by one number"
         )
     elif slopes[0]:
         bases = sorted(base for base, _ in values)

@@ -30,11 +30,7 @@ def main(machine_name: str, options: PhasesOptions) -> None:
     """
     machine = find(machine_name)
     console = tables_console(options.json)
-    rows = [
-        predicted_row(machine, operation, machine.gpus)
-        for nbytes in options.sizes_on("cuda")
-        for operation in operations(options.operations, options.variants, nbytes)
-    ]
+    rows = predicted_rows(machine, options)
     console.print(f"Phases predicted for {machine.title}", style="bold")
     for table in phase_tables(rows):
         console.print(table.to_rich())
@@ -44,6 +40,15 @@ def main(machine_name: str, options: PhasesOptions) -> None:
         with mpl.rc_context(RC):
             draw_phases(rows, machine.title, options.report)
     say_written(files)
+
+
+def predicted_rows(machine: Machine, options: PhasesOptions) -> list[PhaseRow]:
+    """Return the rows of a machine that is described; raises as :func:`main`."""
+    return [
+        predicted_row(machine, operation, machine.gpus)
+        for nbytes in options.sizes_on("cuda")
+        for operation in operations(options.operations, options.variants, nbytes)
+    ]
 
 
 def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:

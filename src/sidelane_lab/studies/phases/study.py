@@ -28,7 +28,7 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.phases.predict import phase_row, predicted_row
+from sidelane_lab.studies.phases.predict import phase_row, predicted_row, predicted_rows
 from sidelane_lab.studies.phases.programs import GRAPH, TRANSFERS, Operation, operations
 from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
@@ -305,6 +305,7 @@ STUDY = Study(
     tables=phase_tables,
     plots=lambda rows, results, folder: draw_phases(rows, results.where, folder),
     measure=_measure,
+    predict=predicted_rows,
     check=_check,
     progress="phases",
 )

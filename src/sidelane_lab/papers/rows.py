@@ -1,0 +1,125 @@
+"""Claims and figures of the papers as formulas over a study's rows, which the model fills as a measurement does.
+
+A claim's quantity and a figure's curves are written once. Held against a paper's machine they read the model's rows,
+beside our result files those of a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.study import study_of
+from sidelane_lab.machines.ranges import Band, Curves, bands
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.papers.figures import BANDS, Panel, PublishedValue
+from sidelane_lab.papers.measurements import ResultFile
+
+X = TypeVar("X", int, float, str)
+Marks = Sequence[PublishedValue]
+MOST_TICKS = 6
+"""Number of sizes that can be named below a panel of a row."""
+
+
+@functools.lru_cache(maxsize=64)
+def model_rows(machine: Machine, options: StudyOptions) -> ResultFile:
+    """Return the rows that the model fills for a machine. ``options``: of a study that predicts."""
+    predict = study_of(options.study).predict
+    assert predict is not None, options.study
+    rows = tuple(row.exact() for row in predict(machine, options))
+    return ResultFile(Path(), options.study, machine.name, machine.title, machine.world_size, rows)
+
+
+class PredictedStudies(Protocol):
+    """Numbers of one machine that claims are about, with its predicted studies."""
+
+    def rows(self, study: str) -> ResultFile:
+        """Return the rows that the model fills."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimReading:
+    """A claim's quantity, as a formula over rows. Called with what a paper predicts from, it reads the model's rows.
+
+    Attributes:
+        study: whose rows, a key of ``claim_measurements.FILES``.
+        read: the value, in the claim's form and unit.
+        differs: what is not as in the paper in our files, in a few words, besides the machine.
+        fuller: key of a file that is read instead on machines that have it; "" none.
+    """
+
+    study: str
+    read: Callable[[ResultFile], Any]
+    differs: str = ""
+    fuller: str = ""
+
+    def __call__(self, predicted: PredictedStudies) -> Any:
+        return self.read(predicted.rows(self.study))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowFigure:
+    """A figure's panel as curves over rows, drawn for the model with plausible ranges and for each result file.
+
+    Attributes:
+        options: of the study, with which the model fills its rows.
+        curves: of rows: values by place, by the word of the legend.
+        panel: makes the panel of bands, places and marks.
+        marks: published values, by the places of a panel: files have them, and predictions of ``machine``.
+        machine: that the paper measured on.
+        numbers: of a description that the curves depend on.
+    """
+
+    options: StudyOptions
+    curves: Callable[[ResultFile], Mapping[str, Mapping[Any, float]]]
+    panel: Callable[[Mapping[str, Band], Sequence[Any], Marks], Panel]
+    marks: Callable[[Sequence[Any]], Marks]
+    machine: str
+    numbers: Sequence[str]
+
+    def predicted(self, machine: Machine, ranges: bool) -> list[Panel]:
+        """Return the panel of a machine that is described."""
+
+        def values(changed: Machine) -> Curves[str]:
+            return {name: list(points.values()) for name, points in self._curves_of(changed).items()}
+
+        places = list(next(iter(self._curves_of(machine).values())))
+        marks = self.marks(places) if machine.name == self.machine else ()
+        return [self.panel(bands(machine, values, self.numbers if ranges else ()), places, marks)]
+
+    def measured(self, file: ResultFile) -> list[Panel]:
+        """Return the panel of a result file; nothing where it has no such rows."""
+        places, found = aligned(self.curves(file))
+        if not places:
+            return []
+        panel = self.panel(found, places, self.marks(places))
+        return [dataclasses.replace(panel, xlabel=panel.xlabel.partition(" (")[0])]  # it has no plausible ranges
+
+    def _curves_of(self, machine: Machine) -> Mapping[str, Mapping[Any, float]]:
+        return self.curves(model_rows(machine, self.options))
+
+
+def size_places(sizes: Sequence[int]) -> dict[str, Any]:
+    """Return how a panel over bytes names them."""
+    ticks = {float(n): format_bytes(n) for n in sizes[:: -(-len(sizes) // MOST_TICKS)]}
+    return {"x": sizes, "ticks": ticks, "xlabel": f"bytes ({BANDS})"}
+
+
+def exact(values: Sequence[float]) -> Band:
+    """Return a band without width."""
+    return Band(tuple(values), tuple(values), tuple(values))
+
+
+def aligned(
+    curves: Mapping[str, Mapping[X, float]], order: Sequence[X] | None = None
+) -> tuple[list[X], dict[str, Band]]:
+    """Return the places that any curve has, and each curve there; where it has none, its value is not a number."""
+    known = {x for points in curves.values() for x in points}
+    places = sorted(known) if order is None else [x for x in order if x in known]
+    return places, {name: exact([points.get(x, math.nan) for x in places]) for name, points in curves.items() if points}
