@@ -32,6 +32,18 @@ def own_part(copied: object) -> tuple[Hashable, ...]:
     return () if copied is True else (copied if copied is False else repr(copied),)
 
 
+def split_sizes(splits: Sequence[Any], world_size: int) -> list[Any]:
+    """Return the caller's output and input split sizes of an all_to_all as tuples of integers; None stays None."""
+    found: list[tuple[int, ...] | None] = []
+    for name, sizes in zip(("output", "input"), splits, strict=True):
+        try:
+            found.append(None if sizes is None else tuple(map(operator.index, sizes)))
+        except TypeError:
+            allowed = f"allowed={world_size} whole numbers"
+            raise TypeError(f"all_to_all: {name}_split_sizes (value={sizes!r}, {allowed})") from None
+    return found
+
+
 class CallForm(abc.ABC):
     """The interface of a call to ``CallPath``, and what most forms do.
 
@@ -149,7 +161,7 @@ class UnevenCall(CallForm):
         check_tensors("all_to_all", *self.tensors)
         if self._splits[0] is None or self._splits[1] is None:
             raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
-        self._rows = [self._whole(*given) for given in zip(("output", "input"), self._splits, strict=True)]
+        self._rows = split_sizes(self._splits, self._world_size)
         return (*self._rows, *(tensor.shape[:1] for tensor in self.tensors), *own_part(self._copies_own))
 
     def requests(self, arguments: Arguments) -> Requests:
@@ -195,13 +207,6 @@ class UnevenCall(CallForm):
         collective = define.all_to_all(counts, copies_own=self._copies_own)
         made = Request(collective, _at(request.input, input), _at(request.output, output), request.dtype)
         return (counts, input, output), (made,)
-
-    def _whole(self, name: str, splits: Any) -> tuple[int, ...]:
-        try:
-            return tuple(operator.index(size) for size in splits)
-        except TypeError:
-            allowed = f"allowed={self._world_size} whole numbers"
-            raise TypeError(f"all_to_all: {name}_split_sizes (value={splits!r}, {allowed})") from None
 
 
 def _shown(region: Region) -> object:
