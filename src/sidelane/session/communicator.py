@@ -60,7 +60,7 @@ from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
-from sidelane.session.making import agree_on_profile, make_backend, settled
+from sidelane.session.making import agree_on_profile, make_backend, resolve_arguments
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.sizes import format_bytes
 from sidelane.version import VERSION
@@ -142,7 +142,7 @@ class Communicator:
         self._first = first
         if first is None:
             given = cast("dist.ProcessGroup | None", group)
-            self._group, self._title, self.device, self.config = settled(given, device, config)
+            self._group, self._title, self.device, self.config = resolve_arguments(given, device, config)
         elif device is None and config is None:
             self._group, self._title, self.device, self.config = first._group, first._title, first.device, first.config
         else:
