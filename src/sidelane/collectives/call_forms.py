@@ -13,7 +13,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.agreement import Agreement, Request
-from sidelane.collectives.arguments import Arguments, check_tensors, identities
+from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import check_variant
@@ -73,10 +73,6 @@ class CallForm(abc.ABC):
     def repeated_as(self) -> SingleCall | None:
         """Key by which compiled code finds the call again; None for one collective on single tensors."""
         return None
-
-    def identities(self) -> Hashable:
-        """Return all properties of the tensors that :meth:`requests` depends on. May raise its errors."""
-        return identities(self.tensors)
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         """Raise ValueError for a variant that does not exist for this kind of call."""

@@ -335,9 +335,8 @@ class NodesCommunicator:
             pairs = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs]
         op, dtype = op_name(call.op), pairs[0][0].dtype
         divides = op == ReduceOp.AVG and not dtype.is_floating_point
-        self.steps.begin(dtype, ReduceOp.SUM if divides else op, call.beside)
-        run_recipe(self.steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, call.root)
-        self.steps.end()
+        with self.steps.call(dtype, ReduceOp.SUM if divides else op, call.beside):
+            run_recipe(self.steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, call.root)
         if divides:
             for output, _ in pairs:
                 output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
