@@ -23,7 +23,8 @@ from sidelane.config import Config
 from sidelane.ops.operator import OPERATORS
 from sidelane.ops.rms_norm import SCHEDULES
 from sidelane.program.collective import Kind
-from sidelane.program.shape import PRELAUNCH, Variant
+from sidelane.program.shape import Variant
+from sidelane_lab.sim.prelaunch import PRELAUNCH
 
 ROOT = Path(__file__).parents[1]
 LINES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((ROOT / "tests/wins.toml").read_text(encoding="utf-8"))
