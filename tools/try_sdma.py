@@ -11,12 +11,13 @@ issue.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,11 @@ from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer, Collective, Kind, Span, all_gather, all_to_all
-from sidelane.program.ir import EngineKind, Program, Signal
-from sidelane.program.transform import prelaunch
+from sidelane.program.ir import EngineKind, Flag, Program, Signal
 from sidelane_lab.sdma import Packet, QueueWords, disassemble, encode, fit
 from sidelane_lab.sdma import packets as layout
 from sidelane_lab.sdma.queues import GpuAgent, SdmaQueue, SdmaRuntime
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes from rank to rank in the collectives."""
@@ -39,6 +40,20 @@ PIECE = 4096
 FENCED = 7
 WORDS_BYTES, ENDED_AT, TRIGGERS_AT = 4096, 1024, 2048
 """Size of a rank's own words in host memory; places of the counter of ended queues and of the triggers in them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TriggeredAddresses(Addresses):
+    """Addresses of a program whose triggers lie in host memory, apart from its other flags.
+
+    Attributes:
+        triggers: address of each trigger.
+    """
+
+    triggers: Mapping[Flag, int] = dataclasses.field(default_factory=dict)
+
+    def flag(self, flag: Flag) -> int:
+        return self.triggers.get(flag) or super().flag(flag)
 
 
 class TrialMemory(Protocol):
@@ -187,7 +202,7 @@ class Trial:
         flags = [self.machine.on_gpu(rank, 4 * program.flag_count) for rank in range(n)]
         words = [self.machine.on_host(WORDS_BYTES) for _ in range(n)]
         triggers = {flag: (flag.rank, TRIGGERS_AT + 4 * place) for place, flag in enumerate(_triggers(program))}
-        addresses = Addresses(
+        addresses = TriggeredAddresses(
             {place: found.address for place, found in memory.items()},
             tuple(found.address for found in flags),
             triggers={flag: words[rank].address + offset for flag, (rank, offset) in triggers.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,7 +25,8 @@ from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, dtype_name
-from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup, make_fsdp_group
+from sidelane.integrations.fsdp_group import FsdpGroup, make_fsdp_group
+from sidelane.integrations.ledger import SIDELANE
 from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
@@ -79,18 +81,18 @@ class EnabledFsdp:
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, FsdpGroup] = {}
-        self._counts = FsdpCounts()
+        self._counts = Counter[str]()
         self._undo = contextlib.ExitStack()
 
     @property
     def calls(self) -> int:
         """Number of collectives that Sidelane has made."""
-        return self._counts.calls
+        return self._counts[SIDELANE]
 
     @property
     def elsewhere(self) -> Mapping[str, int]:
         """Numbers of calls that the group's own backend has made, by kind and reason."""
-        return self._counts.elsewhere
+        return Counter({why: calls for why, calls in self._counts.items() if why != SIDELANE})
 
     def memory(self) -> MemoryUse:
         """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""

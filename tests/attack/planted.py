@@ -33,7 +33,8 @@ from sidelane.program.ir import (
     Value,
     Wait,
 )
-from sidelane.program.transform import freeze, prelaunch
+from sidelane.program.transform import freeze
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "bfloat16")
 GATHER = all_gather([8] * 3, in_place=True)

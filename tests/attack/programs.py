@@ -13,7 +13,8 @@ from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relay import RELAY, relay
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Broadcast, Copy, Move, Program, Swap
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower
+from sidelane_lab.sim.prelaunch import prelaunch
 from sidelane_lab.studies.phases.stamp import stamp
 
 WORLDS = (1, *(2,) * 8, *(3,) * 8, 4, 4, 4, 5, 6, 7, 8)

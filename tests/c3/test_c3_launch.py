@@ -184,7 +184,7 @@ def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = types.SimpleNamespace(profile=builtin("h200x2"))
-    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, profile=profile, kept={})
+    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, profile=profile, cache={})
     parts = Parts(device)
     parts.made.clear()
     monkeypatch.setattr(launch, "partitions_of", lambda device: (parts, ""))

@@ -110,7 +110,7 @@ def test_what_is_refused() -> None:
             nano_batches(parts)  # type: ignore[arg-type]
     begun = begin_collective(Recorder().start("once"), torch.ones(1))
     assert begun.wait().tolist() == [2.0]
-    with pytest.raises(RuntimeError, match="allowed=once"):
+    with pytest.raises(RuntimeError, match="waited for already"):
         begun.wait()
 
 

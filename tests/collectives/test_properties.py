@@ -31,12 +31,11 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from(list(Kind)))
     variant = draw(st.sampled_from(("auto", *variants(kind))))
-    prelaunched = draw(st.booleans())
     return Case(
         kind=kind,
         numel=draw(st.one_of(st.integers(0, 20), st.integers(0, 5000))),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.int32, torch.int64))),
-        variant=variant + "+prelaunch" * (prelaunched and variant != "auto"),
+        variant=variant,
         symmetric=writes_into_outputs(variant) or draw(st.booleans()),
         op=draw(st.sampled_from(("sum", "min", "max"))),
         seed=draw(st.integers(0, 1000)),

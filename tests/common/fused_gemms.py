@@ -34,7 +34,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     with communicator(group) as comm:
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
-        cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             dtype = draws.sizes.choice(DTYPES)
             columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
@@ -51,7 +51,7 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             table = torch.tensor(counts, dtype=draws.sizes.choice((torch.int32, torch.int64)), device=device)
             draws.late()
             result = ops.gemm_all_to_all(comm, x, weight, table, most_rows=70 * n, tiles=TILES)
-            cached_object.append((result[: len(expected)].clone(), expected))
+            compared.append((result[: len(expected)].clone(), expected))
             if number % 3 == 2:  # rows that overlap in memory, which the library does not take
                 x, xs = x[:1].expand(x.shape), [one[:1].expand(one.shape) for one in xs]
                 products = [one.double() @ part.double().T for one, part in zip(xs, weights, strict=True)]
@@ -61,23 +61,23 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             by_engines = ops.gemm_all_to_all(
                 comm, x, weight, counts, most_rows=70 * n, method="split", pieces=1 + number % 3
             )
-            cached_object.append((by_engines[: len(expected)].clone(), expected))
+            compared.append((by_engines[: len(expected)].clone(), expected))
             if number < 2:  # as they are, and back
                 x = xs[rank].to(device)
                 rows = [part[sum(row[:rank]) : sum(row[: rank + 1])] for part, row in zip(xs, counts, strict=True)]
                 came = ops.all_to_all_rows(comm, x, table, most_rows=70 * n)
-                cached_object.append((came[: len(expected)].clone(), torch.cat(rows).double()))
+                compared.append((came[: len(expected)].clone(), torch.cat(rows).double()))
                 back = ops.all_to_all_rows(comm, came.clone(), table.T.contiguous(), most_rows=70 * n)
                 sent = sum(counts[rank])
-                cached_object.append((back[:sent].clone(), xs[rank][:sent].double()))
+                compared.append((back[:sent].clone(), xs[rank][:sent].double()))
             if number == 1:
                 for method in ("auto", "fused", "split", "unfused"):
                     given = table if method == "unfused" else counts
                     x = xs[rank].to(device)
                     result = ops.gemm_all_to_all(comm, x, weight, given, most_rows=70 * n, tiles=TILES, method=method)
-                    cached_object.append((result[: len(expected)].clone(), expected))
-        check_all(comm, cached_object)
-    return len(cached_object)
+                    compared.append((result[: len(expected)].clone(), expected))
+        check_all(comm, compared)
+    return len(compared)
 
 
 def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
@@ -85,7 +85,7 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
     with communicator(group) as comm:
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
-        cached_object: list[tuple[object, torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[object, torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             dtype = draws.sizes.choice(DTYPES)
             columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
@@ -103,7 +103,7 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             draws.late()
 
             def keep(name: str, result: torch.Tensor, wanted: torch.Tensor = expected, number: int = number) -> None:
-                cached_object.append(((number, name), result[: len(wanted)].clone(), wanted))
+                compared.append(((number, name), result[: len(wanted)].clone(), wanted))
 
             options: dict[str, Any] = {"most_rows": 40 * n, "tiles": TILES}
             keep("fused", ops.all_to_all_gemm(comm, x, weight, table, **options))
@@ -116,15 +116,15 @@ def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             keep("experts", *experts(comm, draws, dtype, columns, depth))
             keep("left out", *left_out(comm, x, weight, counts, expected))
         comm.synchronize()
-        for where, result, wanted in cached_object:
+        for where, result, wanted in compared:
             assert len(result) == len(wanted), where
             check_close(result, wanted, where)
-    return len(cached_object)
+    return len(compared)
 
 
 def depths_of_their_own(group: dist.ProcessGroup) -> int:
     """Columns of ``x`` that differ between ranks, whole tiles of them or not; one expert and several."""
-    cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
         n, depths = comm.world_size, (16, 24, 3)
         for method, several in (("fused", ()), ("split", ()), ("unfused", ()), ("fused", (2,))):
@@ -134,9 +134,9 @@ def depths_of_their_own(group: dist.ProcessGroup) -> int:
             options: dict[str, Any] = {"most_rows": rows, "tiles": TILES, "method": method}
             result = ops.gemm_all_to_all(comm, x, weight, counts.tolist(), **options)
             expected = torch.tensor(depths[:n]).repeat_interleave(rows // n)[:, None].expand(rows, 5).double()
-            cached_object.append((result.clone(), expected))
-        check_all(comm, cached_object)
-    return len(cached_object)
+            compared.append((result.clone(), expected))
+        check_all(comm, compared)
+    return len(compared)
 
 
 def results_passed_on(group: dist.ProcessGroup, rounds: int) -> int:

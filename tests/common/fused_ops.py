@@ -61,11 +61,11 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, where: object, *, s
 
 
 def check_all(
-    comm: Communicator, cached_object: Sequence[tuple[torch.Tensor, torch.Tensor]], *, scale: float | None = None
+    comm: Communicator, compared: Sequence[tuple[torch.Tensor, torch.Tensor]], *, scale: float | None = None
 ) -> None:
     """Compare all that was kept with float64, once the calls have ended."""
     comm.synchronize()
-    for number, (result, expected) in enumerate(cached_object):
+    for number, (result, expected) in enumerate(compared):
         assert result.shape == expected.shape, number
         check_close(result, expected, number, scale=scale)
 
@@ -96,7 +96,7 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         tilings = {True: (Tiling(16, 32, 1, 1), Tiling(4, 16, 1, 2, 1, "")), False: (Tiling(16, 32, 1, 1),)}
         symmetric = {dtype: comm.empty(16 * 70, dtype=dtype) for dtype in DTYPES}
         shapes = [(draws.sizes.randrange(1, 70), draws.sizes.choice((1, 2, 3, 5, 16))) for _ in range(6)]
-        cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             rows, tokens = draws.sizes.choice(shapes)
             columns = [draws.sizes.randrange(1, 50) for _ in range(n)]
@@ -119,11 +119,11 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             result = ops.gemv_all_reduce(comm, weight, x, out=out, tiling=tiling)
             if where == 1:
                 result = result.clone()  # the next call writes there
-            cached_object.append((result, expected))
-        check_all(comm, cached_object)
+            compared.append((result, expected))
+        check_all(comm, compared)
         weight, x = torch.ones(20, 8), torch.ones(3, 8)
         check_close(gemv.unfused_gemv(comm, weight, x), torch.full((3, 20), 8.0 * n).double(), "unfused")
-    return len(cached_object)
+    return len(compared)
 
 
 def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
@@ -132,7 +132,7 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         tiling = Tiling(16, 32, 1, 1)
-        cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for kind, (tokens, shape), dtype in zip(
             (*FLOAT8S, *FLOAT8S), ((1, (1,)), (1, None), (3, (20,)), (3, ())), (*DTYPES, DTYPES[0]), strict=True
         ):
@@ -152,16 +152,16 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             weight, x = weights[rank].to(device), xs[rank].to(device)
             options = {"scale": None if scale is None else scale.to(device)}
             draws.late()
-            cached_object.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, **options), expected))
+            compared.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, **options), expected))
             unfused = gemv.unfused_gemv(comm, weight, x, **options)
             assert (unfused.double().cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
-        check_all(comm, cached_object)
-    return len(cached_object)
+        check_all(comm, compared)
+    return len(compared)
 
 
 def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple[int, int]) -> int:
     """GEMVs as they are cut by default: whole tiles and others (rows, columns), one token and several, all dtypes."""
-    cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
         draws = Draws(7, comm.rank)
         for (rows, columns), tokens, dtype, kind in (
@@ -178,9 +178,9 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
             weight, x = weights[comm.rank].to(comm.device), xs[comm.rank].to(comm.device)
             for _ in range(2):
                 draws.late()
-                cached_object.append((ops.gemv_all_reduce(comm, weight, x, method="fused"), expected))
-        check_all(comm, cached_object)
-    return len(cached_object)
+                compared.append((ops.gemv_all_reduce(comm, weight, x, method="fused"), expected))
+        check_all(comm, compared)
+    return len(compared)
 
 
 def gemvs_of_rows_far_apart(group: dist.ProcessGroup) -> list[float]:
@@ -196,7 +196,7 @@ def gemvs_of_rows_far_apart(group: dist.ProcessGroup) -> list[float]:
 
 def gemvs_in_place(group: dist.ProcessGroup) -> int:
     """Results in memory of ``x``: the same, or half of it, of rows that lie apart; again and again."""
-    cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
         draws, rows = Draws(9, comm.rank), 64
         for tokens, columns, method in itertools.product((1, 3), (rows, 30), ("fused", "unfused")):
@@ -208,14 +208,14 @@ def gemvs_in_place(group: dist.ProcessGroup) -> int:
                 x, out = memory.view(tokens, rows)[:, :columns], memory.view(tokens, rows)
                 x.copy_(xs[comm.rank])
                 options: dict[str, Any] = {"tiling": Tiling(16, 32, 1, 1), "method": method, "out": out}
-                cached_object.append((ops.gemv_all_reduce(comm, weight, x, **options), expected))
-        check_all(comm, cached_object)
-    return len(cached_object)
+                compared.append((ops.gemv_all_reduce(comm, weight, x, **options), expected))
+        check_all(comm, compared)
+    return len(compared)
 
 
 def gemvs_without_columns(group: dist.ProcessGroup) -> int:
     """On one rank or on all of them; dots and sums, also of weights of 8 bits."""
-    cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
         n, tiling = comm.world_size, Tiling(16, 32, 1, 1)
         for number, (with_columns, tokens) in enumerate(itertools.product((1, 0), (1, 3))):
@@ -225,9 +225,9 @@ def gemvs_without_columns(group: dist.ProcessGroup) -> int:
             x = torch.ones(tokens, columns, dtype=dtype)
             expected = torch.full((tokens, 32), 32.0 * min(n, with_columns)).double()
             for method in ("fused", "unfused"):
-                cached_object.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, method=method), expected))
-        check_all(comm, cached_object)
-    return len(cached_object)
+                compared.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, method=method), expected))
+        check_all(comm, compared)
+    return len(compared)
 
 
 def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> set[str]:
@@ -235,7 +235,7 @@ def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> s
     schedules = set()
     with communicator(group) as comm:
         draws, device, dtype = Draws(5, comm.rank), comm.device, torch.bfloat16
-        cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tokens, hidden in sizes:
             handle = AllReduceRmsNorm(comm, tokens, hidden, dtype)
             schedules.add(handle.schedule)
@@ -247,11 +247,11 @@ def large_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> s
                 draws.late()
                 given = (one.to(device) for one in (xs[comm.rank], residual, weight))
                 found = handle.run(None, *given, None, None, None, None, 1e-6)
-                cached_object += zip(found, (expected, total), strict=True)
+                compared += zip(found, (expected, total), strict=True)
             comm.synchronize()
-            for number, (result, wanted) in enumerate(cached_object):
+            for number, (result, wanted) in enumerate(compared):
                 check_close(result, wanted, (tokens, hidden, number))
-            cached_object.clear()
+            compared.clear()
     return schedules
 
 
@@ -278,7 +278,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         draws = Draws(seed, rank)
-        cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for _ in range(calls):
             tokens, hidden = draws.sizes.choice((1, 2, 3, 5, 7)), 2 * draws.sizes.choice((1, 17, 40, 150))
             dtype, in_place = draws.sizes.choice(DTYPES), draws.sizes.random() < 0.5
@@ -294,22 +294,22 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
             places: dict[str, Any] = {"out": x, "residual_out": before} if in_place else {}
             if in_place and draws.sizes.random() < 0.5:
                 places = {"residual_out": x}
-            cached_object += zip(
+            compared += zip(
                 ops.all_reduce_rms_norm(comm, x, before, weight.to(device), eps=eps, schedule=schedule, **places),
                 (expected, total),
                 strict=True,
             )
-        check_all(comm, cached_object)
+        check_all(comm, compared)
         x, weight = torch.full((2, 4), 1.0), torch.full((4,), 2.0)
         y, total = rms_norm.unfused_norm(comm, x, x, weight)
         check_close(total, torch.full((2, 4), n + 1.0).double(), "unfused")
         check_close(y, torch.full((2, 4), 2.0).double(), "unfused")
-    return len(cached_object) // 2
+    return len(compared) // 2
 
 
 def norms_of_one_row(group: dist.ProcessGroup) -> int:
     """One row alone whose stride is odd, as an input, and as an output that is like it."""
-    cached_object: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
         for schedule in ("cells", "pushed"):
             x, quantized = (torch.ones(1, 9).to(dtype)[:, :8] for dtype in (torch.bfloat16, torch.float8_e4m3fn))
@@ -317,9 +317,9 @@ def norms_of_one_row(group: dist.ProcessGroup) -> int:
             weight = torch.ones(8, dtype=torch.bfloat16)
             found = ops.all_reduce_rms_norm(comm, x, x, weight, schedule=schedule, **options)
             wide = torch.full((1, 8), comm.world_size + 1.0).double()
-            cached_object += zip((*found, quantized.float()), (wide / wide, wide, wide / wide), strict=True)
-        check_all(comm, cached_object)
-    return len(cached_object)
+            compared += zip((*found, quantized.float()), (wide / wide, wide, wide / wide), strict=True)
+        check_all(comm, compared)
+    return len(compared)
 
 
 def refusals(group: dist.ProcessGroup, calls: Callable[[Communicator], Calls]) -> list[list[str]]:

@@ -831,6 +831,7 @@ def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
                 refused("gloo makes it, on the host", lambda: dist.all_reduce(tensor.double(), group=ours))
             return
         call = calls.GroupCall(calls.ALL_REDUCE, [on_gpu], [], dist.AllreduceOptions(), ())
+        call.refusal = ""  # the tensor is none
         refused("the group's first call", lambda: dispatcher._run(call, None))
         call.refusal = "product of float32"
         refused("gloo makes it, on the host .product of float32", lambda: dispatcher._run(call, None))

@@ -132,7 +132,7 @@ def lists(group: dist.ProcessGroup, kinds: Sequence[Kind], seed: int, count: int
         rng = random.Random(seed)
         for kind in kinds:
             case = Case(comm, kind, rng, count)
-            for number, variant in enumerate(("auto", "b2b", "pcpy", "b2b+prelaunch")):
+            for number, variant in enumerate(("auto", "b2b", "pcpy")):
                 for again in range(2):
                     case.fill(10 * number + again)
                     case.call(variant=variant)
@@ -248,7 +248,7 @@ def batches(group: dist.ProcessGroup, seed: int, rounds: int) -> set[str]:
         rng = random.Random(seed)
         for number in range(rounds):
             cases = [Case(comm, rng.choice((*MOVING, *REDUCING)), rng, rng.randint(0, 3)) for _ in range(3)]
-            variant = rng.choice(("auto", "b2b", "pcpy", "b2b+prelaunch"))
+            variant = rng.choice(("auto", "b2b", "pcpy"))
             single = torch.empty(5 * comm.world_size)
             for again in range(2):
                 for case in cases:

@@ -37,7 +37,6 @@ from sidelane.program.collective import (
 )
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
-from sidelane.program.transform import prelaunch
 from sidelane.session.bound_program import BoundProgram
 from sidelane_lab.model.engine_add import reduce_on_engines
 
@@ -147,8 +146,7 @@ def builders(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         n = comm.world_size
         chosen = []
         for collective in definitions(n, rng):
-            program = _built(collective, rng)
-            chosen.append(under_contract(prelaunch(program) if rng.random() < 0.3 else program))
+            chosen.append(under_contract(_built(collective, rng)))
         cases = [Case(comm, program) for program in chosen]
         delays = random.Random(seed + 1 + comm.rank)
         shard, whole = torch.empty(77, dtype=torch.int32), torch.empty(77 * n, dtype=torch.int32)

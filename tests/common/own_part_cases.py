@@ -17,7 +17,7 @@ from sidelane.errors import MismatchError, PeerError
 from sidelane.program.builders import build
 from sidelane.program.collective import Kind, all_to_all
 
-VARIANTS = ("auto", "b2b", "pcpy", "striped", "b2b+prelaunch")
+VARIANTS = ("auto", "b2b", "pcpy", "striped")
 
 
 class Exchange:
@@ -57,10 +57,7 @@ def equal_parts(group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], sizes
     """Every variant, symmetric and ordinary, each three times, so that what is remembered runs too; and in place."""
     checked = 0
     with communicator(group) as comm:
-        names = {candidate.variant for candidate in everything(Kind.ALL_TO_ALL, comm.abilities)} | {
-            "auto",
-            "b2b+prelaunch",
-        }
+        names = {candidate.variant for candidate in everything(Kind.ALL_TO_ALL, comm.abilities)} | {"auto"}
         cases = itertools.product(dtypes, sizes, (False, True), [name for name in VARIANTS if name in names])
         for number, (dtype, numel, symmetric, variant) in enumerate(cases):
             case = Exchange(comm, number, numel, dtype, symmetric=symmetric)

@@ -10,7 +10,7 @@ from pieces import BYTES, MadeUpPieces, NoOtherMemory
 
 from sidelane import Communicator, Config
 from sidelane.execute.cuda.exported import ExportedMemory
-from sidelane.integrations.registered import register_segments
+from sidelane.integrations.buffers import register_segments
 
 SIZES = (3 * BYTES, 5 * BYTES, 3 * BYTES)
 """Bytes of the segments, in the order in which all ranks make them; two are of one size."""

@@ -32,7 +32,7 @@ def place(comm: Communicator, symmetric: bool, numel: int, dtype: torch.dtype) -
     return tensor
 
 
-VARIANTS = ("auto", "pcpy", "b2b", "pcpy+prelaunch", "b2b+prelaunch")
+VARIANTS = ("auto", "pcpy", "b2b")
 
 
 def moving_sweep(
@@ -57,14 +57,14 @@ def moving_sweep(
                 comm.all_gather(out, out[rank * size : (rank + 1) * size], variant=variant)
                 assert same_bytes(out, torch.cat(shards)), ("all_gather in place", variant, dtype, size, symmetric)
             root = seed % n
-            for variant in variants + (("bcst", "relay", "relay+prelaunch") if symmetric else ()):
+            for variant in variants + (("bcst", "relay") if symmetric else ()):
                 tensor = place(comm, symmetric, size, dtype)
                 if rank == root:
                     tensor.copy_(shards[rank])
                 comm.broadcast(tensor, root=root, variant=variant)
                 assert same_bytes(tensor, shards[root]), ("broadcast", variant, dtype, size, symmetric)
             exchanged = torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs])
-            for variant in variants + (("swap", "swap+prelaunch") if symmetric else ()):
+            for variant in variants + (("swap",) if symmetric else ()):
                 out = place(comm, symmetric, n * size, dtype)
                 comm.all_to_all(out, inputs[rank], variant=variant)
                 assert same_bytes(out, exchanged), ("all_to_all", variant, dtype, size, symmetric)

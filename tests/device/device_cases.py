@@ -25,6 +25,7 @@ from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, pro
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FlagRescue
+from sidelane.execute.cuda.trigger import CudaTrigger
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
 from sidelane.execute.vendor import make_driver
 from sidelane.memory.control import ControlBlock
@@ -34,8 +35,9 @@ from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Buffer, Collective, Kind, ReduceOp, Reduction
-from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.ir import EPOCH, Copy, Program
+from sidelane.program.transform import freeze, held_by, hold, lower
+from sidelane_lab.sim.prelaunch import prelaunch
 
 FLAGS = 1024  # in each of the two regions
 ARENA_BYTES = 64 << 20
@@ -284,12 +286,16 @@ def prelaunched(context: Context) -> None:
             setting = Setting(context, program)
             with torch.cuda.stream(context.stream):
                 loaded = context.main.load(program, setting.buffers)
+                executor, flag, own = context.main.executor, held_by(program, context.rank), context.stream.cuda_stream
+                assert flag is not None
+                trigger = CudaTrigger(executor, [(loaded.addresses.flag(flag), EPOCH)], program.variant)
                 for repeat in range(3):
                     epoch = context.main.next_epoch()
-                    if repeat != 1:
-                        loaded.arm(epoch)
+                    loaded.run(epoch, (executor.held_stream(), False))
                     expected = setting.fill(repeat)
-                    start(loaded, epoch, context.stream).wait()
+                    trigger.fire(epoch, (own, False))
+                    executor.order(executor.held_stream(), own)
+                    context.stream.synchronize()
                     setting.check(expected, f"{program.variant}, {repeat}")
                 if ahead is prelaunch:  # queues of a graph cannot share a trigger
                     capture_and_replay(context, setting, freeze(program), program.variant)

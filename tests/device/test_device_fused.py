@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 from device_pool import Pool, Ranks
@@ -53,10 +54,6 @@ def test_norms_in_8_bits(ranks: Ranks) -> None:
     ranks.run(CASES + "as_on_cpus", "fused_ops", "norms_of_nan", timeout_s=60)
 
 
-def test_slices_as_they_come(ranks: Ranks) -> None:
-    ranks.run(CASES + "as_on_cpus", "fused_embeddings", "slices_as_they_come", timeout_s=120)
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -74,7 +71,7 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
     *others, own = ranks.run(CASES + "refusals", module, name, timeout_s=120)
-    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    assert all(re.match(r"(Value|Type)Error: .*(value|allowed)=", line) for line in own), own
     for told in others:
         for line, reason in zip(told, own, strict=True):
             assert line.startswith("PeerError") and reason in line, (line, reason)

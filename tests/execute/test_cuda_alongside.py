@@ -24,8 +24,9 @@ from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Kind
 from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower
 from sidelane.program.verify import verify
+from sidelane_lab.sim.prelaunch import prelaunch
 from sidelane_lab.studies.phases.stamp import stamp
 
 MIB = 1 << 20
@@ -95,8 +96,7 @@ def test_no_transform_forgets_whether_something_computes(transform: Callable[[Pr
 
 def test_what_waits_for_one_trigger_is_copied_in_rows_too() -> None:
     program = dataclasses.replace(build(define.all_gather([32 * MIB] * 2), "b2b", Transport.PUSH), alone=True)
-    ahead = [step.call for step in plan_calls(hold(program), 0).ahead]
-    assert sum(isinstance(call, MemcpyEveryOther) for call in ahead) == 2
+    assert sum(isinstance(call, MemcpyEveryOther) for call in plan_calls(hold(program), 0).calls()) == 2
 
 
 def test_what_is_staged_first_is_not_in_the_shadow_of_anything() -> None:

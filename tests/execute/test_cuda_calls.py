@@ -23,7 +23,6 @@ from sidelane.execute.cuda.calls import (
     choose_route,
 )
 from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
-from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.execute.cuda.streams import INLINE_BYTES
 from sidelane.program import collective as define
@@ -45,7 +44,8 @@ from sidelane.program.ir import (
     Wait,
     has_epochs,
 )
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 def of_type(plan: StreamPlan, kind: type) -> list:
@@ -204,7 +204,7 @@ def test_a_batch_respects_the_limit_of_the_driver() -> None:
 def test_without_peer_writes_a_signal_is_a_copy_behind_a_write_to_a_cell() -> None:
     plan = plan_calls(build(all_gather(3, in_place=True), "b2b"), 0, peer_writes=False)
     signals = [copy for copy in of_type(plan, Memcpy) if isinstance(copy.dst, Flag)]
-    assert len(signals) == plan.cells == 4  # two entries, two exits
+    assert len(signals) == plan.signal_words == 4  # two entries, two exits
     assert all(copy.nbytes == 4 and copy.dst.rank != 0 for copy in signals)
     targets = [op.target for batch in of_type(plan, MemOps) for op in batch.ops if isinstance(op, WriteValue)]
     assert not any(isinstance(target, Flag) for target in targets), "no write reaches a peer"
@@ -230,14 +230,10 @@ def test_queues_of_one_rank_wait_for_each_other_by_events() -> None:
         assert all(plan.calls().count(call) == 1 for call in of_type(plan, RecordEvent))
 
 
-def test_prelaunched_queues_are_ahead_behind_the_first_trigger_and_the_call_only_fires_it() -> None:
+def test_a_rank_without_queues_has_no_trigger() -> None:
     program = build(all_gather(4), "pcpy")
-    plan, trigger = plan_calls(prelaunch(program), 0), Flag(0, program.flag_count)
-    assert plan == hold_back(plan_calls(program, 0), trigger)
-    assert isinstance(plan.ahead[0].call, MemOps) and plan.ahead[0].call.ops[0] == WaitValue(trigger, EPOCH)
-    assert [step.call.ops[0] for step in plan.steps] == [WriteValue(trigger, EPOCH)]
     idle = dataclasses.replace(program, queues=tuple(queue for queue in program.queues if queue.rank))
-    assert plan_calls(prelaunch(idle), 0) == plan_calls(idle, 0), "a rank without queues has no trigger"
+    assert plan_calls(prelaunch(idle), 0) == plan_calls(idle, 0)
 
 
 def test_copies_that_depend_on_each_other_are_not_one_call() -> None:
@@ -251,7 +247,7 @@ def test_copies_that_depend_on_each_other_are_not_one_call() -> None:
 def test_a_captured_prelaunched_program_is_the_program() -> None:
     program = build(all_gather(4), "pcpy")
     plan, plain = (plan_calls(freeze(each), 0, captured=True) for each in (prelaunch(program), program))
-    assert not plan.ahead and plan.streams == plain.streams and plan.marks == plain.marks == ()
+    assert plan.streams == plain.streams and plan.marks == plain.marks == ()
     copies, copies_of_plain = ([call for call in each.calls() if isinstance(call, Memcpy)] for each in (plan, plain))
     assert copies == copies_of_plain
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import streams
 from sidelane.program import collective as define
 from sidelane.program.builders import build
-from sidelane.program.ir import Program
-from sidelane.program.transform import freeze, hold, prelaunch
+from sidelane.program.transform import freeze
 
 
 @pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
@@ -41,31 +39,13 @@ def test_every_builder_moves_the_right_bytes(
                 loaded.check(expected)
 
 
-@pytest.mark.parametrize("ahead", [prelaunch, hold])
-def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Program]) -> None:
-    with world_of(3) as world:
-        for program in programs(3)[::3]:
-            loaded = world.load(ahead(program))
-            expected = loaded.fill(1)
-            for rank in loaded.ranks:
-                rank.arm(world.epoch + 1)
-            time.sleep(0.01)
-            loaded.start()
-            world.synchronize()
-            loaded.check(expected)
-            expected = loaded.fill(2)
-            loaded.start()  # arms by itself
-            world.synchronize()
-            loaded.check(expected)
-
-
 @pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
 def test_captured_programs_are_replayed_and_their_flags_come_back(
     inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
     with world_of(3) as world:
-        for program in [*programs(3), prelaunch(programs(3)[0])]:
+        for program in programs(3):
             loaded = world.load(freeze(program), frozen=True)
             for driver in world.drivers:
                 driver.begin_capture()
@@ -164,19 +144,10 @@ def test_wrong_calls_are_refused_and_harm_nothing() -> None:
     with world_of(2) as world:
         loaded = world.load(build(define.all_gather([8] * 2), "b2b"))
         program = loaded.ranks[0]
-        with pytest.raises(ValueError, match="arm"):
-            program.arm(1)
         with pytest.raises(ValueError, match="number of flag memories"):
             world.executors[0].load(loaded.program, Addresses({}, (1,)))
         with pytest.raises(ValueError, match="no address of buffer"):
             world.executors[0].load(loaded.program, Addresses({}, (0, 0)))
-        armed = world.load(prelaunch(build(define.all_gather([8] * 2), "b2b")))
-        for rank in armed.ranks:
-            rank.arm(1)
-        expected = armed.fill(0)
-        armed.start()
-        world.synchronize()
-        armed.check(expected)
     world.close()
     with pytest.raises(CommunicatorClosedError):
         start(program, 5, world.streams[0])

@@ -19,7 +19,7 @@ from sidelane.program.batch import Batch, parts_of
 from sidelane.program.builders import Transport, build_batch
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction, Span
 from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
 
 SUM = Reduction(ReduceOp.SUM, "int32")
@@ -178,11 +178,11 @@ def reductions(n: int) -> Program:
     return program_of(parts, [Transport.PUSH] * 2)
 
 
-@pytest.mark.parametrize("form", ["eager", "prelaunched", "frozen"])
+@pytest.mark.parametrize("form", ["eager", "frozen"])
 @pytest.mark.parametrize("make", [mixture, reductions])
 def test_bytes_arrive_in_every_tensor(make: object, form: str) -> None:
     program = make(3)  # type: ignore[operator]
-    program = {"eager": lambda p: p, "prelaunched": prelaunch, "frozen": freeze}[form](program)
+    program = {"eager": lambda p: p, "frozen": freeze}[form](program)
     verify(program)
     with world_of(3) as world:
         lists = Lists(world, program, seed=1, frozen=form == "frozen")

@@ -2,80 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
+from armed import Armed
 from cuda_world import World, programs, world_of
 
-from sidelane.collectives.backend_cuda import CudaHeld
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
-from sidelane.execute.cuda import CudaExecutor, streams
-from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
+from sidelane.execute.cuda import streams
+from sidelane.execute.cuda.calls import MemOps, StreamCall, WaitEvent, WaitValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import EPOCH, Flag, Program
 from sidelane.program.transform import hold
-
-
-class Caller:
-    """What a handle asks of the backend of a rank: where its caller stands."""
-
-    channels = CUDA_CHANNELS
-
-    def __init__(self, executor: CudaExecutor, stream: int) -> None:
-        self.executor, self.last = executor, stream
-        self.at = (stream, False)
-
-    def caller_stream(self) -> tuple[int, bool]:
-        return self.at
-
-    def last_handle(self) -> int:
-        return self.last
-
-    def follow(self, handle: int) -> None:
-        self.last = handle
-
-
-class Armed:
-    """A program on all ranks of a world, to be armed and fired."""
-
-    def __init__(self, world: World, program: Program, *, host_trigger: bool = False) -> None:
-        self.world, self.data = world, world.load(program)
-        addresses = self.data.ranks[0].addresses
-        handles = [stream.cuda_stream for stream in world.streams]
-        self.callers = [Caller(*each) for each in zip(world.executors, handles, strict=True)]
-        self.ranks = [CudaHeld(caller, hold(program), addresses, host_trigger) for caller in self.callers]
-
-    def arm(self, ranks: Sequence[int] | None = None) -> None:
-        self.world.epoch += 1
-        for rank in range(self.world.world_size) if ranks is None else ranks:
-            self.ranks[rank].arm(self.world.epoch)
-
-    def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
-        for rank in range(self.world.world_size) if ranks is None else ranks:
-            own = self.world.streams[rank].cuda_stream
-            self.callers[rank].at = (own if stream is None else stream, False)
-            self.ranks[rank].fire()
-            self.callers[rank].at = (own, False)
-
-    def store(self, rank: int) -> Callable[[], None]:
-        """What a kernel does that fires."""
-        address, epoch = self.ranks[rank].trigger_address, self.world.epoch
-
-        def kernel() -> None:
-            ctypes.c_uint32.from_address(address).value = epoch
-
-        return kernel
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 def submitted(world: World) -> list[list[tuple[str, int]]]:
@@ -107,51 +54,42 @@ def gather(n: int, nbytes: int = 64, *, in_place: bool = False) -> Program:
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
-def test_a_held_plan_begins_with_its_trigger_and_ends_with_its_end(peer_writes: bool) -> None:
+@pytest.mark.parametrize("ahead", [hold, prelaunch])
+def test_a_held_plan_is_the_plan_behind_its_trigger(peer_writes: bool, ahead: Callable[[Program], Program]) -> None:
     for program in programs(4):
         plan, trigger = plan_calls(program, 1, peer_writes=peer_writes), Flag(1, program.flag_count)
-        held = plan_calls(hold(program), 1, peer_writes=peer_writes)
-        assert held.is_held and (held.streams, held.held_streams) == (plan.streams + 1, plan.streams)
-        first, last = held.ahead[0], held.ahead[-1]
-        assert first.stream == last.stream == 1
-        assert isinstance(first.call, MemOps)
+        held = plan_calls(ahead(program), 1, peer_writes=peer_writes)
+        assert (held.streams, held.events, held.signal_words) == (plan.streams, plan.events, plan.signal_words)
+        first, *others = held.steps
+        assert first.stream == 0 and isinstance(first.call, MemOps)
         assert first.call.ops[0] == WaitValue(trigger, EPOCH)
-        assert isinstance(last.call, MemOps)
-        assert last.call.ops[-2:] == (WriteValue(DeviceWord.DONE, EPOCH), WriteValue(HostWord.FINISHED, EPOCH))
-        # Every other stream forks behind the wait.
-        for stream in range(2, held.streams):
+        rest = first.call.ops[1:]
+        assert (*((StreamCall(0, MemOps(rest)),) if rest else ()), *others) == plan.steps
+        for stream in range(1, held.streams):  # every other stream forks behind the wait
             assert isinstance(held.calls(stream)[0], WaitEvent)
-        # Nothing else has changed.
-        ops = [op for step in held.ahead if isinstance(step.call, MemOps) for op in step.call.ops]
-        own = {trigger, DeviceWord.DONE}
-        kept = [op for op in ops if not {getattr(op, "flag", None), getattr(op, "target", None)} & own]
-        assert kept == [op for step in plan.steps if isinstance(step.call, MemOps) for op in step.call.ops]
-        others = [[step for step in each if not isinstance(step.call, MemOps)] for each in (plan.steps, held.ahead)]
-        assert others[0] == [dataclasses.replace(step, stream=step.stream - 1) for step in others[1]]
-        # The caller has one call.
-        (fire,) = held.steps
-        assert fire == StreamCall(0, MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH))))
 
 
 # --- what is submitted when -------------------------------------------------------------------------------------------
 
 
-def test_everything_goes_ahead_and_the_trigger_is_one_batch(pair: World) -> None:
+def test_everything_goes_ahead_and_the_trigger_is_one_write(pair: World) -> None:
     armed = Armed(pair, gather(2))
     expected = armed.data.fill(1)
     submitted(pair)
     armed.arm()
     for rank, calls in enumerate(submitted(pair)):
         kinds = [kind for kind, _ in calls]
-        assert kinds[:2] == ["record", "wait"], "behind the last call"
+        assert kinds[:2] == ["record", "wait"], "behind the caller"
         assert set(kinds[2:]) == {"memory_ops", "copy", "record", "wait"}
         streams = {stream for _, stream in calls[1:]}
-        assert armed.callers[rank].last in streams and len(streams) == 2, "one more for the own part"
+        assert pair.executors[rank].held_stream() in streams and len(streams) == 2, "one more for the own part"
         assert pair.streams[rank].cuda_stream not in streams
     time.sleep(0.05)
     assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
     armed.fire()
-    assert submitted(pair) == [[("memory_ops", stream.cuda_stream)] for stream in pair.streams]
+    for rank, calls in enumerate(submitted(pair)):
+        held, own = pair.executors[rank].held_stream(), pair.streams[rank].cuda_stream
+        assert calls == [("memory_ops", own), ("record", held), ("wait", own)]
     pair.synchronize()
     armed.data.check(expected)
 
@@ -193,17 +131,17 @@ def test_every_builder_moves_the_right_bytes(
         for seed, program in enumerate(programs(3)):
             if program.collective.reduction is not None:
                 continue
-            armed = Armed(world, program)
+            armed, plain = Armed(world, program), world.load(program)
             for repeat in range(3):
                 armed.arm()
                 expected = armed.data.fill(3 * seed + repeat)
                 armed.fire(stream=0 if repeat == 2 else None)  # by way of an internal stream
                 world.synchronize()
                 armed.data.check(expected)
-                expected = armed.data.fill(3 * seed + repeat + 100)
-                armed.data.start()  # an ordinary call in between
+                expected = plain.fill(3 * seed + repeat + 100)
+                plain.start()  # an ordinary call in between
                 world.synchronize()
-                armed.data.check(expected)
+                plain.check(expected)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -222,25 +160,19 @@ def test_one_rank_alone_has_a_trigger_too(in_place: bool) -> None:
             armed.data.check(expected)
 
 
-def test_the_host_fires_without_the_driver(pair: World) -> None:
-    armed = Armed(pair, gather(2), host_trigger=True)
+def test_the_host_fires_beside_the_callers_stream(pair: World) -> None:
+    armed = Armed(pair, gather(2))
     for repeat in range(3):
         armed.arm()
         expected = armed.data.fill(repeat)
         submitted(pair)
-        for rank in armed.ranks:
-            rank.fire_from_host()
-        assert submitted(pair) == [[], []]
-        for rank in armed.ranks:
-            rank.wait(begun=True)
+        armed.fire_from_host()
+        assert submitted(pair) == [[("memory_ops", executor.internal)] for executor in pair.executors]
+        for rank in range(2):
+            armed.follow(rank)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
-    armed.arm()
-    expected = armed.data.fill(9)
-    armed.fire()  # a stream reaches the host's word as well
-    pair.synchronize()
-    armed.data.check(expected)
 
 
 def test_a_kernel_fires_by_a_store(pair: World) -> None:
@@ -251,7 +183,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.ranks[rank].wait(begun=False)
+            armed.expect(rank)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -271,27 +203,6 @@ def test_handles_take_turns(pair: World) -> None:
         armed.data.check(expected)
 
 
-@pytest.mark.parametrize("host_trigger", [False, True])
-def test_a_renewal_leaves_no_word_behind(pair: World, host_trigger: bool) -> None:
-    """What was set long ago would count as set by a call to come, on the circle of 32 bits."""
-    armed = Armed(pair, gather(2), host_trigger=host_trigger)
-    for epoch in (1, 1 << 31, (1 << 32) + 5):
-        for executor in pair.executors:
-            executor.renew(epoch)
-        for flags in pair.flags:
-            flags[:] = epoch & 0xFFFFFFFF
-        pair.epoch = epoch
-        armed.arm()
-        expected = armed.data.fill(epoch)
-        time.sleep(0.02)
-        assert not any(executor.watch.finished(epoch + 1) for executor in pair.executors)
-        armed.fire()
-        pair.synchronize()
-        for driver in pair.drivers:
-            driver.synchronize()
-        armed.data.check(expected)
-
-
 def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
     armed = Armed(pair, gather(2))
     armed.arm()
@@ -303,21 +214,6 @@ def test_counts_say_what_was_submitted_ahead(pair: World) -> None:
 
 
 # --- misuse and failures ----------------------------------------------------------------------------------------------
-
-
-def test_a_capture_is_refused_and_the_trigger_comes_later(pair: World) -> None:
-    armed = Armed(pair, gather(2))
-    armed.arm()
-    expected = armed.data.fill(1)
-    pair.drivers[0].begin_capture()
-    armed.callers[0].at = (pair.streams[0].cuda_stream, True)
-    for wrong in (armed.ranks[0].fire, lambda: armed.ranks[0].wait(begun=True)):
-        with pytest.raises(ValueError, match="captur"):
-            wrong()
-    assert pair.drivers[0].end_capture() == []
-    armed.fire()
-    pair.synchronize()
-    armed.data.check(expected)
 
 
 def test_streams_that_would_take_every_channel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +246,7 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(hasty: World, arms: bool
     hasty.drivers[0].synchronize()
     if arms:  # it hears of that, and its armed streams drain
         with pytest.raises(PeerError):
-            armed.ranks[1].end(armed=False)
+            hasty.executors[1].synchronize()
         hasty.drivers[1].synchronize()
         with pytest.raises(PeerError):
             armed.fire([1])
@@ -359,8 +255,8 @@ def test_a_rank_that_never_arms_or_never_fires_is_named(hasty: World, arms: bool
 def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(hasty: World) -> None:
     armed = Armed(hasty, gather(2))
     armed.arm()
-    for rank in armed.ranks:
-        rank.wait(begun=False)
+    for rank in range(2):
+        armed.expect(rank)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         hasty.synchronize()
     for driver in hasty.drivers:
@@ -372,21 +268,10 @@ def test_a_dead_peer_is_noticed_while_armed(pair: World) -> None:
     armed.arm()
     pair.monitor.dead.add(1)
     with pytest.raises(PeerError, match="rank 1 died"):
-        armed.ranks[0].end(armed=False)
+        pair.executors[0].synchronize()
     pair.drivers[0].synchronize()
     with pytest.raises(PeerError, match="rank 1 died"):
         armed.fire([0])
-
-
-def test_giving_up_fires_and_waits(pair: World) -> None:
-    for host_trigger in (False, True):
-        armed = Armed(pair, gather(2), host_trigger=host_trigger)
-        armed.arm()
-        expected = armed.data.fill(1)
-        armed.fire([1])
-        armed.ranks[0].end(armed=True)
-        pair.synchronize()
-        armed.data.check(expected)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -419,7 +304,7 @@ def test_a_refused_trigger_ends_it_for_all(pair: World) -> None:
     with pytest.raises(DriverError):
         armed.fire([0])
     with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
-        armed.ranks[1].end(armed=True)
+        armed.fire_from_host([1])
         # What rank 0 had armed was let go: rank 1 may have got its bytes, which are garbage, before it heard.
         for _ in range(200):
             pair.executors[1].synchronize()

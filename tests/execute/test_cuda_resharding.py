@@ -17,7 +17,7 @@ from sidelane.program.builders import Transport, build_batch
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Copy, Program
 from sidelane.program.resharding import Resharding
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
 
 ULYSSES = Resharding((2, 8, 8, 16), 2, 2, 1, (4, 4), (4, 4))
@@ -134,12 +134,12 @@ def test_three_tensors_have_three_copies_a_rank() -> None:
     assert found.count(("rows", 128, 4, (128, 256))) == 4
 
 
-@pytest.mark.parametrize("form", ["eager", "prelaunched", "frozen"])
+@pytest.mark.parametrize("form", ["eager", "frozen"])
 @pytest.mark.parametrize("transport", [Transport.PUSH, Transport.PULL, Transport.STAGED])
 def test_bytes_arrive(transport: Transport, form: str) -> None:
     layouts = [ULYSSES, UNEVEN, BACK]
     program = program_of(layouts, transport)
-    program = {"eager": lambda p: p, "prelaunched": prelaunch, "frozen": freeze}[form](program)
+    program = {"eager": lambda p: p, "frozen": freeze}[form](program)
     with world_of(2) as world:
         resharded = Resharded(world, layouts, program, frozen=form == "frozen")
         for seed in range(3):

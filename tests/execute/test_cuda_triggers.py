@@ -19,7 +19,7 @@ from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.order import _triggers, submission_order
-from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
+from sidelane.execute.cuda.trigger import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
 from sidelane.program.pieces import gathering_program, row_slices
 from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, triggers_of, without_callers
@@ -135,16 +135,6 @@ def test_a_trigger_that_nobody_fires_is_named() -> None:
             own, peers = ("wait flag 1",), ("rank 1 waited", "wait flag 4", "rank 0 has not signalled")
             said = str(caught.value)
             assert any(all(words in said for words in waits) for waits in (own, peers)), said
-
-
-def test_a_capture_cannot_fire() -> None:
-    with world_of(1) as world:
-        sliced = Sliced(world, sliced_gather(1, 1, 8))
-        epoch = sliced.start()
-        with pytest.raises(ValueError, match="would repeat the trigger"):
-            sliced.triggers[0][0].fire(epoch, (world.streams[0].cuda_stream, True))
-        sliced.triggers[0][0].fire_from_host(epoch)
-        world.synchronize()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -22,8 +22,9 @@ from sidelane.program.collective import (
     scatter,
 )
 from sidelane.program.ir import Broadcast, Copy, Program, Swap
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SIZES = st.integers(0, 70)
 

@@ -33,7 +33,8 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 def collectives(n: int) -> Iterator[Collective]:
@@ -77,8 +78,6 @@ def run_all(group: dist.ProcessGroup, seed: int) -> int:
     epoch = 0
     for index, each in enumerate(order):
         epoch += 1 + index % 2
-        if each.loaded.program.prelaunched and index % 3:
-            each.loaded.arm(epoch)
         each.run_checked(epoch)
     rig.close()
     return len(loaded)

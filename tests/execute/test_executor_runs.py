@@ -7,10 +7,8 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
-import torch
 from worlds import POISON, LocalWorld, wrong_bytes
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, ProgramError
@@ -29,7 +27,6 @@ from sidelane.program.ir import (
     Value,
     Wait,
 )
-from sidelane.program.transform import held_by, hold, prelaunch
 from sidelane.program.verify import verify
 
 DMA, LOCAL = Engine(EngineKind.DMA), Engine(EngineKind.LOCAL)
@@ -87,16 +84,11 @@ def test_a_rank_without_queues_is_done_at_once() -> None:
         assert world.state.ended == [3, 3]
 
 
-@pytest.mark.parametrize("armed", [False, True])
-def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(
-    armed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start has seen that the executor is open, and hands over its queues when it no longer is."""
     with LocalWorld(2) as world:
         loaded = world.load(build(all_gather([8] * 2), "b2b"))
         loaded.run_checked(1)
-        if armed:
-            loaded.ranks[0].arm(2)
         world.executors[0].close()
         monkeypatch.setattr(world.executors[0], "check_open", lambda method: None)
         pending = loaded.ranks[0].start(2)
@@ -105,103 +97,6 @@ def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(
         assert not [thread for thread in threads() if thread.name.startswith("sidelane-0")]
         with pytest.raises(PeerError, match="closed its executor"):
             loaded.ranks[1].start(2).wait()
-
-
-# --- arming -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transform", [prelaunch, lambda program: program], ids=["triggers", "plain"])
-def test_armed_queues_wait_for_the_call_and_nobody_is_late_before_it(transform: Callable[[Program], Program]) -> None:
-    with LocalWorld(2, timeout_s=0.3) as world:
-        loaded = world.load(transform(build(all_gather([NBYTES] * 2), "b2b")))
-        for rank in loaded.ranks:
-            rank.arm(1)
-            rank.arm(1)
-        time.sleep(0.5)  # longer than the time-out
-        assert threads(), "the engines are at work"
-        assert world.state.begun == [0, 0]
-        assert bool((loaded.memory[0, Buffer.OUTPUT] == POISON).all())
-        loaded.run_checked(1)
-        for epoch in range(2, 6):  # armed or not
-            for rank in loaded.ranks[: epoch % 3]:
-                rank.arm(epoch)
-            loaded.run_checked(epoch)
-
-
-def test_what_was_armed_for_another_epoch_is_dropped() -> None:
-    with LocalWorld(2) as world:
-        loaded = world.load(prelaunch(build(all_to_all([[NBYTES] * 2] * 2), "pcpy")))
-        other = world.load(build(all_gather([NBYTES] * 2), "pcpy"))
-        for index, rank in enumerate(loaded.ranks):
-            loaded.memory[index, Buffer.INPUT].fill_(1)
-            rank.arm(1)
-        # The next call is another one, with the same flags: its signals must not fire what is armed.
-        before = {place: tensor.clone() for place, tensor in loaded.memory.items()}
-        for flags in world.flags:
-            flags.fill_(1)
-        time.sleep(0.05)
-        assert all(torch.equal(before[place], tensor) for place, tensor in loaded.memory.items())
-        for rank in loaded.ranks:
-            rank.disarm()
-        for flags in world.flags:
-            flags.fill_(0)
-        other.run_checked(1)
-        for rank in loaded.ranks:
-            rank.arm(2)
-        loaded.run_checked(3)
-        loaded.ranks[0].arm(4)
-    assert not threads(), "closing ends what is armed"
-
-
-def test_a_trigger_begins_what_is_armed_before_its_start() -> None:
-    with LocalWorld(2, timeout_s=2.0) as world:
-        loaded = world.load(hold(build(all_gather([NBYTES] * 2), "pcpy")))
-        outputs = [loaded.memory[rank, Buffer.OUTPUT] for rank in range(2)]
-        (trigger,) = {held_by(loaded.ranks[0].program, rank).index for rank in range(2)}
-        for rank in range(2):
-            loaded.memory[rank, Buffer.INPUT].fill_(rank + 1)
-
-        def arm(epoch: int) -> None:
-            for flags, rank in zip(world.flags, loaded.ranks, strict=True):
-                rank.arm(epoch, lambda flags=flags: int(flags[trigger]) >= epoch)
-
-        arm(1)
-        time.sleep(0.05)
-        assert world.state.begun == [0, 0] and all(bool((output == POISON).all()) for output in outputs)
-        for flags in world.flags:
-            flags[trigger] = 1
-        deadline = time.monotonic() + 60
-        while not all(output.eq(torch.tensor([1, 2]).repeat_interleave(NBYTES)).all() for output in outputs):
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-        assert world.state.begun == [1, 1], "the peers can tell that it has come"
-        for rank in loaded.ranks:
-            rank.start(1).wait()
-        # One rank is fired, and waits for the other: it can still be dropped, and has left when it was.
-        arm(2)
-        world.flags[0][trigger] = 2
-        while world.state.begun[0] != 2:
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-        for rank in loaded.ranks:
-            rank.disarm()
-        outputs[0].fill_(POISON)
-        time.sleep(0.05)
-        assert bool((outputs[0] == POISON).all())
-        loaded.run_checked(3)
-        # Time counts from the trigger: who has not fired is missed.
-        arm(4)
-        world.flags[0][trigger] = 4
-        while not world.state.aborts:
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-        ((rank, text, ranks, timed_out),) = world.state.aborts
-        assert (rank, ranks, timed_out) == (0, (1,), True) and "rank 1" in text, text
-        with pytest.raises(PeerTimeoutError):
-            loaded.ranks[0].start(4)
-        for rank in loaded.ranks:
-            rank.disarm()
-    assert not threads()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

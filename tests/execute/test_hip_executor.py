@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from armed import Armed
 from cuda_world import programs
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
@@ -24,13 +25,14 @@ from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import DriverFeatures, plan, streams
 from sidelane.execute.cuda.calls import MemcpyEveryOther
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.prelaunch import require_free_channel
+from sidelane.execute.cuda.trigger import require_free_channel
 from sidelane.execute.hip.cu_mask import CuSplit, mask_words
 from sidelane.execute.hip.executor import LAST_EPOCH, graph_problem, probe_graphs
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program
-from sidelane.program.transform import freeze, hold, prelaunch
+from sidelane.program.transform import freeze, hold
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
@@ -66,15 +68,13 @@ def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypa
 def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Program]) -> None:
     with hip_world(3) as world:
         for program in programs(3)[::3]:
-            loaded = world.load(ahead(program))
+            armed = Armed(world, program, ahead)
             for seed in range(2):
-                expected = loaded.fill(seed)
-                if seed == 0:
-                    for rank in loaded.ranks:
-                        rank.arm(world.epoch + 1)
-                loaded.start()
+                expected = armed.data.fill(seed)
+                armed.arm()
+                armed.fire()
                 world.synchronize()
-                loaded.check(expected)
+                armed.data.check(expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

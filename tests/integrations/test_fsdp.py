@@ -10,7 +10,7 @@ import torch
 from marks import long
 from ranks import RankPool, crew
 
-from sidelane.integrations.ring import Ring
+from sidelane.integrations.fsdp_group import Ring
 
 
 @pytest.mark.parametrize("n", [long(2), 3])

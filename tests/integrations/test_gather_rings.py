@@ -7,7 +7,7 @@ import torch
 from gather_rings import ring_of_gathers
 
 from sidelane.errors import ProgramError
-from sidelane.integrations.ring import Ring
+from sidelane.integrations.fsdp_group import Ring
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import named
 from sidelane_lab.sim.simulate import simulate

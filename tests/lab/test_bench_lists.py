@@ -282,7 +282,7 @@ def test_names_that_take_no_lists_are_refused_with_those_that_do() -> None:
     def asked(**names: tuple[str, ...]) -> None:
         check_asked("cuda", (Kind.ALL_GATHER,), listed=True, **names)
 
-    asked(implementations=("nccl", "dma"), variants=("b2b", "bcst+prelaunch"))
+    asked(implementations=("nccl", "dma"), variants=("b2b", "bcst"))
     asked(implementations=("sm",), variants=("one_shot",))
     with pytest.raises(
         ValueError, match=r"take one tensor a call \(value=symm_mem, allowed=nccl, nccl_ce, dma, auto, sm\)"

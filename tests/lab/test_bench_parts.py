@@ -129,14 +129,15 @@ def test_candidates_are_every_variant_place_and_launch() -> None:
 
     everything = candidates_of(Library(), Kind.ALL_TO_ALL)  # type: ignore[arg-type]
     assert len(everything) == (3 + 1) * 2
-    kept = candidates_of(Library(), Kind.ALL_TO_ALL, only=("b2b", "swap+prelaunch"))  # type: ignore[arg-type]
+    kept = candidates_of(Library(), Kind.ALL_TO_ALL, only=("b2b", "swap"))  # type: ignore[arg-type]
     assert kept == [
         Entrant("dma", "b2b", False, "eager"),
         Entrant("dma", "b2b", False, "graph"),
-        Entrant("dma", "swap+prelaunch", False, "eager"),
-        Entrant("dma", "swap+prelaunch", True, "eager"),
+        Entrant("dma", "swap", False, "eager"),
+        Entrant("dma", "swap", False, "graph"),
+        Entrant("dma", "swap", True, "eager"),
+        Entrant("dma", "swap", True, "graph"),
     ]
-    assert [candidate.prelaunch for candidate in kept] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

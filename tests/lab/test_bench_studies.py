@@ -252,7 +252,6 @@ def test_collectives_from_end_to_end(tmp_path: Path) -> None:
     for row in results.rows:
         assert row.correct, row
         assert row.time_us, row
-        assert row.prelaunch == row.variant.endswith("+prelaunch")
 
 
 def test_which_calls_are_measured() -> None:
@@ -268,11 +267,7 @@ def test_which_calls_are_measured() -> None:
         found = collective_study.wanted_candidates(Engines(), case, CollectiveOptions(**others))
         return {(c.variant, c.in_place, c.launch) for c in found}
 
-    assert not any(variant.endswith("+prelaunch") for variant, _, _ in wanted(1 << 10)), "sidelane prelaunch times them"
     assert wanted(1 << 20) == wanted(2 << 20)
-    assert wanted(1 << 20, variants=("b2b+prelaunch",)) == {
-        ("b2b+prelaunch", place, "eager") for place in (False, True)
-    }
     assert wanted(1 << 20, variants=("b2b",), launches=("graph",), places=("in",)) == {("b2b", True, "graph")}
     assert {in_place for _, in_place, _ in wanted(64, places=("out",))} == {False}
     with pytest.raises(ValueError, match="places"):

@@ -51,7 +51,7 @@ from sidelane.program.ir import (
     Swap,
     Wait,
 )
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower
 from sidelane.program.verify import verify
 from sidelane_lab import sdma
 from sidelane_lab.machines.load import find
@@ -60,6 +60,7 @@ from sidelane_lab.sdma import PacketQueue, QueueWords, encode, fit
 from sidelane_lab.sdma import packets as layout
 from sidelane_lab.sdma.encode import _Encoder
 from sidelane_lab.sim import simulate
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 

@@ -26,9 +26,10 @@ from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Collective
 from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
 from sidelane_lab.model.collectives import bare
+from sidelane_lab.sim.prelaunch import prelaunch
 from sidelane_lab.studies.phases.rig import round_trip_us
 from sidelane_lab.studies.phases.stamp import StampMark, slots_of, stamp, times_of
 

@@ -80,7 +80,7 @@ def test_what_cpus_keep_can_be_written_in_every_mode() -> None:
 def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
     monkeypatch.setattr(operands, "persistent", lambda device, make: made.append(make()) or made[-1])
-    comm: Any = SimpleNamespace(kept={}, device=torch.device("cpu"))
+    comm: Any = SimpleNamespace(cache={}, device=torch.device("cpu"))
     for _ in range(2):
         found = operands._from_host("a test", comm, [[1, 2], [3, 4]])
         assert len(made) == 1 and found.copy is made[0] and found.sent == [3, 7]

@@ -38,7 +38,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def communicator() -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device("cpu"), kept={})
+    return SimpleNamespace(device=torch.device("cpu"), cache={})
 
 
 def tables_of(count: int) -> list[torch.Tensor]:

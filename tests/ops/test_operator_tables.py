@@ -18,7 +18,7 @@ def tables(group: dist.ProcessGroup) -> list[FusedTimes]:
         patch.setattr(operator, "fused_times", lambda *given: next(read))
         with pytest.MonkeyPatch.context() as captured:
             captured.setattr(operator, "is_captured", lambda comm: True)
-            with pytest.raises(UnavailableError, match="auto while a graph is captured"):
+            with pytest.raises(UnavailableError, match="auto in a capture needs an eager call"):
                 operator.tables_of(comm)
         return [operator.tables_of(comm) for _ in range(2)]
 

@@ -27,8 +27,9 @@ from sidelane.program.collective import (
     scatter,
 )
 from sidelane.program.ir import EPOCH, Command, Copy, EngineKind, Flag, Program, Signal, Wait, has_epochs
-from sidelane.program.transform import freeze, prelaunch
+from sidelane.program.transform import freeze
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST)

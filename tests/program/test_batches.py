@@ -32,8 +32,9 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import Copy, EngineKind, Program, Reduce, Signal, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 LARGEST = Reduction(ReduceOp.MAX, "int64")

@@ -23,7 +23,8 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import EPOCH, MOVES, Broadcast, Copy, EngineKind, Flag, Program, Reduce, Signal, Swap, Wait
-from sidelane.program.transform import freeze, held_by, hold, lower, prelaunch, release
+from sidelane.program.transform import freeze, held_by, hold, lower, release
+from sidelane_lab.sim.prelaunch import prelaunch
 
 FLOAT_SUM = Reduction(ReduceOp.SUM, "float32")
 

@@ -33,8 +33,9 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import Copy, Program
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 

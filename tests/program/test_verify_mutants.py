@@ -30,8 +30,9 @@ from sidelane.program.collective import (
 )
 from sidelane.program.collective import gather as gather_to
 from sidelane.program.ir import Comparison, Copy, Program, Signal, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 

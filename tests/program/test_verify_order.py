@@ -8,8 +8,9 @@ from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothin
 
 from sidelane.program.builders import build
 from sidelane.program.collective import all_gather
-from sidelane.program.transform import freeze, hold, prelaunch
+from sidelane.program.transform import freeze, hold
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 def test_missing_signal() -> None:

@@ -28,8 +28,9 @@ from sidelane.program.collective import (
     reduce_scatter,
 )
 from sidelane.program.ir import Command, Copy, Flag, Program, Signal, Wait
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 SIZES = (3, 1, 6)  # elements of a part, give or take one: 0 and odd ones among them

@@ -21,8 +21,9 @@ from sidelane.program.collective import (
     reduce_scatter,
 )
 from sidelane.program.ir import Engine, EngineKind
-from sidelane.program.transform import freeze, prelaunch
+from sidelane.program.transform import freeze
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.sim.prelaunch import prelaunch
 
 COPY = "copy output@1[0:8] <- input@0[0:8]"
 SIGNAL = "signal rank 1 flag 0 set epoch"

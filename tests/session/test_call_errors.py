@@ -249,7 +249,7 @@ def test_what_is_no_collective_is_refused_before_the_computation(pool: RankPool)
         *collectives, strategies = told
         for text in collectives:
             assert "overlap: collective (value=" in text and "lambda comm: comm.all_gather" in text
-        assert "<lambda> of 0, allowed=a callable that takes a communicator" in collectives[2]
+        assert "<lambda> of 0, allowed=a callable of one communicator" in collectives[2]
         assert strategies.startswith("Overlap: strategies (value='serial', allowed=several names")
 
 

@@ -333,7 +333,7 @@ def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
     for found in pool.run(of_two_versions, 3):
         for what, (name, _, text) in zip(("Communicator", "wrap"), found, strict=True):
             rest = (
-                f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} ; install one version on all ranks"
+                f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION}; install one version on all ranks"
             )
             assert name == "MismatchError" and text.startswith(f"{what} (")
             assert text.endswith(f": ranks run different versions of Sidelane: {rest}")

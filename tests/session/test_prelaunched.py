@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import sweeps
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
+from made_up_gpus import made_up_gpus
 from marks import long
 from ranks import RankPool, crew
 
@@ -133,9 +136,8 @@ def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
     with communicator(group, timeout_s=30) as comm:
         n = comm.world_size
         out, shard = torch.empty(4 * n), torch.ones(4)
-        handle = comm.prepare_all_gather(out, shard)
         try:
-            with handle:
+            with comm.prepare_all_gather(out, shard) as handle:
                 handle.arm()
                 if comm.rank == 1:
                     raise KeyError("the producer")
@@ -231,6 +233,102 @@ def test_a_dead_peer_is_named() -> None:
         assert "rank 2" in results[rank][1]
 
 
+def on_gpus(group: dist.ProcessGroup) -> list[str]:
+    """Handles on the path of GPUs, with made-up drivers: the three triggers, calls in between, what is refused."""
+    texts = []
+    with made_up_gpus(finish=False) as driver, communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        out, shard = comm.empty(4 * n), torch.full((4,), -1.0)
+        exchanged, source = torch.empty(2 * n), torch.empty(2 * n)
+        total, whole = torch.ones(3), torch.empty(4 * n)
+        with (
+            comm.prepare_all_gather(out, shard, host_trigger=True) as gather,
+            comm.prepare_all_to_all(exchanged, source, variant="pcpy") as exchange,
+        ):
+            for step in range(9):
+                gather.arm()
+                assert gather.armed and type(error_of(exchange.arm)) is RuntimeError
+                texts.append(str(error_of(comm.all_reduce, total)))
+                out.fill_(-1)
+                time.sleep(0.002 * (rank + step) % 5)
+                assert out.eq(-1).all(), "bytes moved before the trigger"
+                shard.fill_(10 * step + rank)
+                if step % 3 == 0:
+                    gather.trigger()
+                elif step % 3 == 1:
+                    gather.trigger_from_host()
+                    gather.wait()
+                else:
+                    ctypes.c_uint32.from_address(gather.trigger_address).value = gather.trigger_value
+                    gather.wait()
+                assert not gather.armed
+                driver.synchronize()
+                assert out.view(n, 4).eq(10 * step + torch.arange(n)[:, None]).all(), step
+                if step % 2:
+                    comm.all_gather(whole, shard)
+                    driver.synchronize()
+                    assert whole.equal(out)
+                exchange.arm()
+                source.view(n, 2).copy_(100 * rank + 10 * step + torch.arange(n)[:, None].expand(n, 2))
+                exchange.trigger()
+                driver.synchronize()
+                assert exchanged.view(n, 2).eq(100 * torch.arange(n)[:, None] + 10 * step + rank).all(), step
+            gather.arm()
+            driver.begin_capture()
+            texts += [str(error_of(method)) for method in (gather.trigger, gather.wait)]
+            assert driver.end_capture() == []
+            gather.trigger()
+            driver.begin_capture()
+            texts.append(str(error_of(exchange.arm)))
+            assert driver.end_capture() == []
+            shard.fill_(rank)
+            gather.arm()  # closing fires it
+        driver.synchronize()
+        assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
+        left = comm.prepare_all_gather(out, shard)
+        left.arm()  # close() of the communicator fires it
+    return texts
+
+
+def test_handles_on_the_path_of_gpus(pool: RankPool) -> None:
+    for *busy, fired, waited, armed in pool.run(on_gpus, 2, timeout_s=100):
+        assert len(busy) == 9 and all(
+            "another call while a prelaunched one waits for its trigger" in one for one in busy
+        )
+        assert "trigger: prelaunched all_gather" in fired and "wait: prelaunched all_gather" in waited
+        assert "while a graph is captured" in armed
+
+
+def late_on_gpus(group: dist.ProcessGroup, arms: bool) -> tuple[str, tuple[int, ...], str]:
+    """Rank 1 never fires, or does not even arm."""
+    with made_up_gpus() as driver:
+        comm = communicator(group, timeout_s=2)
+        out, shard = comm.empty(4 * comm.world_size), torch.ones(4)
+        handle = comm.prepare_all_gather(out, shard)
+        if comm.rank != 1 or arms:
+            handle.arm()
+        error: BaseException | None = None
+        if comm.rank != 1:
+            handle.trigger()
+            error = error_of(comm.synchronize)
+        dist.barrier(group)  # until the others have given up
+        if comm.rank == 1 and arms:
+            error = error_of(lambda: (handle.trigger(), comm.synchronize()))
+        driver.synchronize()
+        comm.close()
+    return type(error).__name__, getattr(error, "ranks", ()), str(error)
+
+
+@pytest.mark.parametrize("arms", [False, True])
+def test_a_rank_on_the_path_of_gpus_that_never_arms_or_fires_is_named(pool: RankPool, arms: bool) -> None:
+    results = pool.run(late_on_gpus, 3, arms, timeout_s=100)
+    for rank in (0, 2):
+        assert results[rank][:2] == ("PeerTimeoutError", (1,)), results[rank]
+        assert "rank 1" in results[rank][2] and "all_gather" in results[rank][2]
+    if arms:  # it hears of it when it comes
+        assert results[1][:2] == ("PeerTimeoutError", (1,)), results[1]
+
+
 def prepared_beside(group: dist.ProcessGroup, setting: str, beside: str | None) -> list[bool]:
     """Whether handles are of programs that nothing computes next to."""
     n = dist.get_world_size(group)
@@ -240,7 +338,7 @@ def prepared_beside(group: dist.ProcessGroup, setting: str, beside: str | None) 
             output = torch.empty(8 * n)
             input = torch.ones(8 if prepare == comm.prepare_all_gather else 8 * n)
             with prepare(output, input, beside=beside) as handle:
-                found.append(handle._program.alone)
+                found.append(handle.program.alone)
                 handle.arm()
                 handle.trigger()
                 assert output.eq(1).all()

@@ -10,10 +10,11 @@ import pytest
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all, broadcast
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.transform import freeze, hold, lower
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.collectives import bare, dma_run, published_program
 from sidelane_lab.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
+from sidelane_lab.sim.prelaunch import prelaunch
 from sidelane_lab.sim.scale import two_level_all_gather
 
 MACHINE = named("mi300x8")

@@ -15,7 +15,7 @@ from sidelane.choice.candidate import candidates
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
-from sidelane.program.shape import PRELAUNCH, CallShape
+from sidelane.program.shape import CallShape
 from sidelane.session.prelaunch import prelaunchable
 from soak.calls import FRESH, Call, Form, Part, Spot
 from soak.memory import GUARD_BYTES
@@ -228,11 +228,10 @@ class Drawing:
         if draw.random() < 0.3:
             return AUTO, draw.choice((None, None, NOTHING, COMPUTE))
         if form is Form.BATCH:  # those that every kind has; the others depend on what is in it
-            return draw.choice(("b2b", "pcpy", "b2b" + PRELAUNCH, "pcpy" + PRELAUNCH)), None
+            return draw.choice(("b2b", "pcpy")), None
         beside = COMPUTE if draw.random() < 0.2 else NOTHING
         found = candidates(self._asked(parts, beside=beside, form=form), self._abilities()) if parts else ()
         names = [each.variant for each in found]
-        names += [name + PRELAUNCH for name in prelaunchable(found)]
         return (draw.choice(names), beside) if names else (AUTO, None)
 
     def _asked(

@@ -12,7 +12,7 @@ OWN_THREADS = ("sidelane-parent-watch", "sidelane-soak")
 """Prefixes of threads that are those of the processes that run the soak, not of the library."""
 
 LASTING_THREADS = ("sidelane-descriptors",)
-"""Prefix of a thread that answers peers as long as the process lives (``memory/descriptors.py``)."""
+"""Prefix of a thread that answers peers as long as the process lives (``execute/cuda/exported.py``)."""
 
 
 def of_this_process() -> list[str]:

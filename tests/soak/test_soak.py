@@ -89,7 +89,7 @@ def test_everything_is_drawn():
     for kind in Kind:
         used = {call.variant for call in calls if call.form is Form.ONE and call.parts[0].kind is kind}
         legal = {found.variant for found in everything(kind, Abilities())}
-        assert legal | {"auto", "b2b+prelaunch"} <= used, kind
+        assert legal | {"auto"} <= used, kind
     ops = {(part.op, part.dtype) for call in calls for part in call.parts if part.op}
     assert ops == set(itertools.product(ReduceOp, define.ELEMENT_BYTES))
     refused = [step.given for step in steps if step.name == "refuse"]

@@ -45,8 +45,9 @@ from sidelane.ops.scale_out import ScaleOut
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
-from sidelane.program.transform import lower, prelaunch
+from sidelane.program.transform import lower
 from sidelane.program.verify import Verification, verify
+from sidelane_lab.sim.prelaunch import prelaunch
 
 
 def collectives(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -206,7 +206,7 @@ TASKS = {
             Section(
                 "sidelane.program.transform",
                 "Transforms",
-                ("lower", "freeze", "prelaunch"),
+                ("lower", "freeze", "hold"),
             ),
             Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
         ),

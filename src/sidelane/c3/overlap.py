@@ -271,7 +271,7 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
     if units is None:
         return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
     if found.partition is None or units < 1:
-        raise _refused(f"overlap: {name} takes no such number of units (value={units})")
+        raise _refused(f"overlap: units (value={units}) of {name}, which takes no such number")
     return LaunchMode(found, units)
 
 

@@ -94,8 +94,8 @@ class Arguments:
     def _reshard(self, output: torch.Tensor, input: torch.Tensor, copies_own: bool, dims: Dimensions) -> Request:
         """Check the dimensions and shapes of an all_to_all from one dimension to another one."""
         scatter_dim, gather_dim = _dimensions(output, input, dims)
-        scattered = self._parts("input_split_sizes", dims.scattered, "scatter_dim", input, scatter_dim)
-        gathered = self._parts("output_split_sizes", dims.gathered, "gather_dim", output, gather_dim)
+        scattered = self._parts("input", dims.scattered, f"scatter_dim {scatter_dim}", input.shape[scatter_dim])
+        gathered = self._parts("output", dims.gathered, f"gather_dim {gather_dim}", output.shape[gather_dim])
         whole = list(input.shape)
         whole[gather_dim] = output.shape[gather_dim]
         made = Resharding(tuple(whole), input.element_size(), scatter_dim, gather_dim, scattered, gathered)
@@ -117,16 +117,13 @@ class Arguments:
         collective = made.collective(copies_own=copies_own)
         return Request(collective, input_region, output_region, input.dtype, made)
 
-    def _parts(
-        self, name: str, given: Sequence[int] | None, dimension: str, tensor: torch.Tensor, dim: int
-    ) -> tuple[int, ...]:
-        """Return the sizes of the parts of a dimension, which a tensor has all of."""
-        total = tensor.shape[dim]
+    def _parts(self, name: str, given: Sequence[int] | None, dimension: str, total: int) -> tuple[int, ...]:
+        """Return the sizes of the parts of a dimension of that length; None for parts as equal as can be."""
         if given is None:
             return even_parts(total, self.world_size)
         if len(given) != self.world_size or any(size < 0 for size in given) or sum(given) != total:
             raise ValueError(
-                f"all_to_all: {name} must be {self.world_size} sizes that add up to {dimension} {dim} "
+                f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to {dimension} "
                 f"(value={list(given)}, allowed sum={total})"
             )
         return tuple(given)
@@ -144,13 +141,8 @@ class Arguments:
         result = []
         for name, tensor, sizes in zip(("output", "input"), tensors, splits, strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
-            if len(sizes) != self.world_size or any(size < 0 for size in sizes) or sum(sizes) != rows:
-                raise ValueError(
-                    f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to dimension 0 "
-                    f"(value={list(sizes)}, allowed sum={rows})"
-                )
             row_bytes = tensor.nbytes // rows if rows else 0
-            result.append(tuple(size * row_bytes for size in sizes))
+            result.append(tuple(size * row_bytes for size in self._parts(name, sizes, "dimension 0", rows)))
         return result[0], result[1]
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:

@@ -13,44 +13,11 @@ from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, CallerStream, Executor, Questions, Repetition, Runnable
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
-from sidelane.program.ir import Program, Value
+from sidelane.program.ir import Value
 from sidelane.program.kernel import KernelCall, KernelProgram
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.exported import ExportedMemory
-
-
-class SubmittedAhead(Protocol):
-    """A program whose invocations are submitted ahead and fired later (``Communicator.prepare_all_gather``)."""
-
-    @property
-    def trigger_address(self) -> int:
-        """Address of the trigger: a kernel of this rank fires the invocation by storing the epoch there."""
-        ...
-
-    def arm(self, epoch: int) -> None:
-        """Submit an invocation that follows all calls so far and waits for its trigger."""
-        ...
-
-    def fire(self) -> None:
-        """Fire behind the caller's work so far; the caller's next work follows the end of the invocation."""
-        ...
-
-    def fire_from_host(self) -> None:
-        """Fire at once. Only programs that :meth:`Backend.hold` bound with ``host_trigger``."""
-        ...
-
-    def wait(self, *, begun: bool) -> None:
-        """Order the caller behind the end of the invocation. ``begun``: the host fired it; else a kernel does."""
-        ...
-
-    def end(self, *, armed: bool) -> None:
-        """Block the host until the last invocation has ended.
-
-        ``armed``: the host has not fired it. It is cancelled if the device can do so and no kernel has fired it, and
-        otherwise fired. After a failure, nothing of this rank touches the tensors once this has returned or raised.
-        """
-        ...
 
 
 class Trigger(Protocol):
@@ -62,6 +29,14 @@ class Trigger(Protocol):
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once."""
+        ...
+
+    def expect(self, epoch: int, caller: CallerStream) -> None:
+        """Let time-outs count from the caller's work so far, by which a kernel has signalled, or will.
+
+        Raises:
+            RuntimeError: no kernel has signalled, and none will: on a device without streams.
+        """
         ...
 
 
@@ -147,16 +122,17 @@ class Backend(abc.ABC):
         """Prepare waits for this rank's flags, (address, value) each, which ``loaded`` signals on its way."""
 
     @abc.abstractmethod
-    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> SubmittedAhead:
-        """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host may fire it.
-
-        Raises:
-            UnavailableError: the trigger could not be delivered: the armed program holds all hardware channels.
-        """
-
-    @abc.abstractmethod
     def caller_stream(self) -> CallerStream:
         """Return the caller's current stream, and whether it is captured. Called once per call, since it takes time."""
+
+    @property
+    def ahead(self) -> CallerStream | None:
+        """The stream of prelaunched calls, which wait for their trigger there; None if there are no streams."""
+        return None
+
+    def follow_ahead(self, caller: CallerStream) -> None:
+        """Order the caller's next work behind the last prelaunched call."""
+        return
 
     def capture_of(self, caller: CallerStream) -> int:
         """Return the number of the capture that ``caller`` is in, which is never used twice; 0 outside of captures."""
@@ -192,8 +168,11 @@ class Backend(abc.ABC):
         """Set the time-out of the waits of calls, in seconds."""
 
     @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Block the host until every call has finished. Raises the error of a call that failed."""
+    def synchronize(self, call: int | None = None) -> None:
+        """Block the host until every call has finished. Raises the error of a call that failed.
+
+        ``call``: only this one and those before it are waited for; others may be armed.
+        """
 
     def forget_flags(self, bases: Sequence[int], memory: SymmetricBlock) -> None:
         """Touch flag memories of this rank no more, whose calls have ended: the caller drops the block around them."""

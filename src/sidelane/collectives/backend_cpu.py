@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from sidelane.choice import Abilities
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread, FutureWork, Work, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, anew
-from sidelane.execute.base import NO_STREAM, Addresses, CallerStream, Runnable
+from sidelane.execute.base import NO_STREAM, CallerStream, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import CpuKernelCall, StatusWords
 from sidelane.memory import ending
@@ -24,9 +23,8 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import ShmMemory
 from sidelane.memory.record import full_fence
-from sidelane.program.ir import Program, Value
+from sidelane.program.ir import Value
 from sidelane.program.kernel import KernelCall
-from sidelane.program.transform import held_by
 from sidelane.program.wraparound import WORD_MASK, reached
 
 
@@ -40,8 +38,6 @@ class CpuBackend(Backend):
     def __init__(self, exchange: Exchange, control: ControlBlock, timeout_s: float) -> None:
         self.memory = ShmMemory(exchange)
         self.executor = CpuExecutor(exchange.rank, control, timeout_s)
-        # Programs with one trigger share it: one is armed at a time, and epochs grow.
-        self.trigger_word = ctypes.c_uint32()
         self._control = control
         self._thread = CallThread()
         self._last: CallFuture | None = None
@@ -64,9 +60,6 @@ class CpuBackend(Backend):
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuArrival:
         return CpuArrival()
-
-    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CpuHeld:
-        return CpuHeld(self, program, addresses)
 
     def caller_stream(self) -> CallerStream:
         return NO_STREAM
@@ -99,7 +92,7 @@ class CpuBackend(Backend):
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
 
-    def synchronize(self) -> None:
+    def synchronize(self, call: int | None = None) -> None:
         if self._last is not None:
             self.result(self._last)
             self._last = None
@@ -124,7 +117,6 @@ class CpuBackend(Backend):
         full_fence()
 
     def renew(self, call: int) -> None:
-        self.trigger_word.value = call & WORD_MASK
         full_fence()
 
     def disown(self, error: SidelaneError) -> None:
@@ -157,6 +149,14 @@ class CpuTrigger:
         for word, value in self._words:
             word.value = value.at(epoch) & WORD_MASK
 
+    def expect(self, epoch: int, caller: CallerStream) -> None:
+        if not self.is_fired(epoch):
+            raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
+
+    def is_fired(self, epoch: int) -> bool:
+        """Return True if a kernel of this process has signalled in call ``epoch``."""
+        return all(reached(word.value, value.at(epoch) & WORD_MASK) for word, value in self._words)
+
 
 class CpuArrival:
     """Implementation of :class:`sidelane.collectives.backend.Arrival` that waits for the end of the whole call.
@@ -167,54 +167,6 @@ class CpuArrival:
     def follow(self, epoch: int, caller: CallerStream, work: Work | None) -> None:
         if work is not None:
             work.wait()
-
-
-class CpuHeld:
-    """Implementation of :class:`sidelane.collectives.backend.SubmittedAhead`: engine threads wait for their trigger.
-
-    The host fires the trigger, or a kernel that runs in Triton's interpreter stores the epoch.
-    """
-
-    def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses) -> None:
-        self._backend = backend
-        flag = held_by(program, backend.executor.rank)
-        assert flag is not None, "made by transform.hold"
-        self._word = backend.trigger_word
-        self.trigger_address = ctypes.addressof(self._word)
-        apart = dataclasses.replace(addresses, triggers={flag: self.trigger_address})
-        self._loaded = backend.executor.load(program, apart)
-        self._epoch = 0
-        self._work: CpuWork | None = None
-
-    def arm(self, epoch: int) -> None:
-        self._backend.synchronize()
-        self._epoch, self._work = epoch, None
-        self._loaded.arm(epoch, self._fired)
-
-    def fire(self) -> None:
-        self._loaded.start(self._epoch).wait()
-
-    def fire_from_host(self) -> None:
-        self._work = self._backend.submit(self._loaded.start(self._epoch).wait)
-
-    def wait(self, *, begun: bool) -> None:
-        if not begun:
-            if not self._fired():
-                raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
-            self.fire()
-        elif self._work is not None:
-            self._work.wait()
-
-    def end(self, *, armed: bool) -> None:
-        if armed and self._fired():  # the peers may have its bytes
-            self.fire()
-            return
-        self._loaded.disarm()
-        if self._work is not None:
-            self._work.wait()  # until the threads have left
-
-    def _fired(self) -> bool:
-        return reached(self._word.value, self._epoch & WORD_MASK)
 
 
 class CpuWork(FutureWork):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +23,14 @@ from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
-from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
-from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
+from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaArrival, CudaTrigger, require_free_channel
 from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
-from sidelane.program.ir import EPOCH, Program, Value
+from sidelane.program.ir import Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
-from sidelane.program.transform import held_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
@@ -102,7 +99,7 @@ class CudaBackend(Backend):
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
         title = (str(loaded.program.collective), loaded.program.variant)
-        require_free_channel(*title, loaded.held_streams, self.channels)
+        require_free_channel(*title, loaded.streams, self.channels)
         loaded.is_triggered = True
         return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
 
@@ -110,11 +107,18 @@ class CudaBackend(Backend):
         assert isinstance(loaded, CudaProgram)
         return CudaArrival(self.executor, words, f"an arrival of {loaded.program.collective}")
 
-    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> CudaHeld:
-        return CudaHeld(self, program, addresses, host_trigger)
-
     def caller_stream(self) -> CallerStream:
         return self.executor.driver.caller_stream()
+
+    @property
+    def ahead(self) -> CallerStream:
+        return self.executor.held_stream(), False
+
+    def follow_ahead(self, caller: CallerStream) -> None:
+        held, _ = self.ahead
+        self.executor.order(held, caller[0])
+        if self.last_stream == held:
+            self.last_stream = caller[0]  # the next call there needs no event
 
     def capture_of(self, caller: CallerStream) -> int:
         return self.executor.driver.capture_of(caller[0])
@@ -187,8 +191,11 @@ class CudaBackend(Backend):
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = self.executor.watch.timeout_s = timeout_s
 
-    def synchronize(self) -> None:
-        self.executor.synchronize()
+    def synchronize(self, call: int | None = None) -> None:
+        if call is None:
+            self.executor.synchronize()
+        else:
+            self.executor.watch.wait(call)
 
     def follow_all(self) -> None:
         current, _ = self.caller_stream()
@@ -232,10 +239,6 @@ class CudaBackend(Backend):
         else:
             self.last_stream = handle
 
-    def follow(self, handle: int) -> None:
-        """Order the next call behind the work of this stream."""
-        self.last_stream = handle
-
     def last_handle(self) -> int | None:
         """Return the handle of the stream behind whose work the last call ends; None before the first call."""
         return (
@@ -243,63 +246,6 @@ class CudaBackend(Backend):
             if self.last_stream is None or self.executor.driver.is_capturing(self.last_stream)
             else self.last_stream
         )
-
-
-class CudaHeld:
-    """Implementation of :class:`sidelane.collectives.backend.SubmittedAhead`: a loaded program and its trigger.
-
-    Args:
-        backend: backend of the lane. Only one of its programs may be armed at a time, and no other call may start then.
-        program: program that ``transform.hold`` returned.
-        addresses: addresses of its buffers. The caller keeps this memory until an armed invocation has ended.
-        host_trigger: the trigger lies in pinned host memory, where the host can fire it, instead of in device memory,
-            where the engines see a change sooner.
-
-    Raises:
-        UnavailableError: the armed program would hold every hardware channel, so that its trigger could not be set.
-    """
-
-    def __init__(self, backend: CudaBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
-        self._backend, self._executor = backend, backend.executor
-        executor, title = backend.executor, f"{program.collective} {program.variant}"
-        executor.check_usable("prelaunch")
-        held = executor.plans.of(program).held_streams
-        require_free_channel(str(program.collective), program.variant, held, backend.channels)
-        flag = held_by(program, executor.rank)
-        assert flag is not None, "made by transform.hold"
-        word = self.trigger_address = executor.host_trigger.address if host_trigger else executor.trigger_word
-        with executor.lock, executor.driver.current():
-            self._loaded = CudaProgram(executor, program, dataclasses.replace(addresses, triggers={flag: word}))
-        host = executor.host_trigger.array.data if host_trigger else None  # to store there takes a third of the time
-        self._trigger = CudaTrigger(executor, [(word, EPOCH)], title, host=host, ends=True)
-        self._epoch = 0
-
-    def arm(self, epoch: int) -> None:
-        self._loaded.arm(epoch, after=self._backend.last_handle())
-        self._trigger.set(epoch)
-        self._epoch = epoch
-        self._backend.follow(self._loaded.home)
-
-    def fire(self) -> None:
-        caller = self._backend.caller_stream()
-        self._trigger.fire(self._epoch, caller)
-        self._backend.follow(caller[0])  # this stream waits for the end: the next call on it needs no event
-
-    def fire_from_host(self) -> None:
-        self._trigger.fire_from_host(self._epoch)
-
-    def wait(self, *, begun: bool) -> None:
-        self._trigger.join(self._epoch, self._backend.caller_stream(), begun=begun)
-
-    def end(self, *, armed: bool) -> None:
-        try:
-            self._executor.check_usable("close")
-            if armed:
-                self._trigger.fire_from_host(self._epoch)
-            self._executor.watch.wait(self._epoch)
-        except SidelaneError:
-            self._executor.drain()
-            raise
 
 
 class CudaWork(Work):

@@ -6,8 +6,8 @@ import torch
 
 from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.execute.cuda.exported import ExportedMemory
-from sidelane.execute.cuda.prelaunch import HardwareChannels
 from sidelane.execute.cuda.probe import DriverFeatures, probe
+from sidelane.execute.cuda.trigger import HardwareChannels
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange

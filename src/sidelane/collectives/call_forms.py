@@ -13,7 +13,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.agreement import Agreement, Request
-from sidelane.collectives.arguments import Arguments, check_tensors, identities
+from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.call_cache import Requests
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import check_variant
@@ -30,6 +30,18 @@ from sidelane.program.shape import Beside
 def own_part(copied: object) -> tuple[Hashable, ...]:
     """Return the details of an all_to_all: empty if it copies own parts, which is the default and the common case."""
     return () if copied is True else (copied if copied is False else repr(copied),)
+
+
+def split_sizes(splits: Sequence[Any], world_size: int) -> list[Any]:
+    """Return the caller's output and input split sizes of an all_to_all as tuples of integers; None stays None."""
+    found: list[tuple[int, ...] | None] = []
+    for name, sizes in zip(("output", "input"), splits, strict=True):
+        try:
+            found.append(None if sizes is None else tuple(map(operator.index, sizes)))
+        except TypeError:
+            allowed = f"allowed={world_size} whole numbers"
+            raise TypeError(f"all_to_all: {name}_split_sizes (value={sizes!r}, {allowed})") from None
+    return found
 
 
 class CallForm(abc.ABC):
@@ -61,10 +73,6 @@ class CallForm(abc.ABC):
     def repeated_as(self) -> SingleCall | None:
         """Key by which compiled code finds the call again; None for one collective on single tensors."""
         return None
-
-    def identities(self) -> Hashable:
-        """Return all properties of the tensors that :meth:`requests` depends on. May raise its errors."""
-        return identities(self.tensors)
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         """Raise ValueError for a variant that does not exist for this kind of call."""
@@ -149,7 +157,7 @@ class UnevenCall(CallForm):
         check_tensors("all_to_all", *self.tensors)
         if self._splits[0] is None or self._splits[1] is None:
             raise ValueError("all_to_all: give both output_split_sizes and input_split_sizes, or none")
-        self._rows = [self._whole(*given) for given in zip(("output", "input"), self._splits, strict=True)]
+        self._rows = split_sizes(self._splits, self._world_size)
         return (*self._rows, *(tensor.shape[:1] for tensor in self.tensors), *own_part(self._copies_own))
 
     def requests(self, arguments: Arguments) -> Requests:
@@ -195,13 +203,6 @@ class UnevenCall(CallForm):
         collective = define.all_to_all(counts, copies_own=self._copies_own)
         made = Request(collective, _at(request.input, input), _at(request.output, output), request.dtype)
         return (counts, input, output), (made,)
-
-    def _whole(self, name: str, splits: Any) -> tuple[int, ...]:
-        try:
-            return tuple(operator.index(size) for size in splits)
-        except TypeError:
-            allowed = f"allowed={self._world_size} whole numbers"
-            raise TypeError(f"all_to_all: {name}_split_sizes (value={splits!r}, {allowed})") from None
 
 
 def _shown(region: Region) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from sidelane import log
-from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.arguments import Arguments, identities
 from sidelane.collectives.call_cache import (
     ComparedCall,
     Key,
@@ -72,24 +72,19 @@ class CallPath:
         gains = calls.config.native and not calls.config.debug
         self._questions = calls.backend.questions() if gains else None
         self._pool_offsets = arguments.pool_offsets
-        self._find_code()
+        self.code()
 
-    def _find_code(self) -> None:
-        """Take up compiled code once there is some: the first process of a user compiles it beside its first calls.
+    def code(self) -> Repeats | None:
+        """Return compiled code's calls; None as long as there is no compiled code.
 
-        No rank can tell which of them have it: a call posts and does the same in Python.
+        The first process of a user compiles it beside its first calls. No rank can tell which of them have it: a call
+        posts and does the same in Python.
         """
-        questions = self._questions
-        if questions is not None and (found := load_replays_soon()) is not None:
-            self._questions = None
+        if self._questions is not None and (found := load_replays_soon()) is not None:
+            questions, self._questions = self._questions, None
             if found.module is not None:
                 backend = cast("CudaBackend", self.calls.backend)
                 self.repeats = Repeats(found.module, questions, backend, self.calls, self.arguments, self.preparer)
-
-    def code(self) -> Repeats | None:
-        """Return compiled code's calls; None as long as there is no compiled code."""
-        if self._questions is not None:
-            self._find_code()
         return self.repeats
 
     def run(
@@ -109,7 +104,7 @@ class CallPath:
         """
         calls = self.calls
         if self._questions is not None:
-            self._find_code()
+            self.code()
         number = calls.number()
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond
             try:
@@ -144,7 +139,8 @@ class CallPath:
     def _find(self, call_form: CallForm, variant: str, beside: Beside | None, async_op: bool) -> _Found:
         """Find a call that was prepared with the same arguments or shape; else plan it."""
         caller = self.calls.backend.caller_stream()
-        key: Key = (call_form.name, variant, beside, call_form.details, caller[1], generation(), call_form.identities())
+        known_by = identities(call_form.tensors)
+        key: Key = (call_form.name, variant, beside, call_form.details, caller[1], generation(), known_by)
         reasons = self._pool_offsets.reasons(call_form.tensors) if self.arguments.heap.pools else None
         if reasons is not None:  # addresses do not tell whether a tensor in a pool is symmetric
             key = (*key, reasons)

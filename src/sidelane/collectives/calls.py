@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType, UnionType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import graph
@@ -46,20 +46,6 @@ count_writes: Callable[[tuple[torch.Tensor, ...]], None] = getattr(
 """Function that tells autograd of written tensors: ``torch.autograd.graph.increment_version`` without its overhead."""
 
 
-class Handle(Protocol):
-    """A prelaunched call, as the communicator sees it."""
-
-    def close(self) -> None: ...
-
-    def disown(self) -> None:
-        """Forget the call: this process is a forked copy of the one that made it."""
-        ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 class _OnError:
     """A block whose errors of some kinds are passed to a function. A generator would take the host 0.6 us more."""
 
@@ -87,7 +73,6 @@ class Calls:
     Attributes:
         last_choice: candidate that ran the last call, and the reason.
         armed: the prelaunched call that waits for its trigger, if there is one.
-        unfinished: prelaunched calls that are armed, or fired and not waited for yet: their tensors are in use.
         failure: error that ended the communicator, if there was one.
         closed: the communicator is closed and makes no more calls.
         forked: this process is a forked copy of the one that made the communicator.
@@ -113,8 +98,7 @@ class Calls:
         self.ranks, self.name = ranks, name
         self.control, self.backend, self.config, self.renew, self.hold = control, backend, config, renew, hold
         self.last_choice: Choice | None = None
-        self.armed: Handle | None = None
-        self.unfinished: set[Handle] = set()
+        self.armed: object | None = None
         self.failure: BaseException | None = None
         self.closed = self.forked = False
         self.entrance = forks.lock()
@@ -126,7 +110,7 @@ class Calls:
 
         Raises:
             CommunicatorClosedError: the communicator is closed, or has failed.
-            RuntimeError: a prelaunched call is armed; its program shares flags and staging with all others.
+            RuntimeError: a prelaunched call is armed: its streams would hold up this call until it is fired.
         """
         if self.closed or self.failure is not None or self.armed is not None:
             self.require_open()
@@ -270,9 +254,6 @@ class Calls:
         self.forked = True
         self.failure = failure = forks.refusal("Communicator", self.control.pid)
         self.armed = None
-        for handle in list(self.unfinished):
-            handle.disown()
-        self.unfinished.clear()
         self.backend.disown(failure)
 
     def refuse(self, call: int, name: str, error: Exception) -> None:

@@ -17,8 +17,8 @@ from sidelane.program.caching import Once, program_bytes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Move, Program
 from sidelane.program.kernel import ALIGNMENT, KernelProgram, kernel_program
-from sidelane.program.shape import PRELAUNCH, CallShape, Variant
-from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.shape import CallShape
+from sidelane.program.transform import freeze, hold, lower
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 
@@ -140,7 +140,7 @@ class Planner:
         if agreement.variant == AUTO:
             choice = choose(self._profile, agreement.call, self._abilities)
             return dataclasses.replace(choice, subject=_subject(agreement.call, choice.candidate), by=self._chosen_by)
-        candidate = find(agreement.kinds[0], Variant.of(agreement.variant).called)
+        candidate = find(agreement.kinds[0], agreement.variant)
         assert candidate is not None, "check_variant lets nothing else through"
         reason, table = "the caller asked for it", ((candidate, None),)
         return Choice(candidate, reason, table, _subject(agreement.call, candidate))
@@ -191,13 +191,7 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
     Raises:
         ValueError: the variant cannot run with these buffers.
     """
-    prelaunched = Variant.of(agreement.variant).prelaunched
     if candidate.implementation == SM:
-        if prelaunched:
-            raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}): "
-                f"{PRELAUNCH} is for copy engines"
-            )
         # A list leaves out tensors without bytes, and its kernels read inputs of any alignment.
         there = [part for part in agreement.parts if part.has_bytes or not agreement.is_listed]
         inputs = [part.input_location for part in there]
@@ -209,16 +203,9 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
             ),
             symmetric_output=all(part.output_location is not None for part in there),
         )
-    if prelaunched and agreement.frozen:
-        raise ValueError(
-            f"{agreement.name}: variant (value={agreement.variant!r}, allowed in a graph=without "
-            f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
-        )
     program = lower(_build(agreement, candidate.variant), moves)
     # Copies of rows are not split into every other row.
     program = dataclasses.replace(program, alone=agreement.beside == NOTHING and not agreement.is_resharded)
-    if prelaunched:
-        program = prelaunch(program)
     return freeze(program) if agreement.frozen else program
 
 
@@ -240,15 +227,13 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
     names = [found.variant for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if not isinstance(variant, str):
         raise TypeError(f"{kind}: variant (value={variant!r}, allowed={', '.join((AUTO, *names))})")
-    if variant != AUTO and Variant.of(variant).called not in names:
+    if variant != AUTO and variant not in names:
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.variant for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:
             allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
-        raise ValueError(
-            f"{kind}: {what} (value={variant!r}, allowed={allowed}); all except auto also with {PRELAUNCH}"
-        )
+        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed})")
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:

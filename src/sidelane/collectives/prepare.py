@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 import torch
@@ -56,8 +56,12 @@ class OwnProgram(Protocol):
         ...
 
     def close(self) -> None:
-        """Release its memory, while no call is under way."""
+        """Fire the triggers that are left, wait for its calls, and release its memory."""
         ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Staging:
@@ -256,14 +260,6 @@ class Preparer:
             # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
             # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
             self.cache.clear()
-
-    def addresses(self, program: Program, requests: Requests) -> Addresses:
-        """Return the current addresses of a program that the caller loads: its staging may move between calls.
-
-        Collective at first.
-        """
-        self._grow(self._memory[Program].staging, staging_bytes(program), False)
-        return self._addresses(program, requests, False)
 
     def renew(self, call: int) -> None:
         """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""

@@ -15,7 +15,7 @@ from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
-from sidelane.execute.base import CallerStream, Questions, Repetition
+from sidelane.execute.base import CallerStream, Questions
 from sidelane.memory import heap
 from sidelane.native import Effect
 from sidelane.program.caching import loaded_bytes
@@ -98,12 +98,6 @@ class Repeats:
         """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
         return bool(self._replay.repeated)
 
-    def knows_by_address(self, key: Key) -> bool:
-        """Return True if the tensors of a call allow it to be remembered by their addresses."""
-        _, _, _, _, frozen, _, identities = key
-        tensors = cast("tuple[tuple[Any, ...], ...]", identities)
-        return not frozen and 0 < len(tensors) <= MOST_TENSORS and all(map(_is_ordinary, tensors))
-
     def remember(
         self,
         key: Key,
@@ -124,11 +118,13 @@ class Repeats:
             shape: shape of the call, to make calls of it again at any addresses; None: only at these.
             program: program of the shape.
         """
-        if not self.knows_by_address(key):
+        kind, variant, beside, details, frozen, made_at, identities = key
+        known = cast("tuple[tuple[Any, ...], ...]", identities)
+        if frozen or not 0 < len(known) <= MOST_TENSORS or not all(map(_is_ordinary, known)):
             return
         form: object = None
         if shape is not None and program is not None:
-            if not self._is_new(shape, program, prepared, caller):
+            if not self._is_new(shape, program, caller):
                 return
             tensor_of = dict(program.tensor_indices)
             repetition = prepared.loaded.repetition(caller, [*tensor_of])
@@ -137,14 +133,28 @@ class Repeats:
             form = admits, shape.distance is not None, shape.distance or 0, rows
         else:
             repetition = prepared.loaded.repetition(caller)
-        if not self._give(key, prepared, caller, repetition, call_form, shape=form):
-            return
+        payload = self._calls.control.payload(prepared.signature)
+        generation = heap.generation_cell[0]  # the number itself, not an equal one: it is compared by identity
+        if repetition is None or payload is None or generation != made_at:
+            return  # it cannot be repeated, or memory was allocated since it was looked up
+        lists = 0
+        if call_form is not None:
+            details, lists = call_form.details, len(call_form.tensors)
+        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        if self._nbytes > MOST_BYTES:
+            self.forget()  # all: those that come again are passed again
+        self._nbytes += loaded_bytes(prepared.loaded.program)
+        self._replay.remember(
+            *(kind, tuple(identity[:3] for identity in known), lists, details, variant, beside, generation, caller[0]),
+            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
+            *(prepared, form),
+        )
         preparer = self._preparer
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
         if not is_there:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
-    def _is_new(self, shape: Shape, program: ShapeProgram, prepared: PreparedCall, caller: CallerStream) -> bool:
+    def _is_new(self, shape: Shape, program: ShapeProgram, caller: CallerStream) -> bool:
         """Return True if compiled code may be given a shape, and was not given it for this caller."""
         if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
             return False
@@ -191,37 +201,6 @@ class Repeats:
         )
         run: Callable[..., bool | None] = launch.run
         return run
-
-    def _give(
-        self,
-        key: Key,
-        prepared: PreparedCall,
-        caller: CallerStream,
-        repetition: Repetition | None,
-        call_form: SingleCall | None = None,
-        *,
-        shape: object = None,
-    ) -> bool:
-        """Pass a call to compiled code, if it can be repeated and no memory was allocated since it was looked up."""
-        payload = self._calls.control.payload(prepared.signature)
-        generation = heap.generation_cell[0]  # the number itself, not an equal one: it is compared by identity
-        if repetition is None or payload is None or generation != key[5]:
-            return False
-        kind, variant, beside, details, _, _, identities = key
-        lists = 0
-        if call_form is not None:
-            details, lists = call_form.details, len(call_form.tensors)
-        tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
-        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if self._nbytes > MOST_BYTES:
-            self.forget()  # all: those that come again are passed again
-        self._nbytes += loaded_bytes(prepared.loaded.program)
-        self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, caller[0]),
-            *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(prepared, shape),
-        )
-        return True
 
 
 def _is_ordinary(identity: tuple[Any, ...]) -> bool:

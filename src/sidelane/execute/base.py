@@ -107,18 +107,16 @@ class Addresses:
         flags: address of each rank's flag memory (32-bit words).
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
         pieces: pieces of each (rank, buffer) that is a virtual buffer; these are not among ``buffers``.
-        triggers: addresses of flags outside of ``flags``: triggers of this rank, which no other rank uses.
     """
 
     buffers: Mapping[tuple[int, str], int]
     flags: tuple[int, ...]
     arenas: tuple[int, ...] = ()
     pieces: Mapping[tuple[int, str], Pieces] = dataclasses.field(default_factory=dict)
-    triggers: Mapping[Flag, int] = dataclasses.field(default_factory=dict)
 
     def flag(self, flag: Flag) -> int:
         """Return the address of a flag."""
-        return self.triggers.get(flag) or self.flags[flag.rank] + WORD_BYTES * flag.index
+        return self.flags[flag.rank] + WORD_BYTES * flag.index
 
     @property
     def has_rows(self) -> bool:

@@ -4,21 +4,31 @@
 Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it. On GPUs, a
 parameter group of FSDP2 whose shards belong to a Sidelane group asks from the start, without a line in the program.
 FSDP2 may be imported later than Sidelane, and importing it takes longer than all of Sidelane.
+
+Memory that others have allocated, such as NCCL's pools, can be registered: each rank exports its segments, and maps
+those of its peers. A tensor in a segment counts as symmetric by its offset, as one of ``Communicator.empty`` does, so
+the ranks must use corresponding tensors at the same offsets: NCCL's windows ask for the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from sidelane import log
 from sidelane.errors import UnavailableError
-from sidelane.integrations.registered import Registration, register_segments
-from sidelane.memory.storage import storage_of
+from sidelane.memory.heap import SymmetricBlock, SymmetricHeap
+from sidelane.memory.posts import SPLITS
+from sidelane.memory.release import DeferredRelease
+from sidelane.memory.storage import bytes_at, storage_of
 from sidelane.modes import after_import
 from sidelane.session import Communicator
 
@@ -26,6 +36,11 @@ PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 DEVICES = ("cuda",)
 """Devices on which parameter groups ask. CPU ranks would allocate collectively for each call, which takes longer."""
+
+Segment = tuple[int, int]
+"""Address and bytes of memory that an allocator has from the driver."""
+
+_MOST_REASON = 160
 
 
 class FsdpBuffers:
@@ -193,3 +208,94 @@ class _CurrentGroup:
 
     def _get_backend(self, device: torch.device) -> Any:
         return getattr(self._params(), self._name)._get_backend(device)
+
+
+@dataclasses.dataclass(slots=True)
+class Registration:
+    """Segments of all ranks that peers have mapped. :func:`register_segments` makes it.
+
+    Attributes:
+        heap: symmetric memory of the ranks.
+        numbers: numbers of the segments in it.
+        nbytes: bytes that are symmetric.
+        why: reason why some or all of the segments are not; else empty.
+    """
+
+    heap: SymmetricHeap
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    why: str = ""
+
+    def end(self) -> None:
+        """Treat the segments as ordinary memory again, on all ranks alike. No call on them may be under way."""
+        while self.numbers:
+            self.heap.remove(self.numbers.pop())
+
+
+def register_segments(communicator: Communicator, segments: Sequence[Segment], owner: object) -> Registration:
+    """Make segments symmetric. Collective. What some rank cannot map stays ordinary memory, on all ranks alike.
+
+    Args:
+        communicator: its calls may then use the segments without staging.
+        segments: this rank's, in any order: the ranks have made them in one order.
+        owner: object that keeps the segments allocated; it is kept until the registration has ended.
+
+    Raises:
+        UnavailableError: a graph is being captured.
+        PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    backend, device = communicator.backend, communicator.device
+    if (exported := backend.exported) is not None:  # addresses do not tell the order
+        segments = sorted(segments, key=lambda segment: exported.number_of(segment[0]))
+    sizes = [nbytes for _, nbytes in segments]
+    shown = [len(sizes), sum(sizes), zlib.crc32(repr(sizes).encode())]  # the sizes of many do not fit into a post
+    communicator.path.agree("register", lambda: (None, "registration of a memory pool"))
+    made, posted = Registration(communicator.heap), _exchange(communicator, shown)
+    if any(other != shown for other in posted):
+        made.why = f"the ranks have other segments (number and bytes on each rank: {[each[:2] for each in posted]})"
+        segments = []
+    for address, nbytes in segments:
+        found = _map(communicator, address, nbytes)
+        if isinstance(found, str):
+            made.why = found
+            continue
+        starts, mappings = found
+        block = SymmetricBlock(bytes_at(address, nbytes, device), starts, DeferredRelease((mappings, owner), device))
+        made.numbers.append(communicator.allocations.adopt(block))
+        made.nbytes += nbytes
+    if made.why:
+        log.calls.warning("a memory pool is not symmetric, and calls on it are staged: %s", made.why)
+    return made
+
+
+def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[int, ...], list[Any]] | str:
+    """Return the addresses of a segment of each rank, and the mappings that hold them; or why some rank has none."""
+    exported, rank = communicator.backend.exported, communicator.rank
+    found = "this device exports no memory" if exported is None else exported.allocation_of(address, nbytes)
+    shown = found if isinstance(found, str) else (found.name, found.handle, address - found.start)
+    starts: list[int] = []
+    mappings: list[Any] = [found]
+    problem = ""
+    for peer, each in enumerate(_exchange(communicator, shown)):
+        if isinstance(each, str):
+            problem = problem or f"rank {peer}: {each}"
+        elif peer == rank:
+            starts.append(address)
+        elif exported is not None and not problem:
+            name, handle, offset = each
+            try:
+                mappings.append(exported.map(handle, name))
+                starts.append(mappings[-1].start + offset)
+            except UnavailableError as error:
+                problem = f"rank {rank}: {error}"[:_MOST_REASON]
+    problems = _exchange(communicator, problem)
+    return next(filter(None, problems), (tuple(starts), mappings))
+
+
+def _exchange(communicator: Communicator, given: Any) -> list[Any]:
+    """Exchange a short value with all ranks, as JSON. Return those of all of them."""
+    calls = communicator.calls
+    number = calls.number()
+    with calls.failing_for_good():
+        calls.control.post_call(number, f"registration of a memory pool{SPLITS}{json.dumps(given)}")
+    return [json.loads(post.differing) for post in calls.posts(number)]

@@ -191,45 +191,70 @@ SEND, RECV = GroupOperation("send", "send"), GroupOperation("recv", "recv")
 RECV_ANYSOURCE = GroupOperation("recv", "recv_anysource")
 
 
-@dataclasses.dataclass(slots=True)
 class GroupCall:
-    """One call of the group.
+    """One call of the group, with the decisions that need no group.
 
-    Attributes:
+    Args:
         operation: operation of the call.
         outputs: tensors that are written.
         inputs: tensors that are only read.
         opts: options of torch; None for its defaults.
         args: arguments of the other group's method.
         key: key of calls like this one; None for calls that are not remembered.
+
+    Attributes:
+        operation, outputs, inputs, opts, args, key: see above.
+        tensors: all tensors of the caller.
+        is_async: the caller goes on before the call has ended.
+        timeout: time-out of this call; 0 for the group's.
         options: options of the communicator's method.
         reduction: operation of a reduction; None for other calls.
         refusal: reason why Sidelane does not make it; "" if it does. Alike on all ranks.
         reason: reason why it takes steps among several nodes; "" if it does not.
-        tensors: all tensors of the caller.
-        is_async: the caller goes on before the call has ended.
-        timeout: time-out of this call; 0 for the group's.
     """
 
-    operation: GroupOperation
-    outputs: Sequence[torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    opts: Any
-    args: Sequence[Any]
-    key: RepeatKey | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    reduction: GroupReduction | None = None
-    refusal: str = ""
-    reason: str = ""
+    def __init__(
+        self,
+        operation: GroupOperation,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
+        args: Sequence[Any],
+        key: RepeatKey | None = None,
+    ) -> None:
+        self.operation, self.outputs, self.inputs = operation, outputs, inputs
+        self.opts, self.args, self.key = opts, args, key
+        self.tensors = (*outputs, *inputs)
+        self.is_async = bool(getattr(opts, "asyncOp", True))
+        self.timeout: timedelta = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
+        self.options: dict[str, Any] = {}
+        self.reduction: GroupReduction | None = None
+        self.reason, kind, op = "", operation.kind, None
+        if kind in REDUCING and self.tensors:
+            self.reduction = GroupReduction.of(opts.reduceOp, self.tensors[0].dtype)
+            self.options = {"op": (op := self.reduction.op)}
+            self.key = key if self.reduction.repeats else None
+        elif kind in ROOTED:
+            self.options = {"root": opts.rootRank}
+        elif operation is ALL_TO_ALL_UNEVEN:
+            self.options = dict(zip(_SPLIT_SIZES, args[2:4], strict=True))
+        elif operation is ALL_TO_ALL_LIST:
+            sizes = ([tensor.numel() for tensor in side] for side in (outputs, inputs))
+            self.options = dict(zip(_SPLIT_SIZES, sizes, strict=True))
+        self.refusal = self._refusal(op)
 
-    tensors: Sequence[torch.Tensor] = dataclasses.field(init=False)
-    is_async: bool = dataclasses.field(init=False)
-    timeout: timedelta = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tensors = (*self.outputs, *self.inputs)
-        self.is_async = bool(getattr(self.opts, "asyncOp", True))
-        self.timeout = max(getattr(self.opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
+    def _refusal(self, op: str | None) -> str:
+        operation, kind = self.operation, self.operation.kind
+        if not kind:
+            return "Sidelane has no such operation"
+        # Ranks other than the root do not know the root's list; equal parts of an all_to_all here say nothing of those
+        # elsewhere.
+        known = self.outputs if kind == Kind.SCATTER else self.inputs if kind == Kind.GATHER else self.tensors
+        if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+            parts = self.outputs if operation.has_output_parts else self.inputs if operation.has_input_parts else ()
+            if len({tensor.numel() for tensor in parts}) > 1:
+                return "parts of several sizes"
+        return _refusal_of(known, op)
 
     @property
     def adds_floats(self) -> bool:
@@ -271,38 +296,6 @@ class GroupCall:
             method(*sides, **self.options)
             if self.reduction is not None:
                 self.reduction.finish(written)
-
-
-def describe_call(
-    operation: GroupOperation,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    opts: Any,
-    args: Sequence[Any],
-    key: RepeatKey | None = None,
-) -> GroupCall:
-    """Put a call together, and make the decisions that need no group. The arguments are those of :class:`GroupCall`."""
-    call, kind, op = GroupCall(operation, outputs, inputs, opts, args, key), operation.kind, None
-    if kind in REDUCING:
-        call.reduction = _reduction(opts, inputs or outputs)
-        call.options = {"op": (op := call.reduction.op)}
-        call.key = key if call.reduction.repeats else None
-    elif kind in ROOTED:
-        call.options = {"root": opts.rootRank}
-    elif operation is ALL_TO_ALL_UNEVEN:
-        call.options = dict(zip(_SPLIT_SIZES, args[2:4], strict=True))
-    elif operation is ALL_TO_ALL_LIST:
-        sizes = ([tensor.numel() for tensor in side] for side in (outputs, inputs))
-        call.options = dict(zip(_SPLIT_SIZES, sizes, strict=True))
-    # Ranks other than the root do not know the root's list; equal parts of an all_to_all here say nothing of others.
-    known = outputs if kind == Kind.SCATTER else inputs if kind == Kind.GATHER else call.tensors
-    if not kind:
-        call.refusal = "Sidelane has no such operation"
-    elif kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and (operation.has_output_parts or operation.has_input_parts):
-        parts = outputs if operation.has_output_parts else inputs
-        call.refusal = "" if len({tensor.numel() for tensor in parts}) <= 1 else "parts of several sizes"
-    call.refusal = call.refusal or _refusal(known, op)
-    return call
 
 
 _SPLIT_SIZES = ("output_split_sizes", "input_split_sizes")
@@ -350,13 +343,7 @@ def _named(name: str) -> GroupReduction:
     return GroupReduction(name)
 
 
-def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> GroupReduction:
-    if opts is None or not tensors:
-        return _named(ReduceOp.SUM)
-    return GroupReduction.of(opts.reduceOp, tensors[0].dtype)
-
-
-def _refusal(tensors: Sequence[torch.Tensor], op: str | None) -> str:
+def _refusal_of(tensors: Sequence[torch.Tensor], op: str | None) -> str:
     if not tensors:
         return "no tensors"
     first = tensors[0]

@@ -30,8 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from sidelane import forks
 from sidelane.config import COMPUTE
 from sidelane.errors import SidelaneError
-from sidelane.integrations.fsdp_group import FsdpGroup
-from sidelane.integrations.ring import NoRoom, RingPart, cut
+from sidelane.integrations.fsdp_group import FsdpGroup, NoRoom, RingPart, cut
 from sidelane.memory.allocator import ALIGNMENT, rounded
 from sidelane.memory.storage import exchange_memory, exchange_objection
 from sidelane.program.collective import Kind

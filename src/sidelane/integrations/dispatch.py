@@ -69,11 +69,7 @@ class GroupDispatcher:
         life.forgets = (self._held.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
-        forks.in_copies_of(self, GroupDispatcher.forget_repeated)
-
-    def forget_repeated(self) -> None:
-        """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
-        self._repeated.clear()
+        forks.in_copies_of(self, lambda made: made._repeated.clear())  # so that all calls are refused in one place
 
     def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
@@ -120,7 +116,7 @@ class GroupDispatcher:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
         if not operation.repeats:
-            return self._run(calls.describe_call(operation, outputs, inputs, opts, args), observed)
+            return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, device = (*outputs, *inputs), outputs[0].device
         key = (operation.name, detail, outputs[0].dtype, device)
         repeated = self._repeated.get(key)
@@ -131,7 +127,7 @@ class GroupDispatcher:
             or (operation is calls.ALL_TO_ALL and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
             or (device.type == "cpu" and self._captures())
         ):
-            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         is_async = opts.asyncOp
         try:
             work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
@@ -139,7 +135,7 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
         if work is None:
-            return self._run(calls.describe_call(operation, outputs, inputs, opts, args, key), observed)
+            return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
         assert choice is not None
@@ -246,7 +242,7 @@ class GroupDispatcher:
             peers: the other rank, or all ranks that it may be.
         """
         self.life.require()
-        call = calls.describe_call(operation, outputs, inputs, None, args)
+        call = GroupCall(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)

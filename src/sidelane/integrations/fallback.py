@@ -25,10 +25,6 @@ _OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class _Gloo(Allocating, dist.ProcessGroupGloo):
-    """Gloo with Sidelane's memory."""
-
-
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weakref.WeakKeyDictionary()
 """Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
@@ -40,6 +36,7 @@ def backends_of(group: dist.ProcessGroup) -> Sequence[Allocating]:
 
 @functools.cache
 def _allocating(kind: type[Any]) -> type[Any]:
+    """Return a backend class of torch with Sidelane's memory."""
     return type(kind.__name__, (Allocating, kind), {})
 
 
@@ -58,7 +55,7 @@ def make_other(
         options: options of NCCL; None for its defaults.
     """
     group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
-    gloo = _Gloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    gloo = _allocating(dist.ProcessGroupGloo)(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._set_default_backend(BackendType.GLOO)
     group._register_backend(torch.device("cpu"), BackendType.GLOO, gloo)

@@ -1,27 +1,30 @@
-"""The two lanes, the buffers and the counts for FSDP2's calls of one process group, on one machine or several."""
+"""The lanes, the buffers and the counts for FSDP2's calls of one process group, on one machine or several."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import sys
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane.config import Config
+from sidelane.errors import UnavailableError
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import dtype_name
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.groups import NodeRanks, exchanged_nodes
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes, choose_steps
-from sidelane.integrations.ring import Ring
 from sidelane.memory.allocator import MemoryUse
 from sidelane.memory.exchange import Exchange, ranks_of
+from sidelane.memory.storage import storage_of
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 
@@ -29,17 +32,148 @@ FsdpLane = Communicator | NodesCommunicator
 LANES = ("gather", "scatter")
 
 
-@dataclasses.dataclass(slots=True)
-class FsdpCounts:
-    """Counts of a model's collectives, in all of its groups.
+class NoRoom(UnavailableError):
+    """Error: no symmetric memory is left for one more buffer; nothing has been changed."""
+
+
+class Ring:
+    """Symmetric buffers that parameters are gathered into, taken again when all of their parts were released.
+
+    A free buffer must be free on all ranks, and all ranks must take the same one: otherwise one rank makes a new one,
+    which is a collective, and another one does not, or a gather writes to memory that a peer does not read. The ranks
+    do not communicate for that; they rely on program order: ranks train one model, so FSDP2 gathers and frees its
+    layers in one order on all of them, and a buffer is free when FSDP2 frees its last parameter
+    (``RingPart.release``), even if other references to it remain. The order of references would not be the same on all
+    ranks: threads of other backends, and Python's collector of cycles, drop theirs at any time. If a gather is dropped
+    before its parameters had it (an error, which ends the communicator on all ranks), the last reference releases the
+    buffer.
+
+    Args:
+        allocate: function that returns a new buffer of so many bytes. Collective.
+        device: device of the buffers.
 
     Attributes:
-        calls: number of collectives that Sidelane has made.
-        elsewhere: numbers of calls that the groups' own backends have made, by kind and reason.
+        behind_backward: a backward has freed parameters since the last one was taken.
     """
 
-    calls: int = 0
-    elsewhere: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    def __init__(self, allocate: Callable[[int], torch.Tensor], device: torch.device) -> None:
+        self._allocate, self._handle = allocate, torch.get_device_module(device)
+        self._free: deque[_Free] = deque()
+        self._phase = 0
+        self.behind_backward = False
+
+    def take(self, nbytes: int, stream: Any, *, at_once: bool) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return a buffer, ordered on ``stream`` behind its last use, and a function to call when it is free again.
+
+        Args:
+            nbytes: size of the buffer in bytes.
+            stream: stream of its first use.
+            at_once: accept a buffer that has become free since the last call. Its last use may run still: a gather that
+                shall overlap with that use takes an older buffer, or a new one.
+
+        Raises:
+            NoRoom: no memory is left; on all ranks alike.
+        """
+        found = next((one for one in tuple(self._free) if one.matches(nbytes, self._phase, at_once)), None)
+        if found is None:
+            try:
+                whole = self._allocate(nbytes)
+            except UnavailableError as error:
+                raise NoRoom(str(error)) from None
+        else:
+            self._free.remove(found)
+            stream.wait_event(found.event)
+            whole = found.whole
+        self._phase += 1
+        return whole, lambda: self._came_back(whole)
+
+    def clear(self) -> None:
+        """Drop the free buffers."""
+        self._free.clear()
+
+    def _came_back(self, whole: torch.Tensor) -> None:
+        # FSDP2 has just freed the parameters, on the stream that has computed with them.
+        if not sys.is_finalizing():
+            self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._phase))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Free:
+    """A free buffer, the event of its last use, and the phase in which it became free."""
+
+    whole: torch.Tensor
+    event: Any
+    phase: int
+
+    def matches(self, nbytes: int, phase: int, at_once: bool) -> bool:
+        return self.whole.nbytes == nbytes and (at_once or self.phase < phase)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RingPart:
+    """Memory of one parameter.
+
+    Attributes:
+        memory: bytes of the parameter, with a storage of their own.
+        release: function that gives it back once, however often it is called, and with the last reference at the
+            latest.
+    """
+
+    memory: torch.Tensor
+    release: Callable[[], None]
+
+    @classmethod
+    def empty(cls, device: torch.device) -> RingPart:
+        """Return a part without memory, for a parameter without elements."""
+        return cls(torch.empty(0, dtype=torch.uint8, device=device), lambda: None)
+
+
+def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[RingPart]:
+    """Cut a buffer into parts.
+
+    Args:
+        whole: the buffer.
+        offsets: offset of each part in bytes.
+        sizes: size of each part in bytes; 0 for parts without memory.
+        free: function called when all parts were given back.
+    """
+    count = _Countdown(sum(map(bool, sizes)), free)
+    made = []
+    for offset, nbytes in zip(offsets, sizes, strict=True):
+        if nbytes:
+            once = _Once(count)
+            made.append(RingPart(storage_of(whole, offset, nbytes, once), once))
+        else:
+            made.append(RingPart.empty(whole.device))
+    return made
+
+
+class _Once:
+    """Function that runs at its first call only, in whichever thread."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = [then]
+
+    def __call__(self) -> None:
+        try:
+            then = self._then.pop()
+        except IndexError:
+            return
+        then()
+
+
+class _Countdown:
+    """Function that runs when it has been called so many times, in any threads."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count, self._then, self._lock = count, then, threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count:
+                return
+        self._then()
 
 
 class FsdpGroup:
@@ -48,7 +182,8 @@ class FsdpGroup:
     Args:
         group: group of the shards.
         device: device of the shards.
-        counts: counts of the model.
+        counts: numbers of the model's calls in all of its groups: those of Sidelane by its name, those of the groups'
+            own backends by kind and reason.
         lanes: lane that gathers, and the one that scatters; empty if the group's own backend makes all calls.
         allocate: function that returns bytes for the ring of buffers that become parameters, a collective; None for
             ordinary memory.
@@ -70,7 +205,7 @@ class FsdpGroup:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        counts: FsdpCounts,
+        counts: Counter[str],
         lanes: Sequence[FsdpLane] = (),
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
@@ -116,7 +251,7 @@ class FsdpGroup:
 
     def made(self, kind: Kind, why: str, dtype: torch.dtype, nbytes: int) -> None:
         """Count a call that Sidelane makes."""
-        self._counts.calls += 1
+        self._counts[SIDELANE] += 1
         if self._nodes is not None:
             why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes).reason}; {why}"
         self._note(kind, dtype, SIDELANE, why, nbytes)
@@ -125,7 +260,7 @@ class FsdpGroup:
         """Count a call that the backend of ``group`` makes, on a larger tensor of FSDP2's."""
         if self._buffers is not None:
             self._buffers.is_not_to_come_back(tensor)
-        self._counts.elsewhere[f"{kind}: {why}"] += 1
+        self._counts[f"{kind}: {why}"] += 1
         if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
             self._note(kind, tensor.dtype, where, why, tensor.nbytes)
 
@@ -133,7 +268,7 @@ class FsdpGroup:
         self._ledger.note((f"fsdp {kind}", dtype_name(dtype), self.device.type, where, why), "", nbytes)
 
 
-def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: FsdpCounts) -> FsdpGroup:
+def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: Counter[str]) -> FsdpGroup:
     """Make the calls of a group; the ranks find out together whether the group spans machines.
 
     On one machine buffers are symmetric as long as there is room. On several, those of the ring are symmetric within

@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
-from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations.fallback import FailedPeers, kinds
 from sidelane.integrations.ledger import SIDELANE
@@ -215,30 +214,34 @@ class GroupLifetime:
 
     def _made(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         device = where.type
-        made = self.communicators.get(device)
-        if made is None:
+        if (made := self.communicators.get(device)) is not None:
+            return made
+        self.require()
+        if self.refusals[device]:
+            return None
+        config = settings.current()
+        debug = config.debug or dist.get_debug_level() == dist.DebugLevel.DETAIL
+        config = dataclasses.replace(config, timeout_s=self.timeout.total_seconds(), debug=debug)
+        try:
+            if self.nodes.spans:
+                from sidelane.integrations.nodes.communicator import NodesCommunicator
+
+                ranks = dataclasses.replace(self._here, config=config, name=self.group.group_name)
+                made = NodesCommunicator(ranks, where)
+            else:
+                made = Communicator(self.group, device=where, config=config)
+        except UnavailableError as error:
+            self.refusals[device] = str(error)
+            return None
+        except Exception as error:
+            self.explain(error)
+            raise
+        self.communicators[device] = made
+        if self._ended:  # meanwhile, by another thread
+            self.communicators.pop(device, None)
+            made.close()
             self.require()
-        if made is None and not self.refusals[device]:
-            config = settings_for(self.timeout)
-            try:
-                made = self.communicators[device] = self._make_communicator(where, config)
-            except UnavailableError as error:
-                self.refusals[device] = str(error)
-            except Exception as error:
-                self.explain(error)
-                raise
-            if self._ended and made is not None:  # meanwhile, by another thread
-                self.communicators.pop(device, None)
-                made.close()
-                self.require()
         return made
-
-    def _make_communicator(self, device: torch.device, config: Config) -> Communicator | NodesCommunicator:
-        if not self.nodes.spans:
-            return Communicator(self.group, device=device, config=config)
-        from sidelane.integrations.nodes.communicator import NodesCommunicator
-
-        return NodesCommunicator(dataclasses.replace(self._here, config=config, name=self.group.group_name), device)
 
     def late(self) -> tuple[str, Sequence[int]]:
         """Describe the ranks that have not come to the call that this rank is in."""
@@ -261,11 +264,3 @@ def _leave(communicator: Communicator | NodesCommunicator, error: PeerError | Ke
         communicator.calls.fail(error)
     else:
         communicator.leave(error)
-
-
-def settings_for(timeout: timedelta) -> Config:
-    """Return the settings of a group's communicator: those in force, with the time-out of the group."""
-    config = dataclasses.replace(settings.current(), timeout_s=timeout.total_seconds())
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        config = dataclasses.replace(config, debug=True)
-    return config

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from sidelane.integrations.process_group import SidelaneGroup
 
-DEVICES = ("cpu", "cuda")
-
 
 def register() -> None:
     """Register the name ``sidelane`` in ``torch.distributed``. Idempotent; not needed if the package is installed with
@@ -30,7 +28,7 @@ def register() -> None:
 
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -194,7 +194,7 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
         if captured:  # nothing can be copied from here to there
             words = "counts of the host inside of a capture are those of an earlier call (value=new ones)"
             raise UnavailableError(f"{name}: {words}")
-        loose = [key for key, cached_object in known.items() if not cached_object.in_a_graph]
+        loose = [key for key, one in known.items() if not one.in_a_graph]
         if len(loose) >= MOST_CACHED:
             del known[loose[0]]
         if there.dim() not in (2, 3) or (there < 0).any():

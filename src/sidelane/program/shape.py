@@ -10,7 +10,6 @@ from sidelane.config import BESIDE, COMPUTE, NOTHING
 from sidelane.fields import at_least, number, one_of, optional, plain_text, validate
 from sidelane.program.collective import Collective, Kind
 
-PRELAUNCH = "+prelaunch"
 NARROW = "_narrow"
 PUSH = "_push"
 
@@ -167,13 +166,11 @@ class Variant:
         algorithm: name of the algorithm without suffixes: ``b2b``, ``one_shot``.
         narrow: the kernel leaves nine tenths of the SMs to other kernels.
         pushes: the kernel stores shards with the ranks that add them up; otherwise those ranks fetch them.
-        prelaunched: all commands are submitted behind a trigger, ahead of the call.
     """
 
     algorithm: str
     narrow: bool = False
     pushes: bool = False
-    prelaunched: bool = False
 
     @staticmethod
     @functools.cache
@@ -181,25 +178,20 @@ class Variant:
         """Split a name into its parts. Suffixes are in the order of ``name``; a name without suffixes is its algorithm.
 
         >>> Variant.of("two_shot_narrow")
-        Variant(algorithm='two_shot', narrow=True, pushes=False, prelaunched=False)
+        Variant(algorithm='two_shot', narrow=True, pushes=False)
         """
         rest, found = name, []
-        for suffix in (PRELAUNCH, PUSH, NARROW):
+        for suffix in (PUSH, NARROW):
             found.append(rest.endswith(suffix))
             rest = rest.removesuffix(suffix)
-        prelaunched, pushes, narrow = found
-        return Variant(rest, narrow, pushes, prelaunched)
+        pushes, narrow = found
+        return Variant(rest, narrow, pushes)
 
     @property
     def name(self) -> str:
         """Name of the variant with its suffixes; :meth:`of` splits it."""
-        suffixes = ((NARROW, self.narrow), (PUSH, self.pushes), (PRELAUNCH, self.prelaunched))
+        suffixes = ((NARROW, self.narrow), (PUSH, self.pushes))
         return self.algorithm + "".join(suffix for suffix, there in suffixes if there)
-
-    @property
-    def called(self) -> str:
-        """Name of the same variant without a trigger."""
-        return dataclasses.replace(self, prelaunched=False).name
 
     @property
     def wide(self) -> str:

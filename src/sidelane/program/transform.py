@@ -18,7 +18,7 @@ fires it when its bytes are ready. Arrivals are numbered from 0 on, too, in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Span
@@ -81,32 +81,32 @@ def lower(program: Program, native: AbstractSet[type[Move]], fits: Callable[[Mov
     return dataclasses.replace(program, queues=tuple(queues), staging_bytes=tuple(staging))
 
 
-def prelaunch(program: Program) -> Program:
-    """Add a trigger ``Wait`` in front of every queue and a ``caller`` queue on every rank that fires the triggers.
-
-    As in the paper, each queue has its own trigger. One for all queues of a rank takes one store (:func:`hold`).
-
-    Raises:
-        ValueError: the program is prelaunched already.
-    """
-    first = program.flag_count
-    # A flag for each queue: a frozen program resets a flag after its one wait.
-    return _behind(program, "prelaunch", lambda rank, count: [Flag(rank, first + index) for index in range(count)])
-
-
 def hold(program: Program) -> Program:
     """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. :func:`release` removes it.
 
-    It is the last flag of every rank, and only this rank touches it: it may lie apart (``Addresses.triggers``). A rank
-    that does nothing waits for it all the same: it can be fired everywhere.
+    It is the last flag of every rank, and only this rank touches it. A rank that does nothing waits for it all the
+    same: it can be fired everywhere.
 
     Raises:
         ValueError: the program is prelaunched already.
     """
-    idle = set(range(program.world_size)) - {queue.rank for queue in program.queues}
-    waiting = tuple(Queue(rank, Engine(EngineKind.LOCAL), ()) for rank in sorted(idle))
-    program = dataclasses.replace(program, queues=(*program.queues, *waiting))
-    return _behind(program, "hold", lambda rank, count: [Flag(rank, program.flag_count)] * count)
+    if program.prelaunched:
+        raise ValueError("hold: the program is prelaunched already")
+    queues: list[Queue] = []
+    for rank in range(program.world_size):
+        trigger = Flag(rank, program.flag_count)
+        queues += [
+            dataclasses.replace(queue, commands=(Wait(trigger, EPOCH), *queue.commands))
+            for queue in program.queues_of(rank) or (Queue(rank, Engine(EngineKind.LOCAL), ()),)
+        ]
+        queues.append(Queue(rank, Engine(EngineKind.CALLER), (Signal(trigger, EPOCH),)))
+    return dataclasses.replace(
+        program,
+        variant=f"{program.variant}+hold",
+        queues=tuple(queues),
+        flag_count=program.flag_count + 1,
+        prelaunched=True,
+    )
 
 
 def held_by(program: Program, rank: int) -> Flag | None:
@@ -129,32 +129,6 @@ def release(program: Program) -> Program:
         if queue.engine.kind is not EngineKind.CALLER
     )
     return dataclasses.replace(program, queues=queues, prelaunched=False)
-
-
-def _behind(program: Program, name: str, numbering: Callable[[int, int], Sequence[Flag]]) -> Program:
-    """Put queues behind triggers; ``numbering`` maps a rank and the number of its queues to the trigger of each."""
-    if program.prelaunched:
-        raise ValueError(f"{name}: the program is prelaunched already")
-    queues: list[Queue] = []
-    flag_count = program.flag_count
-    for rank in range(program.world_size):
-        held = program.queues_of(rank)
-        triggers = numbering(rank, len(held))
-        queues += [
-            dataclasses.replace(queue, commands=(Wait(trigger, EPOCH), *queue.commands))
-            for queue, trigger in zip(held, triggers, strict=True)
-        ]
-        if held:
-            fire = tuple(Signal(trigger, EPOCH) for trigger in dict.fromkeys(triggers))
-            queues.append(Queue(rank, Engine(EngineKind.CALLER), fire))
-        flag_count = max([flag_count, *(trigger.index + 1 for trigger in triggers)])
-    return dataclasses.replace(
-        program,
-        variant=f"{program.variant}+{name}",
-        queues=tuple(queues),
-        flag_count=flag_count,
-        prelaunched=True,
-    )
 
 
 def freeze(program: Program) -> Program:

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Set
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 
@@ -109,23 +109,15 @@ class NamedBuffers:
         return f"{self.program.collective} {self.program.variant} #{digest}"
 
 
+P = TypeVar("P", bound="LoadedProgram")
+
 _ALIGNMENT = 256
-_EAGER, _CAPTURED = range(2)
+EAGER, CAPTURED = range(2)
 """Numbers of the flag regions: captured programs have their own, since replays do not follow the calls between them."""
 
 
-@untraced
-class BoundProgram:
-    """A program bound to buffers of the ranks. Made by :meth:`Communicator.load`.
-
-    Calling it is a call of the communicator: every rank makes it, in the order of all calls. It runs in the caller's
-    order of work; inside of a CUDA graph capture it becomes part of the graph. It has its own flags and staging, and
-    keeps them and the tensors until :meth:`close`.
-
-    A program in which callers signal or wait (``sidelane.program.transform``) is started ahead, by
-    ``async_op=True``. Each :meth:`trigger` releases the commands that wait for it; after the last one, the caller waits
-    for the ``Work``. Bytes that callers read while it is under way are ready after :meth:`wait_for_arrival`. In a
-    graph, where the number of one call cannot be written, triggers and arrivals are dependencies.
+class LoadedProgram:
+    """A program with flags and staging of its own, at tensors of this rank, whose caller fires triggers of it.
 
     Attributes:
         program: the program.
@@ -133,10 +125,10 @@ class BoundProgram:
         arrivals: number of arrivals that this rank may wait for in each call.
     """
 
-    def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
+    def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers, choice: Choice) -> None:
         self.program: Program = buffers.program
         program = self.program
-        self._calls, self._preparer, self._forms = calls, preparer, forms
+        self._calls, self._preparer, self._forms, self._choice = calls, preparer, forms, choice
         flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
         staging_bytes = max(forms.eager.staging_bytes)
         self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
@@ -148,15 +140,15 @@ class BoundProgram:
             reached = preparer.reach(region, name in buffers.remote)
             addresses.update({(rank, name): address for rank, address in reached.items()})
         self._addresses = [
-            Addresses(addresses, tuple(base + region * flag_bytes for base in begins)) for region in (_EAGER, _CAPTURED)
+            Addresses(addresses, tuple(base + region * flag_bytes for base in begins)) for region in (EAGER, CAPTURED)
         ]
         self._last_signals = _last_signals(program, calls.control.rank)
         self._name = f"{program.collective} {program.variant}"
         self._signature, self._written = buffers.signature, buffers.written
         self._tensors: tuple[torch.Tensor, ...] = tuple(buffers.tensors.values())
-        eager = self._prepare(forms.eager, _EAGER)
+        eager = self._prepare(forms.eager, EAGER)
         self._prepared: list[PreparedCall | None] = [eager, None]
-        flag = self._addresses[_EAGER].flag
+        flag = self._addresses[EAGER].flag
         self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
         self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
         self._arrivals = [
@@ -177,6 +169,87 @@ class BoundProgram:
     range_name = property(__str__)
     """Name of its calls in profilers."""
 
+    def renew(self, call: int) -> None:
+        """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
+        if self._block is None:
+            return
+        words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
+        for index, value in self._last_signals.items():
+            words[index] = as_int32(value.at(call))
+
+    def close(self) -> None:
+        """Fire the triggers that are left, wait for this rank's calls, and release memory and tensors. Idempotent."""
+        if self._block is None or self._calls.forked:
+            return
+        if not self._calls.closed and self._calls.failure is not None:
+            with contextlib.suppress(SidelaneError):
+                self._calls.backend.synchronize()  # threads of CPU ranks poll its flags until they see the failure
+        elif not self._calls.closed:
+            with self._calls.failing_for_good():
+                for number in sorted(self._unfired):  # waits that are submitted to streams cannot be cancelled
+                    self._triggers[number].fire_from_host(self._epoch)
+                self._synchronize()
+                if (work := self._works[EAGER]) is not None:
+                    work.wait()
+        rank = self._calls.control.rank
+        self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
+        self._preparer.own_programs.discard(self)
+        self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
+        self._triggers, self._arrivals, self._works = [], [], [None, None]
+        self._unfired.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._unfired and self._calls.failure is None:
+            self._calls.fail_untriggered(f"{self}, call {self._epoch}", error)
+        with contextlib.suppress(SidelaneError):  # the first error is the one to see
+            self.close()
+
+    def _synchronize(self) -> None:
+        """Block the host until this rank's calls of the program have ended."""
+        self._calls.backend.synchronize()
+
+    def _caller_stream(self, method: str) -> CallerStream:
+        """Return the caller's stream. Raises ValueError unless it is in the capture of the call, or both in none."""
+        backend = self._calls.backend
+        caller = backend.caller_stream()
+        if (backend.capture_of(caller) if caller[1] else 0) != self._capture:
+            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
+            raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
+        return caller
+
+    def _prepare(self, program: Program, region: int) -> PreparedCall:
+        captured = region == CAPTURED
+        loaded = self._calls.backend.executor.load(program, self._addresses[region], captured=captured)
+        return PreparedCall(loaded, self._signature + ", captured" * captured, captured, self._choice)
+
+
+@untraced
+class BoundProgram(LoadedProgram):
+    """A program bound to buffers of the ranks. Made by :meth:`Communicator.load`.
+
+    Calling it is a call of the communicator: every rank makes it, in the order of all calls. It runs in the caller's
+    order of work; inside of a CUDA graph capture it becomes part of the graph. It has its own flags and staging, and
+    keeps them and the tensors until :meth:`close`.
+
+    A program in which callers signal or wait (``sidelane.program.transform``) is started ahead, by
+    ``async_op=True``. Each :meth:`trigger` releases the commands that wait for it; after the last one, the caller waits
+    for the ``Work``. Bytes that callers read while it is under way are ready after :meth:`wait_for_arrival`. In a
+    graph, where the number of one call cannot be written, triggers and arrivals are dependencies.
+
+    Attributes:
+        program: the program.
+        triggers: number of triggers that this rank fires in each call.
+        arrivals: number of arrivals that this rank may wait for in each call.
+    """
+
     @entry
     def __call__(self, *, async_op: bool = False) -> Work | None:
         """Run the program once, all ranks together.
@@ -193,14 +266,14 @@ class BoundProgram:
         calls = self._calls
         call = calls.number()
         caller = calls.backend.caller_stream()
-        region = _CAPTURED if caller[1] else _EAGER
+        region = CAPTURED if caller[1] else EAGER
         with calls.reporting_refusals(call, self._name):
             if self._block is None:
                 raise RuntimeError(f"a call of {self}, which was closed")
             capture = self._begin(async_op, caller) if self._has_callers else 0
             prepared = self._prepared[region]
             if prepared is None:
-                prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
+                prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), CAPTURED)
         calls.announce(call, prepared.signature, compares=False)
         work = calls.run(prepared, call, async_op, self._tensors, self._written, caller)
         if self._has_callers:
@@ -223,7 +296,7 @@ class BoundProgram:
         caller = self._caller_stream("trigger")
         with self._calls.failing_for_good():
             if caller[1]:
-                cast("CudaMarkedWork", self._works[_CAPTURED]).mark(number, caller)
+                cast("CudaMarkedWork", self._works[CAPTURED]).mark(number, caller)
             else:
                 self._triggers[number].fire(self._epoch, caller)
         self._unfired.discard(number)
@@ -262,7 +335,7 @@ class BoundProgram:
         """
         if not 0 <= number < self.arrivals:
             raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
-        work = self._works[_CAPTURED if self._capture else _EAGER]
+        work = self._works[CAPTURED if self._capture else EAGER]
         if work is None:
             raise RuntimeError(f"wait_for_arrival: {self} is not under way: call it with async_op=True before")
         caller = self._caller_stream("wait_for_arrival")
@@ -272,54 +345,15 @@ class BoundProgram:
             else:
                 self._arrivals[number].follow(self._epoch, caller, work)
 
-    def renew(self, call: int) -> None:
-        """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
-        if self._block is None:
-            return
-        words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
-        for index, value in self._last_signals.items():
-            words[index] = as_int32(value.at(call))
-
     def close(self) -> None:
         """Release its memory and the tensors, once this rank's calls have ended. Idempotent, not collective.
 
         Raises:
             PeerError, PeerTimeoutError: a call failed.
         """
-        if self._block is None:
-            return
-        if not self._calls.closed and self._calls.failure is not None:
-            with contextlib.suppress(SidelaneError):
-                self._calls.backend.synchronize()  # threads of CPU ranks poll its flags until they see the failure
-        elif not self._calls.closed:
-            with self._calls.failing_for_good():
-                if self._capture:  # this rank has ended that capture without the program
-                    self._unfired.clear()
-                for number in sorted(self._unfired):  # waits that are submitted to streams cannot be cancelled
-                    self._triggers[number].fire_from_host(self._epoch)
-                self._calls.backend.synchronize()
-                if (work := self._works[_EAGER]) is not None:
-                    work.wait()
-        rank = self._calls.control.rank
-        self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
-        self._preparer.own_programs.discard(self)
-        self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
-        self._triggers, self._arrivals, self._works = [], [], [None, None]
-        self._unfired.clear()
-
-    def __enter__(self) -> BoundProgram:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        calls = self._calls
-        if error is None or not self._unfired or calls.failure is not None:
-            self.close()
-            return
-        calls.fail_untriggered(f"{self}, call {self._epoch}", error)
-        with contextlib.suppress(SidelaneError):  # the first error is the one to see
-            self.close()
+        if self._capture:  # this rank has ended that capture without the program
+            self._unfired.clear()
+        super().close()
 
     def _begin(self, async_op: bool, caller: CallerStream) -> int:
         """Check that a call with triggers or arrivals may begin. Return the number of the capture that it goes into."""
@@ -328,19 +362,10 @@ class BoundProgram:
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
         if self.triggers and not async_op:
             raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
-        before = self._works[_CAPTURED if capture else _EAGER]
+        before = self._works[CAPTURED if capture else EAGER]
         if before is not None and self.triggers and capture in (0, self._capture):
             before.wait()  # the caller overwrites bytes that the previous call has read
         return capture
-
-    def _caller_stream(self, method: str) -> CallerStream:
-        """Return the caller's stream. Raises ValueError unless it is in the capture of the call, or both in none."""
-        backend = self._calls.backend
-        caller = backend.caller_stream()
-        if (backend.capture_of(caller) if caller[1] else 0) != self._capture:
-            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
-            raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
-        return caller
 
     def _refuse_graphs(self, method: str) -> None:
         if self._capture:
@@ -352,12 +377,6 @@ class BoundProgram:
         if number not in self._unfired:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
             raise RuntimeError(f"{method}: trigger {number} of {self} is fired once in each call (value={state})")
-
-    def _prepare(self, program: Program, region: int) -> PreparedCall:
-        captured = region == _CAPTURED
-        loaded = self._calls.backend.executor.load(program, self._addresses[region], captured=captured)
-        choice = Choice(Candidate(DMA, self.program.variant), "a program of the caller's own", ())
-        return PreparedCall(loaded, self._signature + ", captured" * captured, captured, choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,21 +419,24 @@ class Forms:
         lowered = lower(program, capabilities)
         if lowered is not program:
             verify(lowered)
-        if program.prelaunched:
-            return Forms(lowered, captures, lowered)
+        return Forms.proved(lowered, rank, captures=captures)
+
+    @staticmethod
+    def proved(program: Program, rank: int, *, captures: bool) -> Forms:
+        """Make the forms of a program whose moves the engines support. Arguments and errors are those of :meth:`of`."""
         triggers, arrivals = triggers_of(program, rank), arrivals_of(program, rank)
-        return Forms(lowered, captures, without_callers(lowered), triggers, arrivals)
+        return Forms(program, captures, without_callers(program), triggers, arrivals)
 
     def for_a_graph(self) -> Program:
         """Make the program to capture; few programs are captured. Raises UnavailableError if it cannot be captured."""
-        problem: object = "there are no graphs"
-        if self.captures:
+        problem: object = "its commands wait for a trigger" if self.program.prelaunched else "there are no graphs"
+        if self.captures and not self.program.prelaunched:
             try:
                 if self.eager is self.program and not has_epochs(self.program):
                     return self.program
                 frozen = freeze(self.program)
                 verify(frozen)
-                return frozen if frozen.prelaunched else flags_of_callers(frozen)
+                return flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
                 problem = error
         raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")
@@ -422,7 +444,7 @@ class Forms:
 
 def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
     """Prove a program and bind it to buffers. Collective. See :meth:`Communicator.load`."""
-    calls, arguments, backend = path.calls, path.arguments, path.calls.backend
+    arguments, backend = path.arguments, path.calls.backend
 
     def check() -> tuple[tuple[NamedBuffers, Forms], str]:
         found = NamedBuffers.check(program, buffers, arguments)
@@ -431,14 +453,21 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
         return (found, forms), f"load {found.signature}"
 
     call, (found, forms) = path.agree("load", check)
+    choice = Choice(Candidate(DMA, program.variant), "a program of the caller's own", ())
+    return load_program(BoundProgram, path, call, forms, found, choice)
+
+
+def load_program(form: type[P], path: CallPath, call: int, forms: Forms, buffers: NamedBuffers, choice: Choice) -> P:
+    """Allocate the memory of a program on which the ranks agreed in ``call``, and load it there. Collective."""
+    calls = path.calls
     ready = calls.number()
     with calls.failing_for_good(), calls.reporting_refusals(ready, "load"):
-        bound = BoundProgram(calls, path.preparer, forms, found)
-        bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
-        backend.wait_for_stores()
-    calls.announce(ready, f"load {found.signature}: flags are ready", compares=True)
-    path.preparer.own_programs.add(bound)
-    return bound
+        loaded = form(calls, path.preparer, forms, buffers, choice)
+        loaded.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
+        calls.backend.wait_for_stores()
+    calls.announce(ready, f"load {buffers.signature}: flags are ready", compares=True)
+    path.preparer.own_programs.add(loaded)
+    return loaded
 
 
 def _last_signals(program: Program, rank: int) -> dict[int, Value]:

@@ -32,7 +32,7 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, compare
 from sidelane.collectives.plan import AUTO, Planner
 from sidelane.collectives.pool_offsets import Reached
-from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.prepare import OwnProgram, Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.config import Config
@@ -60,7 +60,7 @@ from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import computation, own_time_us
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
-from sidelane.session.making import agree_on_profile, make_backend, settled
+from sidelane.session.making import agree_on_profile, make_backend, resolve_arguments
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.sizes import format_bytes
 from sidelane.version import VERSION
@@ -142,7 +142,7 @@ class Communicator:
         self._first = first
         if first is None:
             given = cast("dist.ProcessGroup | None", group)
-            self._group, self._title, self.device, self.config = settled(given, device, config)
+            self._group, self._title, self.device, self.config = resolve_arguments(given, device, config)
         elif device is None and config is None:
             self._group, self._title, self.device, self.config = first._group, first._title, first.device, first.config
         else:
@@ -526,7 +526,7 @@ class Communicator:
             output: see :meth:`all_gather`; the handle keeps it.
             input: see :meth:`all_gather`; the handle keeps it.
             variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
-            host_trigger: allow ``trigger_from_host()``; the engines then see any trigger a little later.
+            host_trigger: allow ``trigger_from_host()``.
             beside: see :meth:`all_gather`.
 
         Returns:
@@ -758,9 +758,9 @@ class Communicator:
 
     def _release(self) -> None:
         calls = self.calls
-        for handle in list(calls.unfinished):
+        for program in self._own_programs():  # which fires the triggers that are left
             with contextlib.suppress(SidelaneError):
-                handle.close()
+                program.close()
         calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
         if self.path.repeats is not None:
             self.path.repeats.forget()
@@ -768,6 +768,10 @@ class Communicator:
         self.preparer.close()
         self.allocations.close()
         self.control.close()
+
+    def _own_programs(self) -> list[OwnProgram]:
+        """Return the programs that callers have loaded, an armed one first: others may come behind it."""
+        return sorted(self.preparer.own_programs, key=lambda program: program is not self.calls.armed)
 
     def __enter__(self) -> Communicator:
         return self
@@ -779,8 +783,8 @@ class Communicator:
             other.__exit__(kind, error, trace)
         calls = self.calls
         if error is not None:
-            for handle in list(calls.unfinished):
-                handle.__exit__(kind, error, trace)
+            for program in self._own_programs():
+                program.__exit__(kind, error, trace)
         if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
             # This rank and its peers may be in different calls, which none of them can complete.
             calls.fail(error)

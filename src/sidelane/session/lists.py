@@ -16,14 +16,14 @@ from sidelane.choice.candidate import everything, reshards
 from sidelane.collectives.agreement import BATCH, Agreement, CallPart, Request
 from sidelane.collectives.arguments import Arguments, Dimensions
 from sidelane.collectives.call_cache import Requests
-from sidelane.collectives.call_forms import CallForm, SingleCall, own_part
+from sidelane.collectives.call_forms import CallForm, SingleCall, own_part, split_sizes
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.plan import AUTO, check_variant
 from sidelane.collectives.work import Work
 from sidelane.memory.heap import Region
 from sidelane.modes import untraced
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Beside, Variant
+from sidelane.program.shape import Beside
 from sidelane.session.entry import entry
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -121,10 +121,7 @@ class ReshardCall(ListedCall):
     @property
     def details(self) -> Hashable:
         scatter, gather = (_whole(*each) for each in zip(("scatter_dim", "gather_dim"), self._dims, strict=True))
-        names = ("output_split_sizes", "input_split_sizes")
-        gathered, scattered = (
-            _sizes(name, sizes, self._world_size) for name, sizes in zip(names, self._splits, strict=True)
-        )
+        gathered, scattered = split_sizes(self._splits, self._world_size)
         dims = Dimensions(scatter, gather, scattered, gathered)
         self._singles = [SingleCall(Kind.ALL_TO_ALL, self._singles[0].tensors, (self._copies_own, dims))]
         shapes = tuple(getattr(tensor, "shape", None) for tensor in self.tensors)
@@ -133,7 +130,7 @@ class ReshardCall(ListedCall):
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         super().check_variant(variant, abilities)
         names = [found.variant for found in everything(Kind.ALL_TO_ALL, abilities) if reshards(found)]
-        if variant != AUTO and Variant.of(variant).called not in names:
+        if variant != AUTO and variant not in names:
             raise ValueError(
                 f"all_to_all: variant with scatter_dim and gather_dim (value={variant!r}, "
                 f"allowed={', '.join((AUTO, *names))})"
@@ -258,12 +255,3 @@ def _whole(name: str, value: Any) -> int:
     except TypeError:
         allowed = "a whole number: scatter_dim and gather_dim go together"
         raise TypeError(f"all_to_all: {name} (value={value!r}, allowed={allowed})") from None
-
-
-def _sizes(name: str, sizes: Any, world_size: int) -> tuple[int, ...] | None:
-    if sizes is None:
-        return None
-    try:
-        return tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        raise TypeError(f"all_to_all: {name} (value={sizes!r}, allowed={world_size} whole numbers)") from None

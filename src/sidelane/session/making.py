@@ -20,7 +20,7 @@ from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.program.collective import MAX_NODE_RANKS
 
 
-def settled(
+def resolve_arguments(
     group: dist.ProcessGroup | None, device: torch.device | str | int | None, config: Config | None
 ) -> tuple[dist.ProcessGroup, str, torch.device, Config]:
     """Return group, device and settings in use, and a name for observers of calls, the same on all ranks.

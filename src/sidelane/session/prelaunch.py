@@ -7,77 +7,61 @@ engines            wait .................................copies .|
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from types import TracebackType
 
-import torch
-
-from sidelane.choice import Candidate
+from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA, everything
 from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import check_tensors
-from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.calls import count_writes
-from sidelane.errors import PeerError, SidelaneError, UnavailableError
-from sidelane.execute.base import Addresses
+from sidelane.collectives.calls import Calls, count_writes
+from sidelane.collectives.prepare import Preparer
+from sidelane.errors import UnavailableError
+from sidelane.execute.base import CallerStream
 from sidelane.modes import untraced
+from sidelane.program.collective import Buffer
 from sidelane.program.shape import Beside
 from sidelane.program.wraparound import WORD_MASK
+from sidelane.session.bound_program import EAGER, Forms, LoadedProgram, NamedBuffers, load_program
 from sidelane.session.entry import entry
 
 
 @untraced
-class Prelaunched:
+class Prelaunched(LoadedProgram):
     """A collective that is submitted ahead of its call. Made by ``Communicator.prepare_all_gather`` and others.
 
     Every rank arms and fires it like a call: the same handles in the same order. Between :meth:`arm` and the trigger
     the communicator accepts no other call. Use it in a ``with`` block, or call :meth:`close`; it keeps its tensors
     until then. An exception that leaves the ``with`` block of an armed handle ends the communicator on all ranks: the
     peers may be waiting for bytes that this rank will not send. docs/internals/prelaunch.md shows the three triggers.
+
+    Attributes:
+        host_trigger: :meth:`trigger_from_host` is allowed.
     """
 
     range_name = "prelaunched call"
     """Name of its calls in profilers, whose range is the arming."""
 
-    def __init__(
-        self,
-        path: CallPath,
-        request: Request,
-        agreement: Agreement,
-        tensors: tuple[torch.Tensor, ...],
-        host_trigger: bool,
-    ) -> None:
-        self._calls, self._preparer, self._request = path.calls, path.preparer, request
-        self._program, self._choice = path.preparer.planner.held(agreement)
-        self._signature = f"prelaunched {agreement.text}"
-        self._tensors: tuple[torch.Tensor, ...] = tensors
-        self._output: tuple[torch.Tensor, ...] = tensors[:1]
-        self._host_trigger = host_trigger
-        self._addresses: Addresses | None = None
-        self._held: SubmittedAhead = self._load()
-        self._epoch = 0
-        self._is_armed = self._is_closed = False
-
-    def __str__(self) -> str:
-        return f"prelaunched {self._program.collective} {self._program.variant}"
+    def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers, choice: Choice) -> None:
+        super().__init__(calls, preparer, forms, buffers, choice)
+        self._name = f"prelaunched {self._name}"
+        self.host_trigger = False
+        self._before = 0  # number of the last call but one
 
     @property
     def armed(self) -> bool:
         """True from :meth:`arm` until the host fires the call, waits for it or closes the handle."""
-        return self._is_armed
+        return bool(self._unfired)
 
     @property
     def trigger_address(self) -> int:
         """Address of the trigger. A kernel of this rank fires it by storing :attr:`trigger_value` there.
 
-        The store has 32 bits, release, system scope; :meth:`wait` follows. The address never changes, and all handles
-        of a communicator share it (those with ``host_trigger`` another one). On CPU ranks Triton's interpreter runs the
-        kernel, in this process.
+        The store has 32 bits, release, system scope; :meth:`wait` follows. The address never changes. On CPU ranks
+        Triton's interpreter runs the kernel, in this process.
         """
-        return self._held.trigger_address
+        return self._words[0][0][0]
 
     @property
     def trigger_value(self) -> int:
@@ -101,64 +85,51 @@ class Prelaunched:
         calls = self._calls
         if calls.forked:
             calls.require_open()
-        if self._is_closed:
+        if self._block is None:
             raise RuntimeError(f"arm: the handle was closed (value={self})")
-        if self._is_armed:
+        if self._unfired:
             raise RuntimeError(f"arm: armed already, and its trigger must come first (value=call {self._epoch})")
         call = calls.number()
         with calls.reporting_refusals(call, self._signature):
             if calls.backend.caller_stream()[1]:
                 raise UnavailableError("arm: not while a graph is captured: it hands over all commands at once anyway")
         calls.announce(call, self._signature, compares=False)
-        with calls.making_ready():
-            self._held = self._load()
-            calls.armed, self._epoch, self._is_armed = self, call, True
-            calls.unfinished.add(self)
-            self._held.arm(call)
-        calls.last_choice = self._choice
+        self._before, self._epoch, self._works[EAGER] = self._epoch, call, None
+        if (ahead := calls.backend.ahead) is not None:
+            self._run(ahead)
+        calls.armed, self._unfired = self, {0}
 
     def trigger(self) -> None:
         """Fire the call behind the caller's work so far; the caller's next work follows its end. CPU ranks block.
-
-        On a GPU this is one call to the driver (on the legacy default stream five), on the current stream.
 
         Raises:
             RuntimeError: it is not armed.
             ValueError: inside a capture.
             PeerError, PeerTimeoutError: as other calls.
         """
-        if not self._is_armed:
-            self._require_armed("trigger")
-        calls = self._calls
-        try:  # no context manager, and no function for both triggers: either takes as long as the store
-            self._held.fire()
-        except (PeerError, KeyboardInterrupt) as error:
-            calls.fail(error)
-            raise
-        self._is_armed, calls.armed = False, None
-        calls.unfinished.discard(self)
-        count_writes(self._output)
+        self._require_armed("trigger")
+        caller = self._caller_stream("trigger")
+        with self._calls.failing_for_good():
+            self._triggers[0].fire(self._epoch, caller)
+        self._end_behind(caller)
 
     def trigger_from_host(self) -> None:
-        """Fire the call at once, by one store. The caller's work that computes its input must have ended.
+        """Fire the call at once. The caller's work that computes its input must have ended.
 
         Raises:
             RuntimeError: it is not armed.
             ValueError: it was prepared without ``host_trigger``.
             PeerError, PeerTimeoutError: as other calls.
         """
-        if not self._is_armed:
-            self._require_armed("trigger_from_host")
-        if not self._host_trigger:  # CPU ranks could, but the same code on GPUs could not
+        self._require_armed("trigger_from_host")
+        if not self.host_trigger:
             raise ValueError("trigger_from_host: it needs a call prepared with host_trigger=True")
-        calls = self._calls
-        try:
-            self._held.fire_from_host()
-        except (PeerError, KeyboardInterrupt) as error:
-            calls.fail(error)
-            raise
-        self._is_armed, calls.armed = False, None
-        count_writes(self._output)
+        with self._calls.failing_for_good():
+            self._wait_for_last()
+            self._triggers[0].fire_from_host(self._epoch)
+        self._note_fired()
+        if self._calls.backend.ahead is None:
+            self._run(self._calls.backend.caller_stream(), async_op=True)
 
     def wait(self) -> None:
         """Order the caller's next work behind the end of the call. CPU ranks block.
@@ -174,14 +145,18 @@ class Prelaunched:
         calls = self._calls
         if calls.forked:
             calls.require_open()
-        if not self._epoch or self._is_closed:
+        if not self._epoch or self._block is None:
             raise RuntimeError(f"wait: there is nothing to wait for before arm (value={self})")
+        caller = self._caller_stream("wait")
+        if self._unfired:
+            with calls.failing_for_good():
+                self._triggers[0].expect(self._epoch, caller)
+            self._end_behind(caller)
+            return
         with calls.failing_for_good():
-            self._held.wait(begun=not self._is_armed)
-        calls.unfinished.discard(self)
-        if self._is_armed:
-            self._is_armed, calls.armed = False, None
-            count_writes(self._output)
+            if (work := self._works[EAGER]) is not None:
+                work.wait()
+            calls.backend.follow_ahead(caller)
 
     def close(self) -> None:
         """Release all resources. Idempotent.
@@ -191,53 +166,62 @@ class Prelaunched:
         Raises:
             PeerError, PeerTimeoutError: the peers did not make the call that was fired.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         calls = self._calls
-        has_failed = calls.failure is not None
         try:
-            if self in calls.unfinished:
-                with calls.failing_for_good(), contextlib.suppress(*(SidelaneError,) * has_failed):
-                    self._held.end(armed=self._is_armed and not has_failed)
+            if self._unfired and not (calls.forked or calls.failure):
+                with calls.failing_for_good():
+                    self._wait_for_last()
+                if calls.backend.ahead is None:
+                    self._end_if_fired()
+            super().close()
         finally:
-            if self._is_armed:
-                self._is_armed, calls.armed = False, None
-            calls.unfinished.discard(self)
-            self._tensors = self._output = ()
+            if calls.armed is self:
+                calls.armed = None
 
-    def disown(self) -> None:
-        """Disable the handle in a forked copy of the process that made it, without touching any memory."""
-        self._is_armed, self._is_closed = False, True
+    def _wait_for_last(self) -> None:
+        """Wait for the call before: a stream that has yet to write its trigger would undo what the host writes."""
+        if self._before:
+            self._calls.backend.synchronize(self._before)
 
-    def __enter__(self) -> Prelaunched:
-        return self
+    def _end_if_fired(self) -> None:
+        """Make the call of a CPU rank if a kernel has fired it, since the peers may have its bytes; else cancel it."""
+        caller = self._calls.backend.caller_stream()
+        try:
+            self._triggers[0].expect(self._epoch, caller)
+        except RuntimeError:
+            self._unfired.clear()
+        else:
+            self._end_behind(caller)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
+    def _synchronize(self) -> None:
+        if self._epoch:
+            self._calls.backend.synchronize(self._epoch)  # another handle may be armed
+
+    def _run(self, caller: CallerStream, *, async_op: bool = False) -> None:
+        prepared = self._prepared[EAGER]
+        assert prepared is not None
+        self._works[EAGER] = self._calls.run(prepared, self._epoch, async_op, self._tensors, self._written, caller)
+
+    def _end_behind(self, caller: CallerStream) -> None:
+        """Let the caller's next work follow the end of the call, which has been fired."""
+        self._note_fired()
+        backend = self._calls.backend
+        if backend.ahead is None:
+            self._run(caller)
             return
-        calls = self._calls
-        if self._is_armed and calls.failure is None:
-            calls.fail_untriggered(f"{self}, call {self._epoch}", error)
-        with contextlib.suppress(SidelaneError):  # the first error is the one to see
-            self.close()
+        with self._calls.failing_for_good():
+            backend.follow_ahead(caller)
 
-    def _load(self) -> SubmittedAhead:
-        """Bind the program, or bind it again if staging has moved since."""
-        addresses = self._preparer.addresses(self._program, (self._request,))
-        if addresses == self._addresses:
-            return self._held
-        self._addresses = addresses
-        return self._calls.backend.hold(self._program, addresses, self._host_trigger)
+    def _note_fired(self) -> None:
+        self._unfired.clear()
+        self._calls.armed = None
+        count_writes(self._written)
 
     def _require_armed(self, method: str) -> None:
         if self._calls.forked:
             self._calls.require_open()
-        if not self._is_armed:
-            state = "closed" if self._is_closed else "fired" if self._epoch else "never armed"
+        if not self._unfired:
+            state = "closed" if self._block is None else "fired" if self._epoch else "never armed"
             raise RuntimeError(f"{method}: not armed, and arm must come first (value={self}, {state})")
 
 
@@ -267,9 +251,16 @@ def prepare_prelaunched(
         agreement = single.agreement((request,), variant, False, path.hint(name, beside))
         return (request, agreement), f"{name}: {agreement.text}"
 
-    _, (request, agreement) = path.agree(name, check)
+    call, (request, agreement) = path.agree(name, check)
     with calls.making_ready():
-        return Prelaunched(path, request, agreement, single.tensors, host_trigger)
+        program, choice = path.preparer.planner.held(agreement)
+        tensors = dict(zip((Buffer.OUTPUT, Buffer.INPUT), single.tensors, strict=True))
+        regions = {buffer: request.region(buffer) for buffer in tensors}
+        buffers = NamedBuffers(program, tensors, regions, program.remote_buffers() & set(regions))
+        forms = Forms.proved(program, path.arguments.rank, captures=False)
+        handle = load_program(Prelaunched, path, call, forms, buffers, choice)
+    handle.host_trigger = host_trigger
+    return handle
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:

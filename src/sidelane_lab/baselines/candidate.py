@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
-from sidelane.program.shape import Variant
 from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.harness.study import SEPARATE
@@ -42,10 +41,6 @@ class Entrant:
     variant: str = ""
     in_place: bool = False
     launch: str = "eager"
-
-    @property
-    def prelaunch(self) -> bool:
-        return Variant.of(self.variant).prelaunched
 
     def __str__(self) -> str:
         place = "in place" if self.in_place else "out of place"
@@ -383,7 +378,7 @@ def candidates_of(
     Args:
         implementation: whose variants and launches.
         kind: which collective.
-        only: variants to keep, where the implementation has any; empty keeps all. ``b2b+prelaunch`` keeps that.
+        only: variants to keep, where the implementation has any; empty keeps all.
         launches: launches to keep; empty keeps all.
         listed: calls with lists of tensors; none where the implementation takes one tensor a call.
     """
@@ -394,14 +389,14 @@ def candidates_of(
         for in_place in (False, True)
         for variant in _kept(find(kind, in_place), only)
         for launch in implementation.launches
-        if (not launches or launch in launches) and not (launch == "graph" and Variant.of(variant).prelaunched)
+        if not launches or launch in launches
     ]
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
     if not only:
         return found
-    return tuple(name for name in only if Variant.of(name).called in found)
+    return tuple(name for name in only if name in found)
 
 
 COALESCED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)

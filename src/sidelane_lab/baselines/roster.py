@@ -26,9 +26,8 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane.program.shape import PRELAUNCH, CallShape, Variant
+from sidelane.program.shape import CallShape
 from sidelane.session import Communicator, Work
-from sidelane.session.prelaunch import prelaunchable
 from sidelane_lab.baselines.candidate import (
     Entrant,
     Implementation,
@@ -135,14 +134,12 @@ def check_asked(
     found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
     found = [one for one in found if not (listed and takes_one_tensor(one))]
     known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.variant for one in found)]
-    ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(everything(kind, abilities)))
-    unknown = [name for name in variants if name not in known and Variant.of(name).called not in ahead]
+    unknown = [name for name in variants if name not in known]
     if unknown:
-        suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
         lists = "lists of " if listed else ""
         raise ValueError(
             f"variants: no such variant of {' or '.join(own)} for {lists}{' or '.join(kinds)} "
-            f"(value={', '.join(unknown)}, allowed={', '.join(known)}{suffixed})"
+            f"(value={', '.join(unknown)}, allowed={', '.join(known)})"
         )
 
 

@@ -67,7 +67,7 @@ class CollectiveOptions(StudyOptions):
     variants: tuple[str, ...] = names(
         "--variants",
         (),
-        "Variants of Sidelane's: pcpy, bcst, swap, b2b, ... (with +prelaunch: armed and fired in the time).",
+        "Variants of Sidelane's: pcpy, bcst, swap, b2b, ...",
         shown="all",
     )
     launches: tuple[str, ...] = launches()

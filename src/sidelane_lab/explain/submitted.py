@@ -8,7 +8,6 @@ from types import MappingProxyType
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.calls import (
     Call,
-    DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -120,7 +119,7 @@ def _operation(op: WriteValue | WaitValue) -> str:
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | SignalWord | HostWord | DeviceWord) -> str:
+def _place(place: Operand | Flag | SignalWord | HostWord) -> str:
     match place:
         case Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
@@ -128,8 +127,6 @@ def _place(place: Operand | Flag | SignalWord | HostWord | DeviceWord) -> str:
             return f"flag {index}@{rank}"
         case SignalWord(index):
             return f"cell {index}"
-        case DeviceWord():
-            return f"word '{place}'"
         case _:
             return f"host word '{place}'"
 

@@ -26,11 +26,12 @@ from sidelane.program.collective import (
     reduce_scatter,
 )
 from sidelane.program.ir import MOVES, Copy, EngineKind, Flag, Program, Signal, Wait
-from sidelane.program.transform import flags_between_own_queues, freeze, lower, prelaunch
+from sidelane.program.transform import flags_between_own_queues, freeze, lower
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
 from sidelane_lab.sdma import fit
 from sidelane_lab.sim import SimulatedRun, simulate
+from sidelane_lab.sim.prelaunch import prelaunch
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)

@@ -207,13 +207,11 @@ def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Ga
     Args:
         machine: its ``interference``.
         strategy: as in :func:`arrange`.
-        gemm: the computation; it may be limited.
+        gemm: the computation.
         gangs: the collective.
     """
-    units = gangs[0].units
-    room = machine.gpu.units - (gemm.limit or machine.gpu.units)
     alike = not machine.interference.either_first or not strategy.concurrent or gangs[0].reserved
-    if alike or units <= room:  # nobody is in anybody's way
+    if alike or not gangs[0].units:  # nobody is in anybody's way
         return (arrange(strategy, gemm, gangs),)
     behind: list[Tiled | Gang] = [gemm, *gangs]
     ahead: list[Tiled | Gang] = [*gangs, gemm]

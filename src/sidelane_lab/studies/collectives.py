@@ -389,7 +389,7 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: Problem
         launch=candidate.launch,
         implementation=candidate.implementation,
         variant=candidate.variant,
-        prelaunch=candidate.prelaunch,
+        prelaunch=False,
         bus_gbps=None if time_us is None else bus_gbps(case.kind, case.nbytes, case.world_size, time_us),
         energy_mj=None,
         tensors=case.tensors,

@@ -277,7 +277,7 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
         for candidate in candidates_of(
             implementation, case.kind, only=variants, launches=(implementation.launches[0],)
         ):
-            if candidate.in_place or candidate.prelaunch:
+            if candidate.in_place:
                 continue
             if isinstance(implementation, Own):
                 yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))

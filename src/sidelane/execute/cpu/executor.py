@@ -15,7 +15,7 @@ import os
 import queue as queues
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.execute.base import Addresses, CallerStream, Capabilities
@@ -28,7 +28,6 @@ from sidelane.program.ir import (
     Broadcast,
     Copy,
     Engine,
-    EngineKind,
     Flag,
     Program,
     Queue,
@@ -188,9 +187,7 @@ class CpuProgram:
     ) -> None:
         self.program = program
         self._executor = executor
-        self._ahead = [part for part in compiled if part[0].engine.kind is not EngineKind.CALLER]
-        self._callers = [part for part in compiled if part[0].engine.kind is EngineKind.CALLER]
-        self._armed: Invocation | None = None
+        self._parts = compiled
         counts = counts_of_queues([queue for queue, _ in compiled])
         self._entry = executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, False, counts))
         writers: dict[Flag, set[int]] = {}
@@ -201,32 +198,6 @@ class CpuProgram:
         self._site = ProgramSite(
             executor.rank, program, writers, executor.monitor, lambda: executor.timeout_s, executor.delay
         )
-
-    def arm(self, epoch: int, fired: Callable[[], bool] | None = None) -> None:
-        """Submit all queues of invocation ``epoch`` except that of the ``caller`` to the engines, ahead of ``start``.
-
-        An armed invocation executes nothing before ``start``, whatever its flags hold: the programs of a communicator
-        share flags, and a signal for another program must not fire this one. Time-outs and liveness checks begin with
-        ``start``, too. Arming for another epoch drops the armed invocation.
-
-        Args:
-            epoch: number of the invocation.
-            fired: returns True once a separate trigger has been set, which begins the invocation before ``start``.
-
-        Raises:
-            CommunicatorClosedError: the executor was closed.
-        """
-        self._executor.check_open("arm")
-        if self._armed is not None and self._armed.epoch == epoch:
-            return
-        self.disarm()
-        self._armed = self._launch(epoch, begun=False, fired=fired)
-
-    def disarm(self) -> None:
-        """Drop the armed invocation, if there is one: its queues end at once, or soon if a trigger has begun it."""
-        if self._armed is not None:
-            self._armed.drop(len(self._callers) + 1)
-        self._armed = None
 
     def start(self, epoch: int) -> Invocation:
         """Run this rank's queues once.
@@ -246,14 +217,9 @@ class CpuProgram:
         except PeerError:
             monitor.end(epoch)
             raise
-        if self._armed is not None and self._armed.epoch != epoch:
-            self.disarm()
-        invocation, self._armed = self._armed, None
-        if invocation is None:
-            invocation = self._launch(epoch, begun=True)
-        else:
-            invocation.begin()
-        for part in self._callers:
+        # One part more than there are queues, so that it does not end before all were submitted.
+        invocation = Invocation(self._site, epoch, len(self._parts) + 1)
+        for part in self._parts:
             self._executor.submit(invocation, *part)
         invocation.leave()
         self._executor.ledger.count(self._entry)
@@ -265,16 +231,6 @@ class CpuProgram:
     def run(self, epoch: int, caller: CallerStream) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch).wait()
-
-    def _launch(self, epoch: int, *, begun: bool, fired: Callable[[], bool] | None = None) -> Invocation:
-        # One part more than there are queues: that of start, so that it does not end before all were submitted.
-        parts = len(self._ahead) + len(self._callers) + 1
-        invocation = Invocation(self._site, epoch, parts, fired)
-        if begun:
-            invocation.begin()
-        for part in self._ahead:
-            self._executor.submit(invocation, *part)
-        return invocation
 
 
 def counts_of_queues(queues: Sequence[Queue]) -> Counts:

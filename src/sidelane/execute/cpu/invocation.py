@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 
 from sidelane import ranges
-from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
+from sidelane.errors import PeerError, PeerTimeoutError, anew
 from sidelane.execute.cpu.commands import Action
 from sidelane.memory.control import ControlBlock
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
@@ -51,17 +51,15 @@ class Invocation:
         site: values of the loaded program.
         epoch: number of the invocation.
         parts: number of calls of ``leave`` after which it has ended.
-        fired: returns True once the trigger of an armed invocation is set; None if only :meth:`begin` begins it.
     """
 
-    def __init__(self, site: ProgramSite, epoch: int, parts: int, fired: Callable[[], bool] | None = None) -> None:
+    def __init__(self, site: ProgramSite, epoch: int, parts: int) -> None:
         self.epoch = epoch
         self.stamps: dict[int, int] = {}
-        self._site, self._fired = site, fired
+        self._site = site
         self._remaining = parts
         self._lock = threading.RLock()  # reentrant: a signal handler may cancel it at any point of the code
         self._over = threading.Event()
-        self._begun = threading.Event()
         self._is_stopping = False
         self._error: BaseException | None = None
 
@@ -97,40 +95,15 @@ class Invocation:
         if self._error is not None:
             raise anew(self._error)
 
-    def cancel(self, error: Exception | None = None) -> None:
-        """Let all threads leave. With ``error``, a running invocation fails here, and the peers are told.
-
-        An invocation that has not begun fails when it does.
-        """
+    def cancel(self, error: Exception) -> None:
+        """Let all threads leave. An invocation that still runs fails here, and the peers are told."""
         with self._lock:
-            fails = error is not None and self._begun.is_set() and self._remaining > 0 and self._error is None
+            fails = self._remaining > 0 and self._error is None
             if fails:
                 self._error = error
             self._is_stopping = True
         if fails:
             self._site.monitor.abort(str(error), (self._site.rank,))
-
-    # --- for the loaded program ---------------------------------------------------------------------------------------
-
-    def drop(self, parts: int) -> None:
-        """Cancel an armed invocation; if its trigger has begun it, return when its threads have left.
-
-        Args:
-            parts: number of parts that were not submitted.
-        """
-        self.cancel()
-        if self._begun.is_set():
-            for _ in range(parts):
-                self.leave()
-            self._over.wait()
-
-    def begin(self) -> None:
-        """Begin the invocation: queues that were armed ahead of the call go on, and time-outs count from here."""
-        with self._lock:
-            self._begun.set()
-            was_stopped = self._is_stopping
-        if was_stopped:
-            self.cancel(CommunicatorClosedError(f"rank {self._site.rank} closed its executor before {self}"))
 
     def leave(self) -> None:
         """Note that one part has ended, with or without an error."""
@@ -147,12 +120,6 @@ class Invocation:
         """Run one queue to its end or to the failure of the invocation."""
         index, delay = 0, self._site.delay
         try:
-            while not self._begun.is_set():  # armed ahead of its call: time-outs do not count yet
-                self.stop_if_requested()
-                if self._fired is not None and self._fired():
-                    self._begin_by_trigger()
-                else:
-                    self._begun.wait(_LONGEST_SLEEP_S)
             for index, step in enumerate(steps):
                 self.stop_if_requested()
                 if delay is not None:
@@ -168,12 +135,6 @@ class Invocation:
             self._fail(error)
         finally:
             self.leave()
-
-    def _begin_by_trigger(self) -> None:
-        self._site.monitor.begin(self.epoch, f"{self._site.program.collective} {self._site.program.variant}")
-        with self._lock:
-            if not self._is_stopping:
-                self._begun.set()
 
     def stop_if_requested(self) -> None:
         if self._is_stopping:

@@ -11,7 +11,6 @@ from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cuda.calls import (
     Call,
     Copying,
-    DeviceWord,
     HostWord,
     LaunchReduce,
     Memcpy,
@@ -22,7 +21,6 @@ from sidelane.execute.cuda.calls import (
     RecordEvent,
     RecordStamp,
     SignalWord,
-    StreamCall,
     StreamPlan,
     WaitEvent,
     WaitValue,
@@ -48,16 +46,11 @@ class Resolver:
         rank: rank of this process.
         addresses: addresses of buffers and flags.
         signal_words: address of the words from which signals are copied.
-        words: address of each host and device word.
+        words: address of each host word.
     """
 
     def __init__(
-        self,
-        program: Program,
-        rank: int,
-        addresses: Addresses,
-        signal_words: int,
-        words: Mapping[HostWord | DeviceWord, int],
+        self, program: Program, rank: int, addresses: Addresses, signal_words: int, words: Mapping[HostWord, int]
     ) -> None:
         self._program, self.rank, self._addresses, self._signal_words, self._words = (
             program,
@@ -98,7 +91,7 @@ class Resolver:
         for box in boxes(to, source, self._addresses):
             yield from accepted(box)
 
-    def __call__(self, place: Operand | Flag | SignalWord | HostWord | DeviceWord) -> int:
+    def __call__(self, place: Operand | Flag | SignalWord | HostWord) -> int:
         """Return the address of a place.
 
         Raises:
@@ -219,12 +212,9 @@ class Frame:
         if found is None:
             if len(self._by_caller) >= _MOST_CALLERS:
                 self._by_caller.clear()
-            found = self._by_caller[caller] = self.frame(self.plan.steps, caller)
+            streams = (caller, *self.sides)
+            found = self._by_caller[caller] = [self._bind(step.call, streams[step.stream]) for step in self.plan.steps]
         return found
-
-    def frame(self, steps: Sequence[StreamCall], caller: int) -> list[Bound | Moves]:
-        """Return steps; those that use no buffer are bound."""
-        return [self._bind(step.call, self.sides[step.stream - 1] if step.stream else caller) for step in steps]
 
     def _bind(self, call: Call, stream: int) -> Bound | Moves:
         driver = self.driver
@@ -275,11 +265,9 @@ class BoundPlan:
     def __init__(self, frame: Frame, resolve: Resolver) -> None:
         self.frame, self.plan, self.words, self.set_epoch = frame, frame.plan, frame.words, frame.set_epoch
         self._driver, self._resolve = frame.driver, resolve
-        self.ahead = self._bind(frame.frame(self.plan.ahead, 0))
 
     def at(self, addresses: Addresses) -> BoundPlan:
-        """Return the plan bound to other addresses of the same buffers. It must have no calls ahead."""
-        assert not self.ahead, "what is submitted ahead has streams of its own"
+        """Return the plan bound to other addresses of the same buffers."""
         return BoundPlan(self.frame, self._resolve.at(addresses))
 
     def steps(self, caller: int) -> list[Bound]:

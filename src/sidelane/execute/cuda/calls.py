@@ -9,8 +9,8 @@ such a program needs no event. Every other queue gets a stream that forks from s
     stream 0   record fork | memory ops | copies ...            | wait join 1 | memory ops (finished)
     stream 1               wait fork | memory ops | copies ... | record join 1
 
-A prelaunched program is submitted ``ahead`` and blocks on a trigger, which the call writes in one batch. Until then it
-occupies hardware channels.
+A prelaunched program begins with a wait for its trigger, behind which all streams fork. Until that is written, its
+streams occupy hardware channels.
 """
 
 from __future__ import annotations
@@ -44,15 +44,6 @@ class HostWord(StrEnum):
     BUSY = "busy"
 
 
-class DeviceWord(StrEnum):
-    """Words of device memory that streams write and wait for.
-
-    ``done`` holds the epoch of the last finished invocation with one trigger for all queues.
-    """
-
-    DONE = "done"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
     """The bytes from ``offset`` on in a buffer of a rank."""
@@ -73,15 +64,15 @@ class SignalWord:
 class WriteValue:
     """A store of ``value`` to a word, after all earlier work of the stream is visible to all ranks."""
 
-    target: Flag | SignalWord | HostWord | DeviceWord
+    target: Flag | SignalWord | HostWord
     value: Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitValue:
-    """A wait of the stream until the comparison of a flag or word of this rank with ``value`` holds."""
+    """A wait of the stream until the comparison of a flag of this rank with ``value`` holds."""
 
-    flag: Flag | DeviceWord
+    flag: Flag
     value: Value
     comparison: Comparison = Comparison.GE
 
@@ -182,9 +173,7 @@ class StreamPlan:
         streams: number of streams, including the caller's.
         events: number of events.
         signal_words: number of words of device memory that the signals need.
-        ahead: calls submitted before the collective is called, which one trigger fires and which begin and end on
-            stream 1 (prelaunched programs; else empty).
-        steps: calls submitted by the call.
+        steps: the calls.
         marks: for a graph, events that the caller records where each trigger would be fired, before these steps.
         arrivals: for a graph, events for which the caller waits at each arrival, after these steps.
     """
@@ -192,24 +181,13 @@ class StreamPlan:
     streams: int
     events: int
     signal_words: int
-    ahead: tuple[StreamCall, ...]
     steps: tuple[StreamCall, ...]
     marks: tuple[tuple[int, ...], ...] = ()
     arrivals: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def is_held(self) -> bool:
-        """True if a trigger fires the plan."""
-        return bool(self.ahead)
-
-    @property
-    def held_streams(self) -> int:
-        """Number of streams that wait for triggers: without the caller's if that has the trigger."""
-        return self.streams - self.is_held
-
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
         """Return all calls, or those on one stream."""
-        return tuple(step.call for step in (*self.ahead, *self.steps) if stream is None or step.stream == stream)
+        return tuple(step.call for step in self.steps if stream is None or step.stream == stream)
 
 
 class Route(StrEnum):
@@ -247,7 +225,7 @@ def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
     """Count the calls of one invocation.
 
     Args:
-        plan: calls that are submitted, ahead of the collective and by it.
+        plan: calls that are submitted.
         route: way in which they are submitted.
     """
     found: Counter[str] = Counter()

@@ -50,7 +50,6 @@ class CudaProgram:
         self._executor = executor
         self.is_triggered = False
         self._captured = captured
-        self._armed: int | None = None
         self._events: list[int] = []
         self._stamps: dict[int, int] = {}
         self._ways: dict[CallerStream, SubmittedCalls] = {}
@@ -69,7 +68,7 @@ class CudaProgram:
     @property
     def moves(self) -> bool:
         """True if :meth:`at` works: no part of it belongs to one invocation, and only copies depend on addresses."""
-        return not (self._captured or self._bound.ahead or self._stamps)
+        return not (self._captured or self._stamps)
 
     def at(self, addresses: Addresses) -> CudaProgram:
         """Return the same program at other addresses of its buffers, without calls to the driver.
@@ -82,32 +81,6 @@ class CudaProgram:
         moved.addresses, moved._bound, moved._ways, moved._like = addresses, self._bound.at(addresses), {}, self
         moved.is_triggered = False
         return moved
-
-    def arm(self, epoch: int, after: int | None = None) -> None:
-        """Submit all queues of invocation ``epoch``, the executor's next one, except the ``caller`` queue.
-
-        Unlike on CPUs, it cannot be cancelled: an armed invocation must be started or fired before the next is armed.
-
-        Args:
-            epoch: number of the invocation, larger than all before.
-            after: a stream behind whose work so far the invocation runs, whoever fires it.
-
-        Raises:
-            ValueError: the program is not prelaunched.
-            PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
-            DriverError: the driver refused a call. The executor is unusable from now on.
-        """
-        executor = self._executor
-        executor.check_usable("arm")
-        if not self.program.prelaunched or self._captured:
-            raise ValueError(f"arm: not a prelaunched program with epochs (value={self.program.variant!r})")
-        with executor.lock, executor.driver.current():
-            try:
-                self._arm(epoch, after)
-                executor.armed_epoch = epoch
-            except BaseException as error:
-                executor.fail_submission(self._title, error)
-                raise
 
     def run(self, epoch: int, caller: CallerStream) -> None:
         """Submit this rank's queues (see :class:`sidelane.execute.base.Runnable`). Every eager call comes here.
@@ -166,14 +139,9 @@ class CudaProgram:
             driver.submit([driver.bind_wait(frame.events[event], stream) for event in frame.plan.arrivals[number]])
 
     @property
-    def held_streams(self) -> int:
-        """Number of streams that wait for triggers."""
-        return self._bound.plan.held_streams
-
-    @property
-    def home(self) -> int:
-        """The stream on which an invocation with one trigger ends."""
-        return self._bound.frame.sides[0]
+    def streams(self) -> int:
+        """Number of streams, including the caller's, on which an invocation runs."""
+        return self._bound.plan.streams
 
     def elapsed_us(self, first: int, last: int) -> float:
         """Return the microseconds between two stamp slots of the last invocation or replay, which must have ended."""
@@ -189,7 +157,7 @@ class CudaProgram:
             executor.driver.submit(way.calls)
             if caller[1]:
                 executor.ledger.count(way.entry)
-            elif not self._bound.plan.is_held:
+            else:
                 self._note(epoch, way.entry)
         except ValueError:
             raise  # found before anything was submitted
@@ -212,8 +180,6 @@ class CudaProgram:
         words: Moving | None = None
         if capturing:
             set_epoch = _no_epoch
-        elif bound.ahead:
-            set_epoch = self._arm_and_start
         else:
             set_epoch, words = bound.set_epoch, bound.words
         if len(self._ways) >= _MOST_CALLERS:
@@ -230,23 +196,6 @@ class CudaProgram:
             entry = self._entries[route] = self._executor.ledger.entry(submitted)
         return entry
 
-    def _arm_and_start(self, epoch: int) -> None:
-        self._arm(epoch)
-        self._armed = None
-
-    def _arm(self, epoch: int, after: int | None = None) -> None:
-        executor, is_held = self._executor, self._bound.plan.is_held
-        if self._armed == epoch:
-            return
-        self._bound.set_epoch(epoch)
-        if is_held and after is not None and after != self.home:
-            driver, event = executor.driver, self._events[0]
-            driver.submit([driver.bind_record(event, after), driver.bind_wait(event, self.home)])
-        executor.driver.submit(self._bound.ahead)
-        self._armed = epoch
-        if is_held:  # an armed invocation is watched: a peer that dies is noticed at once
-            self._note(epoch, self._entry(Route.DIRECT))
-
     def _bind(self) -> BoundPlan:
         executor, driver, captured = self._executor, self._executor.driver, self._captured
         plan = executor.plans.of(self.program, captured)
@@ -254,12 +203,6 @@ class CudaProgram:
             raise ValueError(
                 f"load: signals to peers in one program (value={plan.signal_words}, allowed=..{SIGNAL_WORDS})"
             )
-        count = plan.streams - 1
-        if plan.is_held:
-            sides = [executor.held_stream(), *executor.shared_sides(count - 1)]
-            self._events.append(driver.create_event())
-        else:
-            sides = executor.shared_sides(count)
         events = [driver.create_event() for _ in range(plan.events)]
         self._events += events
         for call in plan.calls():
@@ -273,7 +216,7 @@ class CudaProgram:
             driver,
             plan,
             resolve,
-            sides=sides,
+            sides=executor.shared_sides(plan.streams - 1),
             events=events,
             stamps=self._stamps,
             captured=captured,

@@ -46,7 +46,7 @@ def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tup
 
 
 def _triggers(program: Program) -> dict[Flag, int]:
-    """Return the flags that callers signal (``transform.triggers``), with values as if all had been fired."""
+    """Return the flags that callers signal (``program.transform``), with values as if all had been fired."""
     signalled = {c.flag for queue in program.queues for c in queue.commands if isinstance(c, Signal)}
     found: dict[Flag, int] = {}
     for queue in program.queues:

@@ -23,7 +23,6 @@ from sidelane.execute.cuda.calls import (
     WriteValue,
 )
 from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, split_in_rows
-from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.execute.cuda.streams import Placed, RankStreams
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Copy, Flag, Program, Reduce, Signal, SignalOp, Stamp, Value, Wait, describe
@@ -39,7 +38,7 @@ def plan_calls(
     in_rows: bool = True,
     captured: bool = False,
 ) -> StreamPlan:
-    """Turn the queues of ``rank`` into calls.
+    """Turn the queues of ``rank`` into calls. Prelaunched ones stand behind the first trigger of the rank.
 
     Args:
         program: the program; its moves must be copies (``transform.lower`` rewrites the others).
@@ -47,16 +46,15 @@ def plan_calls(
         peer_writes: the driver can write a value into a peer's memory; else a signal is a 4-byte copy.
         copy_batches: the driver accepts several copies in one call.
         in_rows: copies of rows are made by copy engines, so that copies within the rank may be split in rows.
-        captured: the plan is for a graph: no calls ahead, only single copies, and no epochs in host words.
+        captured: the plan is for a graph: only single copies, and no epochs in host words.
 
     Raises:
         ValueError: the driver does not support a command of the program; the text names the first.
     """
-    if program.prelaunched:  # a graph submits all of its commands at once: it needs no trigger
-        options = {"peer_writes": peer_writes, "copy_batches": copy_batches, "in_rows": in_rows}
-        plan, trigger = plan_calls(release(program), rank, **options, captured=captured), held_by(program, rank)
-        return plan if captured or trigger is None else hold_back(plan, trigger)
-    plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan()
+    trigger = None if captured else held_by(program, rank)
+    if program.prelaunched:
+        program = release(program)
+    plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan(trigger)
     if captured or not copy_batches:
         return plan
     return dataclasses.replace(plan, steps=batch_copies(plan.steps))
@@ -80,8 +78,11 @@ class _Lowering:
         self.batch_stream = 0
         self.signal_copies: list[Memcpy] = []  # behind the batch
 
-    def plan(self) -> StreamPlan:
+    def plan(self, trigger: Flag | None) -> StreamPlan:
+        """Lower all commands. ``trigger``: the flag for which stream 0, from which the others fork, waits first."""
         streams, behind = self.streams, len(self.streams.commands)
+        if trigger is not None:
+            self._add(0, WaitValue(trigger, EPOCH))
         self._begin(-1)
         self._fork()
         for position, placed in enumerate(streams.commands):
@@ -99,7 +100,7 @@ class _Lowering:
         self._flush()
         marks, arrivals = self._events_of_callers()
         counts = (len(streams.sides) + 1, self.events, self.signal_words)
-        return StreamPlan(*counts, ahead=(), steps=tuple(self.steps), marks=marks, arrivals=arrivals)
+        return StreamPlan(*counts, tuple(self.steps), marks=marks, arrivals=arrivals)
 
     def _begin(self, position: int) -> None:
         """Tell the host of the begin, if ``position`` is its place."""

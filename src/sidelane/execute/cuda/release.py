@@ -83,10 +83,6 @@ class FlagRescue:
                     equal[command.flag.index] = command.value.base
         self._regions[base] = (count, equal)
 
-    def register_word(self, address: int) -> None:
-        """Remember a word of this rank for which streams wait until it reaches an epoch, like a flag."""
-        self._regions[address] = (1, {})
-
     def forget(self, bases: Sequence[int]) -> bool:
         """Store to these flag memories no more: they are about to be freed. Their streams must have passed all waits.
 

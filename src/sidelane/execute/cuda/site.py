@@ -16,7 +16,7 @@ from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.base import Addresses, Repetition
 from sidelane.execute.cuda.bind import Moving
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan, counts_of
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, HostWord, Route, StreamPlan, counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound, movable_steps, steps_of
 from sidelane.execute.cuda.plan import plan_calls
@@ -110,8 +110,6 @@ def differ_by_addresses(a: Addresses, b: Addresses) -> bool:
     before, after = a.buffers, b.buffers
     if (a.flags, a.arenas, len(before)) != (b.flags, b.arenas, len(after)) or a.pieces or b.pieces:
         return False
-    if a.triggers != b.triggers:
-        return False
     for key, address in before.items():
         other = after.get(key)
         if other is None or (address - other) % UNIT:
@@ -162,14 +160,10 @@ class CudaSite:
         self._launch_graphs: weakref.WeakSet[ExecutableGraph] = weakref.WeakSet()
         with self.driver.current():
             words = self._words = self.driver.host_words(HOST_WORDS)
-            self.words: dict[HostWord | DeviceWord, int] = {
+            self.words: dict[HostWord, int] = {
                 word: words.address + WORD_BYTES * index
                 for word, index in ((HostWord.STARTED, STARTED), (HostWord.FINISHED, FINISHED), (HostWord.BUSY, BUSY))
             }
-            # Programs with one trigger share it: one is armed at a time, and epochs grow.
-            self.trigger_word, self._device_words = self.driver.device_words(2)
-            self.words[DeviceWord.DONE] = self.trigger_word + WORD_BYTES
-            self.host_trigger = self.driver.host_words(1)
             self.status_words = words.address + WORD_BYTES * STATUS
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
             self.signal_words, self._signal_words_owner = self.driver.device_words(SIGNAL_WORDS)
@@ -177,8 +171,6 @@ class CudaSite:
             self.into, self.out_of, self._between = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
             self._tables = DeviceTables(self.driver, self.create_stream())
-            for trigger in (self.trigger_word, self.host_trigger.address):  # streams that pass one write DONE
-                self.rescue.register_word(trigger)
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
@@ -212,15 +204,9 @@ class CudaSite:
 
     def renew(self, epoch: int) -> None:
         """Set all words that hold epochs as if ``epoch`` had written them, while no invocation is under way."""
-        with self.lock, self.driver.current():
+        with self.lock:
             self.watch.last_epoch = epoch  # a wait for a very old epoch would count it as one to come
             self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
-            writes = self.driver.memory_ops()
-            for address in (self.trigger_word, self.host_trigger.address, self.words[DeviceWord.DONE]):
-                writes.write(address, epoch & WORD_MASK)
-            self.driver.submit([self.driver.bind_memory_ops(writes, self.internal)])
-            while not self.driver.is_idle(self.internal):
-                time.sleep(1e-5)
 
     def waits_for_the_host(self) -> bool:
         """Return True if the device may have work that waits for an act of this host: armed, or stuck."""
@@ -286,7 +272,7 @@ class CudaSite:
         return self._sides[:count]
 
     def held_stream(self) -> int:
-        """Return the stream on which programs wait for their one trigger."""
+        """Return the stream on which prelaunched programs wait for their trigger."""
         if self._held is None:
             self._held = self.create_stream()
         return self._held

@@ -92,7 +92,10 @@ class _Search:
             queue, index = todo.pop(0)
             wait = queue.commands[index]
             assert isinstance(wait, Wait)
-            for sender, position in self.senders.get(wait.flag, []):
+            senders = self.senders.get(wait.flag, [])
+            if not senders and self._stop(queue) == index:
+                culprits.setdefault(queue.rank, f"its trigger: {_where(queue, index)}")
+            for sender, position in senders:
                 stop = self._stop(sender)
                 key = (sender.rank, str(sender.engine))
                 if stop is None or stop > position:
@@ -102,11 +105,8 @@ class _Search:
                     todo.append((sender, stop))
         if not culprits:  # all ranks wait for each other: name those for which this rank waits
             for queue, index in own:
-                senders = self._senders_of(queue, index)
-                for sender, position in senders:
+                for sender, position in self._senders_of(queue, index):
                     culprits.setdefault(sender.rank, _where(sender, position))
-                if not senders:
-                    culprits.setdefault(rank, f"its trigger: {_where(queue, index)}")
         return Stall(waiting, tuple(sorted(culprits.items())))
 
     def _senders_of(self, queue: Queue, index: int) -> list[tuple[Queue, int]]:

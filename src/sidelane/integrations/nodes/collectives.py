@@ -67,8 +67,9 @@ class TensorSteps:
         self._rows: dict[str, torch.Tensor] = {}
         self._begun: list[OtherWork] = []
 
-    def begin(self, dtype: torch.dtype, op: str, beside: Beside | None) -> None:
-        """Begin a call.
+    @contextlib.contextmanager
+    def call(self, dtype: torch.dtype, op: str, beside: Beside | None) -> Iterator[None]:
+        """Make a call in a ``with`` block. If it fails, the works begun along the rail are held until the end.
 
         Args:
             dtype: dtype of the elements.
@@ -77,11 +78,11 @@ class TensorSteps:
             beside: computation next to the calls within nodes; None for ``Config.beside``.
         """
         self._dtype, self._op, self._beside = dtype, op, beside
-
-    def end(self) -> None:
-        """Drop what belongs to the call: the works have tensors of the caller."""
-        self._rows.clear()
-        self._begun.clear()
+        try:
+            yield
+            self._begun.clear()  # they have tensors of the caller
+        finally:
+            self._rows.clear()
 
     def abort(self) -> None:
         """Let no call along the rail go on."""

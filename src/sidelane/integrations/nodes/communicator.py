@@ -45,28 +45,18 @@ class NodesCall:
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
-        output, input: tensors, or lists of tensors.
+        outputs, inputs: tensors of the caller.
         op: operation of a reduction.
         root: root of a broadcast.
         beside: computation next to the calls within nodes; None for ``Config.beside``.
     """
 
     kind: Kind
-    output: NodeTensors
-    input: NodeTensors
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
     op: Any = "sum"
     root: int = 0
     beside: Beside | None = None
-
-    @property
-    def outputs(self) -> Sequence[Tensor]:
-        """The output as a list."""
-        return (self.output,) if isinstance(self.output, Tensor) else self.output
-
-    @property
-    def inputs(self) -> Sequence[Tensor]:
-        """The input as a list."""
-        return (self.input,) if isinstance(self.input, Tensor) else self.input
 
     @property
     def adds_floats(self) -> bool:
@@ -190,7 +180,7 @@ class NodesCommunicator:
         self, output: NodeTensors, input: NodeTensors, *, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
         """See ``Communicator.all_gather``."""
-        return self._run(NodesCall(Kind.ALL_GATHER, output, input, beside=beside), async_op)
+        return self._run(Kind.ALL_GATHER, output, input, async_op, beside=beside)
 
     def reduce_scatter(
         self,
@@ -202,19 +192,19 @@ class NodesCommunicator:
         beside: Beside | None = None,
     ) -> dist.Work | None:
         """See ``Communicator.reduce_scatter``. Each node's sum is rounded to the dtype."""
-        return self._run(NodesCall(Kind.REDUCE_SCATTER, output, input, op, beside=beside), async_op)
+        return self._run(Kind.REDUCE_SCATTER, output, input, async_op, op=op, beside=beside)
 
     def all_reduce(self, tensor: NodeTensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.all_reduce``, in place. Each node's sum is rounded to the dtype."""
-        self._run(NodesCall(Kind.ALL_REDUCE, tensor, tensor, op))
+        self._run(Kind.ALL_REDUCE, tensor, tensor, op=op)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """See ``Communicator.all_to_all``; equal parts."""
-        self._run(NodesCall(Kind.ALL_TO_ALL, output, input))
+        self._run(Kind.ALL_TO_ALL, output, input)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int) -> None:
         """See ``Communicator.broadcast``."""
-        self._run(NodesCall(Kind.BROADCAST, tensor, tensor, root=root))
+        self._run(Kind.BROADCAST, tensor, tensor, root=root)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return bytes that are symmetric in this node; ordinary ones if the node has no more. Collective in a node.
@@ -318,11 +308,14 @@ class NodesCommunicator:
         finally:
             ended.append(torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always)
 
-    def _run(self, call: NodesCall, async_op: bool = False) -> dist.Work | None:
+    def _run(
+        self, kind: Kind, output: NodeTensors, input: NodeTensors, async_op: bool = False, **options: Any
+    ) -> dist.Work | None:
         self.owner.require()  # before anything could tell the others that it has failed
+        outputs, inputs = ((side,) if isinstance(side, Tensor) else side for side in (output, input))
+        call = NodesCall(kind, outputs, inputs, **options)
         if call.adds_floats and self.calls.config.deterministic:
             raise in_no_order(call.kind, "sums of nodes are rounded and added by the backend between them")
-        outputs, inputs = call.outputs, call.inputs
         work = self._order.run(lambda: self._make(call), (*outputs, *inputs), outputs, async_op, NO_TIMEOUT)
         return work if async_op else None
 
@@ -342,9 +335,8 @@ class NodesCommunicator:
             pairs = [(to.view(torch.uint8), given.view(torch.uint8)) for to, given in pairs]
         op, dtype = op_name(call.op), pairs[0][0].dtype
         divides = op == ReduceOp.AVG and not dtype.is_floating_point
-        self.steps.begin(dtype, ReduceOp.SUM if divides else op, call.beside)
-        run_recipe(self.steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, call.root)
-        self.steps.end()
+        with self.steps.call(dtype, ReduceOp.SUM if divides else op, call.beside):
+            run_recipe(self.steps, call.kind, self.nodes, self.rank, pairs, counts, pieces, call.root)
         if divides:
             for output, _ in pairs:
                 output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))

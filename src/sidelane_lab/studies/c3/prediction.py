@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,9 +129,7 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
 
 
 def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
-    """Count the library's units in a row: its note may name their CTAs; without windows gathers are exchanges, too."""
-    if named_ctas := re.search(r"\bctas(\d+)\b", row.note):
-        return int(named_ctas[1])
+    """Count the library's units in a row: without windows gathers are exchanges, too."""
     return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
 
 

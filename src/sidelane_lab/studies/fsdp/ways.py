@@ -6,6 +6,7 @@ gathers straight into parameters replaces functions of torch, too, for as long a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from sidelane import fsdp
 from sidelane.errors import UnavailableError
 from sidelane.integrations import direct_gather
 from sidelane.integrations.direct_gather import DirectGather
-from sidelane.integrations.fsdp_group import FsdpCounts, FsdpGroup
+from sidelane.integrations.fsdp_group import FsdpGroup
 from sidelane.program.shape import Beside
 from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
@@ -133,7 +134,7 @@ class StraightStill:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         still: Any = StillLane(group)
-        self._calls = FsdpGroup(group, device, FsdpCounts(), (still, still))
+        self._calls = FsdpGroup(group, device, collections.Counter(), (still, still))
 
     def gather(self, params: Any) -> StillGather:
         """For one of FSDP2's groups of parameters."""

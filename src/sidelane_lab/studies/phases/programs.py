@@ -15,11 +15,11 @@ from types import MappingProxyType
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
-from sidelane.program.shape import PRELAUNCH, Variant
-from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane.program.transform import freeze, lower
 from sidelane_lab.cli.collectives import PHASED
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.model.collectives import bare
+from sidelane_lab.sim.prelaunch import PRELAUNCH, prelaunch
 from sidelane_lab.studies.phases.stamp import stamp
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
@@ -56,7 +56,7 @@ class Operation:
     Attributes:
         name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
             out of place unless the name says otherwise.
-        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a trigger.
+        variant: of ``program.builders``; with ``+prelaunch`` behind a trigger.
         nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
     """
 
@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def prelaunched(self) -> bool:
-        return Variant.of(self.variant).prelaunched
+        return self.variant.endswith(PRELAUNCH)
 
     @property
     def launches(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def base_of(variant: str) -> str:
     >>> base_of("b2b+prelaunch"), base_of("pcpy")
     ('b2b', 'pcpy')
     """
-    return Variant.of(variant).algorithm
+    return variant.removesuffix(PRELAUNCH)
 
 
 def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list[Operation]:

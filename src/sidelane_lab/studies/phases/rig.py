@@ -21,7 +21,8 @@ from sidelane.errors import PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.program.collective import Buffer, Collective
-from sidelane.program.ir import Program
+from sidelane.program.ir import EPOCH, Program
+from sidelane.program.transform import held_by
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import poison
@@ -52,10 +53,10 @@ class Rig:
         self.rank, self.timeout_s = rank, timeout_s
         config = dataclasses.replace(settings.current(), timeout_s=timeout_s, profile=BUILTIN)
         self._communicator = Communicator(device=rank.device, config=config)
-        self._backend = self._communicator.backend
         # Stamps are no part of what all executors have in common.
-        self.executor = cast(Any, self._backend.executor)
-        self._flags = self._backend.memory.allocate(2 * FLAGS * 4)
+        self.backend = cast(Any, self._communicator.backend)
+        self.executor = self.backend.executor
+        self._flags = self.backend.memory.allocate(2 * FLAGS * 4)
         self._blocks: dict[str, SymmetricBlock] = {}
         self.notify_us, self.notice = 0.0, ""
         if rank.device.type != "cpu":
@@ -73,7 +74,7 @@ class Rig:
         for buffer in Buffer:
             sizes = [program.buffer_bytes(rank, buffer) for program in programs for rank in range(program.world_size)]
             if any(sizes):
-                self._blocks[buffer] = self._backend.memory.allocate(max(sizes))
+                self._blocks[buffer] = self.backend.memory.allocate(max(sizes))
 
     def tensor(self, buffer: str, nbytes: int) -> torch.Tensor:
         """The first bytes of this rank's buffer."""
@@ -163,8 +164,7 @@ class CpuCall:
         self._pending: Any = None
 
     def arm(self, epoch: int) -> None:
-        if self._loaded.program.prelaunched:
-            self._loaded.arm(epoch)
+        """Do nothing: threads begin with the call, in which the triggers are fired, too."""
 
     def begin(self, epoch: int) -> None:
         self._pending = self._loaded.start(epoch)
@@ -186,13 +186,20 @@ class EagerCall:
         self._stream, self._place = torch.cuda.current_stream(rig.rank.device), rig.executor.driver.caller_stream()
         self._loaded = loaded
         self._slots = slots_of(loaded.program, rig.rank.rank)
+        self._trigger: Any = None
+        if (flag := held_by(loaded.program, rig.rank.rank)) is not None:
+            self._trigger = rig.backend.bind_trigger([(loaded.addresses.flag(flag), EPOCH)], loaded)
 
     def arm(self, epoch: int) -> None:
-        if self._loaded.program.prelaunched:
-            self._loaded.arm(epoch)
+        if self._trigger is not None:
+            self._rig.backend.run(self._loaded, epoch, False, (), self._rig.backend.ahead)
 
     def begin(self, epoch: int) -> None:
-        self._loaded.run(epoch, self._place)
+        if self._trigger is None:
+            self._loaded.run(epoch, self._place)
+            return
+        self._trigger.fire(epoch, self._place)
+        self._rig.backend.follow_ahead(self._place)
 
     def finish(self) -> None:
         query, deadline = self._stream.query, time.monotonic() + self._rig.timeout_s
