@@ -46,7 +46,7 @@ def test_others(ranks: Ranks, case: str) -> None:
 def test_captures_are_refused(ranks: Ranks) -> None:
     for texts in ranks.run(CASES + "in_a_capture"):
         assert len(texts) == 3
-        assert all("captur" in text for text in texts)
+        assert all("graph" in text for text in texts)
 
 
 @pytest.mark.parametrize("arms", [False, True])

@@ -274,7 +274,8 @@ class CudaSite:
     def held_stream(self) -> int:
         """Return the stream on which prelaunched programs wait for their trigger."""
         if self._held is None:
-            self._held = self.create_stream()
+            with self.driver.current():
+                self._held = self.create_stream()
         return self._held
 
     def launch_graph(self, launch: Iterable[Bound]) -> ExecutableGraph | None:
