@@ -23,8 +23,9 @@ PACKAGES = ("sidelane", "sidelane_lab")
 LAYERS = (
     ("sidelane_lab.comparisons",),
     ("sidelane_lab.traces",),
+    ("sidelane_lab.papers",),
     ("sidelane_lab.studies",),
-    ("sidelane_lab.baselines",),
+    ("sidelane_lab.explain", "sidelane_lab.baselines"),
     ("sidelane_lab.model",),
     ("sidelane_lab.cli",),
     ("sidelane_lab.pairs",),
@@ -52,9 +53,6 @@ LAYERS = (
     ("sidelane.user_files", "sidelane.version"),
 )
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
-
-# These count as one room: what papers claim is held against studies, and studies predict as papers do.
-STUDIES = ("explain", "papers", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
@@ -104,8 +102,6 @@ def room_of(module: str) -> str:
     """``sidelane.program.ir`` -> ``sidelane.program``; a package itself -> ````."""
     package, _, rest = module.partition(".")
     room = rest.split(".")[0]
-    if package == "sidelane_lab" and room in STUDIES:
-        room = "studies"
     return f"{package}.{room}" if room else ""
 
 

@@ -20,7 +20,7 @@ from sidelane.execute.timeline import Interval
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.report import draw
-from sidelane_lab.papers.figures import draw_timeline
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.studies.demo import figures
 
 ROOT = Path(__file__).resolve().parent.parent

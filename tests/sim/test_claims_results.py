@@ -16,22 +16,23 @@ from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.machines.load import named
+from sidelane_lab.machines.ranges import in_between, nearest
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import table_ii_workload
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.papers import command
-from sidelane_lab.papers.claims import ClaimRole, in_between, nearest
+from sidelane_lab.papers.claims import ClaimRole
 from sidelane_lab.papers.results import CHAINS, compare, fitted_to, judge_layers, layers_file, role_problems
 from sidelane_lab.papers.row_predictions import (
     pipeline_of,
     predict_alone,
     predict_chain,
     predict_ends,
-    predict_together,
     predict_watts,
 )
+from sidelane_lab.studies.c3.prediction import predict_together
 from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, SEEN

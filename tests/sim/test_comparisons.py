@@ -17,8 +17,8 @@ from sidelane_lab.comparisons.command import FigureOptions, main
 from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, SOURCES, ClaimPredictions, FigureValues
 from sidelane_lab.harness import terminal
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.panels import Panel, TimelinePanel
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.figures import Panel, TimelinePanel
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"

@@ -17,6 +17,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness import drawing
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.panels import draw_all, mark_cut
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import conccl, overlap
@@ -24,7 +25,6 @@ from sidelane_lab.papers import fused as fused_paper
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.figures import draw_all, mark_cut
 from sidelane_lab.papers.operators import operators_of
 from sidelane_lab.sim import scale as sim_scale
 

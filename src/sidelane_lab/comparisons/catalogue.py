@@ -17,13 +17,13 @@ from sidelane_lab.comparisons.figure import MEASURED, PUBLISHED, AnyPanel, Figur
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import REMOTE_FIRST, predict_fused
+from sidelane_lab.model.panels import Panel, PaperFigure, TimelinePanel
 from sidelane_lab.model.study import SIZES, TABLE_II
 from sidelane_lab.pairs.workload import TABLE_I, parse_gemm
 from sidelane_lab.papers import conccl, dma, fused, overlap
 from sidelane_lab.papers.claim_measurements import CLASSES
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.dma import claimed_range
-from sidelane_lab.papers.figures import Panel, PaperFigure, TimelinePanel
 from sidelane_lab.papers.measurements import BETWEEN_NODES, FIFTH
 from sidelane_lab.traces import dlrm_study
 

@@ -24,10 +24,10 @@ from sidelane_lab.harness.drawing import RC, save_both
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.panels import Panel, TimelinePanel
 from sidelane_lab.papers.claim_measurements import FILES, MeasuredClaim, files_of, measure_claim
 from sidelane_lab.papers.claims import published, value_text
 from sidelane_lab.papers.command import PAPERS
-from sidelane_lab.papers.figures import Panel, TimelinePanel
 from sidelane_lab.papers.measurements import ResultFile
 
 AnyPanel = Panel | TimelinePanel

@@ -11,6 +11,7 @@ from typing import Any
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.model.operators import ORDERS
+from sidelane_lab.model.panels import Panel, PublishedValue
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II
 from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane_lab.papers.conccl import BOUNDS, MB, SHADES, slowdown_mark, units_axes
@@ -19,7 +20,6 @@ from sidelane_lab.papers.dma import (
     all_variants,
     producer_mark,
 )
-from sidelane_lab.papers.figures import Panel, PublishedValue
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
 from sidelane_lab.papers.measurements import (
     AS_GOOD,

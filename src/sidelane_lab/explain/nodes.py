@@ -16,6 +16,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.parameters import given
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
+from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.node_steps import (
     IN_PLACE,
@@ -33,7 +34,6 @@ from sidelane_lab.model.node_steps import (
     rail_of,
 )
 from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
-from sidelane_lab.papers.numbers import write_report
 
 SIZES = tuple(1 << power for power in range(12, 31, 2))
 """Bytes of the collectives in the tables of ``sidelane collective``."""

@@ -132,6 +132,20 @@ def ends(centre: float, varied: Iterable[float]) -> tuple[float, float]:
     return centre - below, centre + above
 
 
+NEAR = 0.05
+"""Share of a time within which it is one of two that were predicted."""
+
+
+def nearest(measured: float, found: Sequence[float]) -> float:
+    """Return which of several predictions a measured time is nearer to."""
+    return found[0] if len(found) == 1 else min(found, key=lambda end: abs(end / measured - 1))
+
+
+def in_between(measured: float, found: Sequence[float]) -> bool:
+    """True if a measured time lies between both ends of a prediction, and near neither."""
+    return min(found) < measured < max(found) and abs(nearest(measured, found) / measured - 1) > NEAR
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Band:
     """A curve, and the ends of its plausible values, point by point."""

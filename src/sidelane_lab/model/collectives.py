@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from sidelane.program.builders import Transport, build
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     REDUCING,
     Collective,
@@ -34,6 +34,10 @@ from sidelane_lab.sim import SimulatedRun, simulate
 from sidelane_lab.sim.prelaunch import prelaunch
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
+KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+"""Collectives that are predicted alone."""
+PREDICTED_VARIANTS = {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in REDUCING}}
+"""Variants on copy engines whose watts are predicted. Of Sidelane's kernels, and of a broadcast, no model knows any."""
 REDUCE_UNITS = 32
 """Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from sidelane_lab.machines.ranges import ends
+from sidelane_lab.machines.ranges import ends, nearest
 from sidelane_lab.machines.spec import Machine, NumberSource
-from sidelane_lab.papers.figures import PaperFigure
+from sidelane_lab.model.panels import PaperFigure
 
 Context = TypeVar("Context")
 
@@ -40,8 +40,6 @@ TOLERANCE, POINTS = 0.25, 8.0
 """Error that is still right: as a share of the published value, and of percentages of ideal."""
 STRICTER = ((1.0, "25%, 8 points"), (0.4, "10%, 3.2 points"), (0.2, "5%, 1.6 points"))
 """Shares of the tolerance at which claims are counted as well, in words."""
-NEAR = 0.05
-"""Share of a time within which it is one of two that were predicted."""
 AT_LEAST = "at least"
 """Begin of the text of a verdict whose limit is a lower one."""
 
@@ -212,16 +210,6 @@ def judge_row(
     ok = error <= (POINTS if points else TOLERANCE)
     low, high = (min(found), max(found)) if len(found) > 1 else (None, None)
     return ClaimVerdict(claim_id, what, measured, value, unit, error, role, ok, points, low=low, high=high)
-
-
-def nearest(measured: float, found: Sequence[float]) -> float:
-    """Return which of several predictions a measured time is nearer to."""
-    return found[0] if len(found) == 1 else min(found, key=lambda end: abs(end / measured - 1))
-
-
-def in_between(measured: float, found: Sequence[float]) -> bool:
-    """True if a measured time lies between both ends of a prediction, and near neither."""
-    return min(found) < measured < max(found) and abs(nearest(measured, found) / measured - 1) > NEAR
 
 
 def with_summary(

@@ -20,8 +20,10 @@ from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC,
 from sidelane_lab.harness.table import Line, Table, without_empty_columns
 from sidelane_lab.harness.terminal import progress, progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find, named
+from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.ranges import Variation, predict_each, variations
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.panels import draw_all
 from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
 from sidelane_lab.papers.claims import (
     AT_LEAST,
@@ -36,8 +38,6 @@ from sidelane_lab.papers.claims import (
     value_text,
     with_ranges,
 )
-from sidelane_lab.papers.figures import draw_all
-from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.papers.results import compare, role_problems
 
 PAPERS: tuple[Paper[Any], ...] = (conccl.PAPER, dma.PAPER, overlap.PAPER, fused.PAPER, slowdown.PAPER)

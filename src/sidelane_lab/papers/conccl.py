@@ -20,13 +20,13 @@ from sidelane_lab.model.collectives import default_units, dma_run, library_us, p
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
 from sidelane_lab.model.heuristic import AllocationCost, judge
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
+from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
 from sidelane_lab.pairs.ideal import ideal_speedup
 from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
 from sidelane_lab.pairs.workload import TABLE_I, C3Class, parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
 
 MI300X = "mi300x8"
 

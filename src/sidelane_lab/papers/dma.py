@@ -18,11 +18,11 @@ from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, geomean, published_program
 from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.panels import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.papers.measurements import AS_GOOD, PRELAUNCHED, CollectiveReadings, PhaseReadings, ResultFile
 from sidelane_lab.papers.rows import ClaimReading, Marks, RowFigure, model_rows, size_places
 

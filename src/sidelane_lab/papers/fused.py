@@ -37,9 +37,9 @@ from sidelane_lab.model.operators import (
     TiledGemm,
     predict_fused,
 )
+from sidelane_lab.model.panels import Panel, PaperFigure, PublishedValue
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
 
 BATCHES, TABLES, POOLING = (256, 512, 1024, 2048), (64, 128, 256), 70
 ROWS = (8192, 16384, 32768, 65536)

@@ -17,6 +17,7 @@ from sidelane_lab.harness import study as files
 from sidelane_lab.harness.table import Line, Table, grouped, number
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (
     OBLIVIOUS,
@@ -28,7 +29,6 @@ from sidelane_lab.model.operators import (
 )
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers.claims import error_of
-from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.papers.operators import FusedPredictionOptions, operators_of
 from sidelane_lab.studies.fused.rows import ALONE, FusedRow
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING

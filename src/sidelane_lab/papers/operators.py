@@ -23,6 +23,7 @@ from sidelane_lab.harness.drawing import RC, file_name, save_both
 from sidelane_lab.harness.table import Line, Table, grouped, number
 from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import bands, ends, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (
@@ -42,11 +43,10 @@ from sidelane_lab.model.operators import (
     predict_fused,
     predict_unfused,
 )
+from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, draw_all, draw_dots
 from sidelane_lab.model.split import chain_us, split_us
 from sidelane_lab.model.symmetry import predict_symmetric
-from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, draw_all, draw_dots
 from sidelane_lab.papers.fused import MACHINE, PAPER, SECTIONS
-from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.predictions import write_timeline
 from sidelane_lab.studies.fused.pictures import draw_skew, skew_percent
 from sidelane_lab.studies.fused.shapes import MEANING, ON_GPUS, half_for_one

@@ -19,8 +19,10 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find, named
+from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
 from sidelane_lab.model.pipeline import (
     OPT1,
     OPT2,
@@ -33,8 +35,6 @@ from sidelane_lab.model.pipeline import (
 )
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper
-from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
-from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.sim import Interval, write_chrome_trace
 
 PLATFORMS = {"A40": "a40x4", "A100": "a100x4", "H100": "h100x4", "MI250X": "mi250x8"}

@@ -16,11 +16,11 @@ from typing import Any
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
+from sidelane_lab.machines.numbers import write_numbers, write_report
 from sidelane_lab.machines.ranges import Variation, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.layer import ADAM_BYTES, MODELS, WEIGHT_BYTES, Step, ends_us, step_memory
 from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times, sustained
-from sidelane_lab.papers.numbers import write_numbers, write_report
 
 OF_COLLECTIVES = ("links", "dma", "library")
 SECTIONS = ("gpu", "matmul", "interference", *OF_COLLECTIVES)

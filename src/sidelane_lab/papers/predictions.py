@@ -15,15 +15,15 @@ from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
 from sidelane_lab.model.engine_add import engine_add_tables
+from sidelane_lab.model.panels import draw_all, draw_timeline
 from sidelane_lab.model.strategies import Prediction, library_strategies, objection, predict
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
 from sidelane_lab.pairs.workload import C3Class, Workload
 from sidelane_lab.papers import conccl, dma
-from sidelane_lab.papers.figures import draw_all, draw_timeline
-from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.sim import Interval, write_chrome_trace
 
 BASELINE = named("serial")

@@ -18,8 +18,9 @@ from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.machines.ranges import predict_each, variations
+from sidelane_lab.machines.ranges import in_between, predict_each, variations
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import KINDS
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline, sequential_us
 from sidelane_lab.pairs.workload import ComputeKind, Gemm, gemm_of
@@ -27,26 +28,23 @@ from sidelane_lab.papers.claims import (
     AT_LEAST,
     ClaimRole,
     ClaimVerdict,
-    in_between,
     judge_row,
     least_role,
     with_ranges,
     with_summary,
 )
 from sidelane_lab.papers.row_predictions import (
-    KINDS,
     LIBRARY,
     LIBRARY_ENGINES,
-    OUT_OF_PLACE,
     STRATEGIES,
     pipeline_of,
     predict_chain,
     predict_ends,
     predict_step,
-    predict_together,
     predict_watts,
 )
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
+from sidelane_lab.studies.c3.prediction import OUT_OF_PLACE, predict_together
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 from sidelane_lab.studies.chain.study import ChainRow
 from sidelane_lab.studies.chain.ways import chain_gemms

@@ -1,35 +1,29 @@
 """Predictions of rows of this project's own result files: what the model says of what a row measured.
 
-From ``c3.json`` the model is given the isolated times alone, of the GEMM and of the collective as the strategy runs it,
-and predicts what both take together; from ``chain.json`` what both GEMMs take alone. Of everything else the description
-says it all. ``papers/results.py`` holds these predictions against the rows.
+From ``chain.json`` the model is given what both GEMMs take alone (and from ``c3.json`` isolated times, see
+``studies/c3/prediction.py``). Of everything else the description says it all. ``papers/results.py`` holds these
+predictions against the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from sidelane.c3.strategies import Mover
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.collectives import IN_PLACE, PUBLISHED_VARIANTS, default_units, executed_run, library_us
-from sidelane_lab.model.device import run_device
+from sidelane_lab.model.collectives import IN_PLACE, KINDS, PREDICTED_VARIANTS, executed_run, library_us
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline
 from sidelane_lab.model.power import dma_power, hybrid_power, library_power
-from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels
 from sidelane_lab.model.training import compute_us, step_times
-from sidelane_lab.pairs.workload import Gemm, Workload, gemm_of
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
-from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 from sidelane_lab.studies.chain.study import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 from sidelane_lab.studies.power.rows import PowerRow
 
-KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-OUT_OF_PLACE = "out of place"
 DISTURBED = 0.05
 """Share of a time by which queues that share an engine must matter for both times to be predicted."""
 LIBRARY_ENGINES = "nccl_ce"
@@ -51,36 +45,6 @@ STREAMS = 2
 """Streams of GEMMs in that study (``c3.pipelined``)."""
 RESERVED_BYTES = 1024
 """Shared memory that CUDA takes for each block besides."""
-PREDICTED_VARIANTS = {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in REDUCING}}
-"""Variants on copy engines whose watts are predicted. Of Sidelane's kernels, and of a broadcast, no model knows any."""
-
-
-def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
-    """Predict a strategy from the isolated times of its row; nothing if the model does not speak to it.
-
-    Returns:
-        Microseconds; twice where either of the two may come first, see ``model.strategies.orders``.
-    """
-    if row.gemm_us is None or row.comm_us is None or row.collective not in tuple(KINDS):
-        return ()
-    kind, strategy = Kind(row.collective), strategy_of(row)
-    if strategy is None or (strategy.mover is Mover.SM and machine.kernels is None):
-        return ()  # the description does not say what our kernels take
-    if not strategy.concurrent:
-        return (row.gemm_us + row.comm_us,)
-    if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
-        return ()
-    if strategy.partition is not None and (objection(strategy, machine) or not row.units):
-        return ()  # files of another version do not say how many units were taken
-    pair = Workload(gemm_of(row), kind, row.bytes)
-    alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)
-    launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
-    return tuple(run_device(machine, kernels).time_us for kernels in launches)
-
-
-def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
-    """Count the library's units in a row: without windows gathers are exchanges, too."""
-    return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
 
 
 def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:

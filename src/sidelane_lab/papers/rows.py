@@ -18,7 +18,7 @@ from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import study_of
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.figures import BANDS, Panel, PublishedValue
+from sidelane_lab.model.panels import BANDS, Panel, PublishedValue
 from sidelane_lab.papers.measurements import ResultFile
 
 X = TypeVar("X", int, float, str)

@@ -20,9 +20,9 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
 from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.layer import ELEMENT, Step, Transformer
+from sidelane_lab.model.panels import Panel, PaperFigure, PublishedValue
 from sidelane_lab.model.training import ON_A_GPU, Gangs, orders, step_kernels, sustained
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
 
 MODELS = (
     Transformer("GPT-3 XL", 24, 2048, 5461, 16, 16),

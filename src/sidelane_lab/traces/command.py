@@ -11,8 +11,8 @@ from sidelane.c3.strategies import named
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.graph import TraceGraph
 from sidelane_lab.traces.kineto import read_kineto

@@ -24,9 +24,9 @@ from sidelane_lab.harness.drawing import (
 from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.harness.table import grouped
 from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.pairs.spans import Trace
 from sidelane_lab.pairs.workload import Workload
-from sidelane_lab.papers.figures import draw_timeline
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.prediction import compare, draw_groups, speedups
 from sidelane_lab.studies.c3.rows import C3Row, too_few_cores

@@ -12,19 +12,23 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import Mover, Strategy
 from sidelane.cli.output import write_json
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.ranges import in_between, nearest
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.strategies import objection, predict
+from sidelane_lab.model.collectives import KINDS, default_units
+from sidelane_lab.model.device import run_device
+from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels, predict
 from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of
-from sidelane_lab.papers.claims import in_between, nearest
-from sidelane_lab.papers.row_predictions import predict_together
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
+
+OUT_OF_PLACE = "out of place"
+"""Words of a note: the collective had a buffer of its own for its output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +103,34 @@ def compare(machine: Machine, rows: Sequence[C3Row]) -> list[Compared]:
     """Every row that has a time, and a strategy (``strategy_of``)."""
     named = ((row, strategy_of(row)) for row in rows if row.time_us is not None)
     return [_compare(machine, row, strategy) for row, strategy in named if strategy is not None]
+
+
+def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
+    """Predict a strategy from the isolated times of its row; nothing if the model does not speak to it.
+
+    Returns:
+        Microseconds; twice where either of the two may come first, see ``model.strategies.orders``.
+    """
+    if row.gemm_us is None or row.comm_us is None or row.collective not in tuple(KINDS):
+        return ()
+    kind, strategy = Kind(row.collective), strategy_of(row)
+    if strategy is None or (strategy.mover is Mover.SM and machine.kernels is None):
+        return ()  # the description does not say what our kernels take
+    if not strategy.concurrent:
+        return (row.gemm_us + row.comm_us,)
+    if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
+        return ()
+    if strategy.partition is not None and (objection(strategy, machine) or not row.units):
+        return ()  # files of another version do not say how many units were taken
+    pair = Workload(gemm_of(row), kind, row.bytes)
+    alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)
+    launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
+    return tuple(run_device(machine, kernels).time_us for kernels in launches)
+
+
+def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
+    """Count the library's units in a row: without windows gathers are exchanges, too."""
+    return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
 
 
 def _compare(machine: Machine, row: C3Row, strategy: Strategy) -> Compared:

@@ -34,10 +34,10 @@ from sidelane_lab.harness.drawing import (
 )
 from sidelane_lab.harness.study import Picture
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import c3_study
 from sidelane_lab.pairs.workload import Workload, parse_gemm, parse_workload
-from sidelane_lab.papers.figures import draw_timeline
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
 PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}

@@ -17,8 +17,8 @@ from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.table import Line, Table, grouped
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.studies.clients.programs import GRAPH, TINY
 from sidelane_lab.studies.e2e.rows import WorkloadRow, step_tables
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload

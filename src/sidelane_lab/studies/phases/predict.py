@@ -11,8 +11,8 @@ from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.studies.phases.programs import Operation, operations
 from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import Phases, predict

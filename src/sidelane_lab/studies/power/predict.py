@@ -20,9 +20,11 @@ from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.table import Line, Table, number
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.collectives import IN_PLACE
+from sidelane_lab.model.collectives import IN_PLACE, PREDICTED_VARIANTS
+from sidelane_lab.model.panels import BANDS
 from sidelane_lab.model.power import (
     PairDraw,
     PowerDraw,
@@ -34,9 +36,6 @@ from sidelane_lab.model.power import (
     powered,
 )
 from sidelane_lab.pairs.workload import Workload, parse_gemm
-from sidelane_lab.papers.figures import BANDS
-from sidelane_lab.papers.numbers import write_report
-from sidelane_lab.papers.row_predictions import PREDICTED_VARIANTS
 from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power, power_tables
 
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
