@@ -155,7 +155,8 @@ def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
     """Calls of every kind whose sizes never come again, as tensors by themselves and in lists.
 
     Returns:
-        Calls that are kept in the end; bytes by which this process, and all on the device, have grown since the half.
+        Calls that are kept in the end; bytes by which this process, on the host and on the device, has grown since the
+        half. Other tests may have the device at the same time, so that torch and the communicator are asked.
     """
     device = context.device
     looks: list[tuple[int, int]] = []
@@ -175,7 +176,8 @@ def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
                 gc.collect()
                 dist.barrier(context.group)
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-                looks.append((resident, -torch.cuda.mem_get_info()[0]))
+                use = comm.memory()
+                looks.append((resident, torch.cuda.memory_reserved() + use.reserved + use.own))
                 dist.barrier(context.group)
         kept = sum(entry.prepared is not None for entry in comm.preparer.cache)
     (host, taken), (host_then, taken_then) = looks
