@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import random
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +209,7 @@ def trial_module() -> Any:
     path = Path(__file__).parents[2] / "tools" / "try_sdma.py"
     spec = importlib.util.spec_from_file_location("try_sdma", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["try_sdma"] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 

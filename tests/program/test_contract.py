@@ -108,8 +108,8 @@ def test_staging_in_plain_words_is_staging() -> None:
 @pytest.mark.parametrize(
     ("sizes", "results", "scratch", "words"),
     [
-        ({}, [], (), "ranks of the buffers"),
-        ({"a": (1, 2), "b": (1,)}, [], (), "ranks of the buffers"),
+        ({}, [], (), "one number of ranks"),
+        ({"a": (1, 2), "b": (1,)}, [], (), "one number of ranks"),
         ({"a": (1, -2)}, [], (), "negative"),
         ({"staging": (1, 2)}, [], (), "names of buffers"),
         (SIZES, [], ("elsewhere",), "scratch"),

@@ -158,7 +158,7 @@ def test_contracts_with_what_is_computed() -> None:
         Contract.of("some", sizes, [result], computed=["shard"])
     with pytest.raises(ValueError, match="scratch and computed"):
         Contract.of("some", sizes, [result], computed=["computed"], scratch=["computed"])
-    with pytest.raises(ValueError, match="in what is computed"):
+    with pytest.raises(ValueError, match="neither in scratch nor in a computed buffer"):
         Contract.of("some", sizes, [result], computed=["output"])
 
 

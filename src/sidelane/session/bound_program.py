@@ -14,7 +14,7 @@ import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
-from sidelane.collectives.arguments import Arguments, check_tensors
+from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
@@ -79,7 +79,6 @@ class NamedBuffers:
         if missing:
             raise ValueError(f"load: buffers of rank {arguments.rank} are missing (value={missing}, needed={needed})")
         tensors = {name: given[name] for name in needed}
-        check_tensors("load", *tensors.values())
         regions = dict(zip(needed, arguments.regions("load", *tensors.values()), strict=True))
         for name, region in regions.items():
             if region.nbytes < sizes[name]:

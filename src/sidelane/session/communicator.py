@@ -614,7 +614,7 @@ class Communicator:
         (region,) = self.arguments.regions("peers", tensor)
         if region.location is None:
             raise ValueError(
-                "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
+                "peers: the tensor must be symmetric memory (value=ordinary memory, "
                 "allowed=tensors of Communicator.empty)"
             )
         found = self._peers.get(region.location)

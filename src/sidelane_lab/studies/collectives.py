@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -47,8 +47,9 @@ from sidelane_lab.harness.table import (
     number,
     place_of,
 )
-from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.study import dma_study
+
+if TYPE_CHECKING:
+    from sidelane_lab.machines.spec import Machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -399,6 +400,8 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: Problem
 
 def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[CollectiveRow]:
     """Return the library's rows, and those of the DMA collectives paper's variants as that paper ran them."""
+    from sidelane_lab.model.study import dma_study  # a measurement does not load the model
+
     study = dma_study(machine, options.sizes_on("cuda"))
     times = [("dma", *key, us) for key, us in study.dma_us.items()]
     times += [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
