@@ -61,7 +61,7 @@ def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = 
     """
     shards = _param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:
-        text = "fsdp.enable: model (value=no module that fully_shard was applied to, allowed=one and more)"
+        text = f"fsdp.enable: the model has no module that fully_shard was applied to (value={type(model).__name__})"
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model: disable it first"), Page.FSDP)

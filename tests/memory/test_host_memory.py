@@ -94,7 +94,7 @@ def test_every_rank_refuses_different_sizes(pool: RankPool) -> None:
 @pytest.mark.parametrize("nbytes", [0, -5])
 def test_every_rank_refuses_no_bytes(pool: RankPool, nbytes: int) -> None:
     for text in pool.run(refused, 3, [nbytes] * 3):
-        assert text == f"ValueError: SharedBytes: nbytes must be positive (value={nbytes})"
+        assert text == f"ValueError: shared memory: nbytes must be positive (value={nbytes})"
 
 
 def test_lack_of_memory_is_an_error_before_it_is_a_signal(pool: RankPool) -> None:

@@ -42,10 +42,10 @@ def test_the_gradient_is_the_way_back(pool: RankPool, compiled: bool) -> None:
 
 def test_what_is_refused(pool: RankPool) -> None:
     words = (
-        "gather_dim (value=None, allowed=a whole number: scatter_dim and gather_dim go together)",
+        "gather_dim (value=None, allowed=a whole number): scatter_dim and gather_dim go together",
         "gather_dim (value=1.5, allowed=a whole number",
         "scatter_dim (value=3, allowed=-3..2)",
-        "scatter_dim and gather_dim (value=1, -2, allowed=two dimensions)",
+        "scatter_dim and gather_dim must be two dimensions (value=1, -2)",
         "the same number of dimensions, 2 or more (input=[4, 6], output=[2, 8, 3])",
         "shape of input (value=[2, 4, 6] on rank 1 of 2, allowed=[2, 3, 6]); scatter_dim=2 by [3, 3]",
         "shape of input (value=[2, 4, 6] on rank",

@@ -94,7 +94,7 @@ def overlap(
     else:
         if beside is not None or moves:
             raise _refused(f"overlap: beside and moves need strategy='auto' (value={beside}, {moves})")
-        way = possible(strategy, on.device, units)
+        way = possible(strategy, on.device, units, (AUTO,))
     return _run(way, compute, collective, on)
 
 
@@ -257,8 +257,8 @@ class Overlap:
         self._clocks.clear()
 
 
-def possible(name: str, device: torch.device, units: int | None = None) -> LaunchMode:
-    """Return the strategy of that name with a number of units; None: the fewest.
+def possible(name: str, device: torch.device, units: int | None = None, others: tuple[str, ...] = ()) -> LaunchMode:
+    """Return the strategy of that name with a number of units; None: the fewest. Errors also list ``others``.
 
     Raises:
         ValueError: there is none, it cannot run callers' calls on that device, or it takes no units.
@@ -267,7 +267,7 @@ def possible(name: str, device: torch.device, units: int | None = None) -> Launc
     reason = "there is none of that name" if found is None else unsupported_reason(found, device)
     if found is None or reason:
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
-        raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join(NAMES)}{taking}): {reason}")
+        raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join((*NAMES, *others))}{taking}): {reason}")
     if units is None:
         return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
     if found.partition is None or units < 1:

@@ -172,7 +172,6 @@ class Arguments:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Request:
         """Check a broadcast, which is in place: the root's bytes replace those of all other ranks."""
-        check_tensors("broadcast", tensor)
         (region,) = self.regions("broadcast", tensor)
         collective = define.broadcast(tensor.nbytes, self.world_size, root, in_place=True)
         return Request(collective, region, region, tensor.dtype)
@@ -223,7 +222,8 @@ class Arguments:
             )
 
     def regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
-        """Return the regions of tensors. Raises ValueError for tensors that no call accepts."""
+        """Return the regions of tensors. Raises TypeError or ValueError for what no call accepts."""
+        check_tensors(function, *tensors)
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{function}: layout (value={tensor.layout}, allowed=torch.strided)")
@@ -318,7 +318,7 @@ def _dimensions(output: torch.Tensor, input: torch.Tensor, dims: Dimensions) -> 
     scatter_dim, gather_dim = dims.scatter % count, dims.gather % count
     if scatter_dim == gather_dim:
         raise ValueError(
-            f"all_to_all: scatter_dim and gather_dim (value={dims.scatter}, {dims.gather}, allowed=two dimensions)"
+            f"all_to_all: scatter_dim and gather_dim must be two dimensions (value={dims.scatter}, {dims.gather})"
         )
     return scatter_dim, gather_dim
 

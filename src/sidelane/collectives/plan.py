@@ -230,10 +230,10 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
     if variant != AUTO and variant not in names:
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.variant for found in everything(kind, which)} for which in (EVERYTHING, abilities))
-        if variant in elsewhere - here:
-            allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
+        where = f": {variant} is for other machines, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"
-        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed})")
+        reason = where if variant in elsewhere - here else ""
+        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}){reason}")
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:

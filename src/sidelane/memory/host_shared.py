@@ -86,7 +86,7 @@ class SharedBytes:
             if mapped is not None:
                 mapped.close()  # now, not when the traceback of this error is freed
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise UnavailableError(f"SharedBytes: cannot share {nbytes} bytes a rank: {named}")
+            raise UnavailableError(f"shared memory: cannot share {nbytes} bytes a rank: {named}")
         assert mapped is not None
         self.mapping = mapped
 
@@ -191,7 +191,7 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStac
         return _Offer(nbytes)
     room = available_bytes()
     if room is not None and total_bytes > room:
-        return _Offer(nbytes, problem=f"{total_bytes} bytes for all ranks, {room} available")
+        return _Offer(nbytes, problem=f"bytes of all ranks together (value={total_bytes}, allowed=1..{room})")
     try:
         descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         forks.in_copies_of(opened.enter_context(io.FileIO(descriptor, "r+")), io.FileIO.close)
@@ -209,15 +209,15 @@ def _agree(offers: list[_Offer], liveness: Liveness) -> None:
     processes = [liveness.process(rank) for rank in range(len(offers))]
     if len({process.machine for process in processes}) > 1:
         places = ", ".join(f"rank {rank} on {process.host}" for rank, process in enumerate(processes))
-        raise UnavailableError(f"SharedBytes: the ranks of the group must be on one machine: {places}")
+        raise UnavailableError(f"shared memory: the ranks of the group must be on one machine: {places}")
     sizes = [offer.nbytes for offer in offers]
     if len(set(sizes)) > 1:
         named = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
-        raise MismatchError(f"SharedBytes: ranks ask for different sizes in bytes: {named}")
+        raise MismatchError(f"shared memory: ranks ask for different sizes in bytes: {named}")
     if sizes[0] <= 0:
-        raise ValueError(f"SharedBytes: nbytes must be positive (value={sizes[0]})")
+        raise ValueError(f"shared memory: nbytes must be positive (value={sizes[0]})")
     if offers[0].problem:
-        raise UnavailableError(f"SharedBytes: rank 0: {offers[0].problem}")
+        raise UnavailableError(f"shared memory: rank 0: {offers[0].problem}")
 
 
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:

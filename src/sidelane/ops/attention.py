@@ -194,7 +194,12 @@ def sequence_positions(length: int, world_size: int, rank: int) -> Tensor:
 
     >>> [sequence_positions(10, 3, rank).tolist() for rank in range(3)]
     [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+    Raises:
+        ValueError: there is no such rank.
     """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"sequence_positions: rank (value={rank}, allowed=0..{world_size - 1})")
     return torch.arange(length).tensor_split(world_size)[rank]
 
 

@@ -131,7 +131,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
         TypeError, ValueError: the tables are not of one kind.
     """
     if not isinstance(tables, Sequence) or not tables:
-        raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a non-empty list of tensors)")
+        raise TypeError(f"{NAME}: tables must be a list of one tensor or more (value={type(tables).__name__})")
     before: dict[int, CheckedTables] = comm.cache.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):

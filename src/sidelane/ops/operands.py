@@ -198,8 +198,7 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
         if len(loose) >= MOST_CACHED:
             del known[loose[0]]
         if there.dim() not in (2, 3) or (there < 0).any():
-            text = f"value={tuple(there.shape)}, the least {int(there.min()) if there.numel() else 0}"
-            raise ValueError(f"{name}: counts ({text}, allowed=2 or 3 dimensions, none negative)")
+            raise ValueError(f"{name}: counts (value={counts!r}, allowed=numbers from 0 in 2 or 3 dimensions)")
         copy = persistent(comm.device, lambda: there.to(comm.device, copy=True))
         found = HostCounts(table, copy, there.flatten(1).sum(1).tolist())
     found.in_a_graph |= captured
@@ -210,8 +209,10 @@ def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
 def check_most_rows(name: str, most_rows: int, columns: int) -> None:
     """Refuse rows, or a result, of an invalid size. Raises ValueError."""
     if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
-        allowed = f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{name}: most_rows, columns of a row (value={most_rows}, {columns}, allowed={allowed})")
+        raise ValueError(
+            f"{name}: most_rows, columns and their product (value={most_rows}, {columns}, {most_rows * columns}, "
+            f"allowed=1..{MOST_ELEMENTS})"
+        )
 
 
 def check_rows(

@@ -204,7 +204,7 @@ def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
         signals = tuple(command for command in queue.commands if isinstance(command, Signal))
         if not signals or any(signal.op is not SignalOp.SET or signal.flag.rank != queue.rank for signal in signals):
             name = f"rank {queue.rank} {queue.engine}"
-            raise ValueError(f"{name} (allowed=a trigger sets flags of its own rank, one or more)")
+            raise ValueError(f"{name}: a trigger sets flags of its own rank, one or more")
         found.setdefault(queue.rank, {})[queue.engine.index] = signals
     for other, triggers in found.items():
         if sorted(triggers) != list(range(len(triggers))):

@@ -28,7 +28,7 @@ def own_time_us(gemm: tuple[int, int, int, str] | None, us: float | None, device
         RuntimeError: there is no memory for the matrices.
     """
     if (gemm is None) == (us is None):
-        raise ValueError(f"beside: gemm, us (value={gemm}, {us}, allowed=one of the two)")
+        raise ValueError(f"beside: give one of gemm and us (gemm={gemm}, us={us})")
     if gemm is None:
         if not (isinstance(us, int | float) and 0 < us <= sys.float_info.max):
             raise ValueError(f"beside: us (value={us!r}, allowed=microseconds above 0)")

@@ -253,5 +253,5 @@ def _whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        allowed = "a whole number: scatter_dim and gather_dim go together"
-        raise TypeError(f"all_to_all: {name} (value={value!r}, allowed={allowed})") from None
+        text = f"{name} (value={value!r}, allowed=a whole number): scatter_dim and gather_dim go together"
+        raise TypeError(f"all_to_all: {text}") from None

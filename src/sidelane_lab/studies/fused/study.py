@@ -64,7 +64,7 @@ Key = tuple[str, str, str]
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.run_study`. On CPUs kernels are interpreted."""
     if options.results is not None and not options.keep:
-        raise ValueError("fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)")
+        raise ValueError("fused: --results needs --machine, to hold predictions against it, or --keep")
     if options.keep:
         refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
