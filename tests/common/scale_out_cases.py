@@ -302,3 +302,21 @@ def copied(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
         for _ in range(2):
             assert small(ranks).equal(first)
     return told
+
+
+def refused_in_a_capture(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
+    """A rank calls inside of a capture, which is refused before the launch; the calls of all ranks go on behind it."""
+    there = importlib.import_module("sidelane.ops.scale_out.ranks")
+    text = ""
+    with on_nodes(group, layout, timeout_s=10) as ranks:
+        batch = 4 * ranks.world_size
+        tables, indices = [torch.ones(4, 8) * (ranks.rank + 1)], torch.arange(batch) % 4
+        first = embedding_all_to_all(ranks, tables, indices, torch.arange(batch + 1)).clone()
+        if ranks.rank == 0:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(UnavailableError) as refused:
+                patch.setattr(there, "is_captured", lambda comm: True)
+                embedding_all_to_all(ranks, tables, indices, torch.arange(batch + 1))
+            text = str(refused.value)
+        for _ in range(2):
+            assert embedding_all_to_all(ranks, tables, indices, torch.arange(batch + 1)).equal(first)
+    return text

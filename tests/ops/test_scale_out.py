@@ -71,6 +71,11 @@ def test_a_forked_copy_leaves_its_parent_alone(four: Crew) -> None:
         assert told.startswith("CommunicatorClosedError: ") and "forked copy" in told, told
 
 
+def test_a_call_that_is_refused_in_a_capture_leaves_later_calls_alone(four: Crew) -> None:
+    text, _ = four.run(cases.refused_in_a_capture, 2, (0, 1), timeout_s=60)
+    assert text.startswith("scale-out: calls are eager"), text
+
+
 @pytest.fixture
 def own() -> Iterator[Crew]:
     """Ranks of a test that ends some."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from typing import Any
 
 import loads
 import pytest
@@ -12,6 +15,8 @@ from counting import skip
 from cpu_calls import communicator
 from marks import long
 from ranks import RankPool, crew
+
+from sidelane.errors import PeerError, UnavailableError
 
 
 @pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), long(4, 3), (5, 4), long(8, 5)])
@@ -96,3 +101,56 @@ def test_a_dead_peer_is_named() -> None:
         first, _, last = ranks.run(die, dying=(1,))
     for text in (first, last):
         assert text.startswith("PeerError") and "rank 1" in text and "died" in text, text
+
+
+def left(group: dist.ProcessGroup, error: type[BaseException] | None) -> float:
+    """Leave a communicator that has a program, while a call is under way that the other rank never makes."""
+    comm = communicator(group, timeout_s=60)
+    case = loads.Case(comm, loads.handover(comm.world_size))
+    case.run()
+    out, shard = comm.empty(4 * comm.world_size), comm.empty(4)
+    comm.all_gather(out, shard)
+    dist.barrier(group)
+    began = time.monotonic()
+    if comm.rank == 0:
+        with contextlib.suppress(KeyboardInterrupt, ValueError), comm:
+            comm.all_gather(out, shard, async_op=True)
+            if error is not None:
+                raise error
+    took = time.monotonic() - began
+    dist.barrier(group)
+    comm.close()
+    return took
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_closing_does_not_wait_for_calls_that_peers_never_make(error: type[BaseException] | None) -> None:
+    with crew(2) as ranks:
+        assert max(ranks.run(left, 2, error)) < 20
+
+
+def unloaded(group: dist.ProcessGroup) -> str:
+    """A rank cannot bind the trigger of a call, so that all drop the memory that they have loaded it to."""
+    with communicator(group) as comm:
+        forgotten: list[object] = []
+        backend: Any = comm.backend
+        backend.forget_flags = lambda bases, block: forgotten.append(bases)
+        if comm.rank == 0:
+            backend.bind_trigger = refuse
+        out, shard = comm.empty(4 * comm.world_size), comm.empty(4)
+        try:
+            comm.prepare_all_gather(out, shard)
+        except (UnavailableError, PeerError) as error:
+            assert len(forgotten) == 1 and not comm.preparer.own_programs
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error was raised")
+
+
+def refuse(*_: object) -> None:
+    raise UnavailableError("no channel is left")
+
+
+def test_flags_of_a_program_that_a_rank_cannot_load_are_forgotten(pool: RankPool) -> None:
+    first, second = pool.run(unloaded, 2)
+    assert first == "UnavailableError: no channel is left"
+    assert second.startswith("PeerError") and "rank 0 refused it: UnavailableError: no channel" in second

@@ -79,7 +79,7 @@ class Calls:
         numbers: iterator of the numbers of the next calls, up to the next renewal.
         renewal: the number that follows the last of these.
         entrance: lock of the thread that is inside of a call (``entry``).
-        keep: keeps memory that a graph has captured.
+        hold: keeps memory that a graph has captured.
         ranks: ranks of the world that take part, as profilers show them.
         name: name of the communicator, the same on all its ranks, as profilers show it.
         renew: sets all flags of this rank as if the call of the given number had set them (:data:`RENEWAL_CALLS`).

@@ -51,6 +51,11 @@ _NO_PIECES: Mapping[tuple[int, str], Pieces] = MappingProxyType({})
 class OwnProgram(Protocol):
     """A program that the caller has loaded and that has its own flags."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """True while triggers of its last call are left, or its caller has not seen the end of that call."""
+        ...
+
     def renew(self, call: int) -> None:
         """Set its flags as if ``call`` had set them."""
         ...

@@ -131,7 +131,7 @@ class FailedPeers:
         self.liveness, self.dead, self.gone = liveness, liveness.dead, liveness.gone
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
-        """See :class:`sidelane.integrations.works.Watch`."""
+        """See :class:`sidelane.integrations.works.PeerWatch`."""
         text = str(error).lower()
         if not any(word in text for word in _OF_PEERS):
             return

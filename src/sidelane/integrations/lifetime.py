@@ -48,8 +48,8 @@ class GroupLifetime:
         timeout: time-out of Sidelane's calls.
         name: name that torch gives the group.
         names: names of the other group's backends, by device.
-        asked: devices and backends that the caller asked torch for, short and in full, both as torch writes them; None
-            as long as only torch knows.
+        requested: devices and backends that the caller asked torch for, short and in full, both as torch writes them;
+            None as long as only torch knows.
         owner: process that is the rank.
         orders: orders of calls, by device.
         communicators: communicators that were made, by device.

@@ -149,7 +149,13 @@ class LoadedProgram:
         self._prepared: list[PreparedCall | None] = [eager, None]
         flag = self._addresses[EAGER].flag
         self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
-        self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
+        self._unfired: set[int] = set()
+        self._works: list[Work | None] = [None, None]  # of the last call with callers outside of graphs, and in one
+        try:
+            self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
+        except UnavailableError:
+            self._release()  # else the watch would store to flags whose memory is dropped
+            raise
         self._arrivals = [
             calls.backend.bind_arrival([(flag(wait.flag), wait.value) for wait in waits], eager.loaded)
             for waits in forms.arrivals
@@ -158,8 +164,6 @@ class LoadedProgram:
         self.arrivals: int = len(self._arrivals)
         self._has_callers = bool(self.triggers or self.arrivals)
         self._epoch = 0
-        self._unfired: set[int] = set()
-        self._works: list[Work | None] = [None, None]  # of the last call with callers outside of graphs, and in one
         self._capture = 0  # number of the capture that the last call of all went into
 
     def __str__(self) -> str:
@@ -167,6 +171,12 @@ class LoadedProgram:
 
     range_name = property(__str__)
     """Name of its calls in profilers."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while triggers of its last call are left, or the work of that call has not ended."""
+        work = self._works[EAGER] if self._calls.failure is None else None
+        return bool(self._unfired) or (work is not None and not work.is_completed())
 
     def renew(self, call: int) -> None:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
@@ -190,8 +200,13 @@ class LoadedProgram:
                 self._synchronize()
                 if (work := self._works[EAGER]) is not None:
                     work.wait()
-        rank = self._calls.control.rank
-        self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], self._block)
+        self._release()
+
+    def _release(self) -> None:
+        """Release memory and tensors, while no call is under way."""
+        rank, block = self._calls.control.rank, self._block
+        assert block is not None
+        self._calls.backend.forget_flags([each.flags[rank] for each in self._addresses], block)
         self._preparer.own_programs.discard(self)
         self._prepared, self._block, self._written, self._tensors = [None, None], None, (), ()
         self._triggers, self._arrivals, self._works = [], [], [None, None]
@@ -464,7 +479,11 @@ def load_program(form: type[P], path: CallPath, call: int, forms: Forms, buffers
         loaded = form(calls, path.preparer, forms, buffers, choice)
         loaded.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         calls.backend.wait_for_stores()
-    calls.announce(ready, f"load {buffers.signature}: flags are ready", compares=True)
+    try:
+        calls.announce(ready, f"load {buffers.signature}: flags are ready", compares=True)
+    except BaseException:  # another rank could not load it
+        loaded._release()
+        raise
     path.preparer.own_programs.add(loaded)
     return loaded
 

@@ -758,7 +758,7 @@ class Communicator:
 
     def _release(self) -> None:
         calls = self.calls
-        for program in self._own_programs():  # which fires the triggers that are left
+        for program in self._programs_under_way():  # which fires the triggers that are left
             with contextlib.suppress(SidelaneError):
                 program.close()
         calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
@@ -769,9 +769,13 @@ class Communicator:
         self.allocations.close()
         self.control.close()
 
-    def _own_programs(self) -> list[OwnProgram]:
-        """Return the programs that callers have loaded, an armed one first: others may come behind it."""
-        return sorted(self.preparer.own_programs, key=lambda program: program is not self.calls.armed)
+    def _programs_under_way(self) -> list[OwnProgram]:
+        """Return the programs of callers whose last call is under way, an armed one first: others may come behind it.
+
+        All others are closed without a wait: the peers may never make the calls that this rank has begun.
+        """
+        found = [program for program in self.preparer.own_programs if program.is_under_way]
+        return sorted(found, key=lambda program: program is not self.calls.armed)
 
     def __enter__(self) -> Communicator:
         return self
@@ -782,12 +786,12 @@ class Communicator:
         for other in self.derived:
             other.__exit__(kind, error, trace)
         calls = self.calls
-        if error is not None:
-            for program in self._own_programs():
-                program.__exit__(kind, error, trace)
         if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
             # This rank and its peers may be in different calls, which none of them can complete.
             calls.fail(error)
+        if error is not None:
+            for program in self._programs_under_way():
+                program.__exit__(kind, error, trace)
         self.close()
 
     def repeat_call(

@@ -132,6 +132,8 @@ class OwnKernel:
     range_name = property(__str__)
     """Name of its launches in profilers."""
 
+    is_under_way = False  # a launch has no triggers
+
     @entry
     def launch(
         self,

@@ -156,7 +156,10 @@ class Prelaunched(LoadedProgram):
         with calls.failing_for_good():
             if (work := self._works[EAGER]) is not None:
                 work.wait()
-            calls.backend.follow_ahead(caller)
+            if calls.armed is None:
+                calls.backend.follow_ahead(caller)
+            else:  # behind its stream the caller would wait for the trigger of that call, too, which it has yet to fire
+                calls.backend.synchronize(self._epoch)
 
     def close(self) -> None:
         """Release all resources. Idempotent.

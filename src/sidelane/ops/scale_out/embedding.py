@@ -126,8 +126,9 @@ class EmbeddingAcrossNodes:
         """Run the operator with checked arguments."""
         ranks, tables = self.ranks, self.tables
         output = self._whole[: tables.samples[ranks.rank]]
-        self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
-        with ranks.calling(InterNodeCall(self._epoch, self._words, self._sends, output.view(-1))):
+        epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
+        with ranks.calling(InterNodeCall(epoch, self._words, self._sends, output.view(-1))):
+            self._epoch = epoch  # a call that is refused before its launch has none
             self._kernel.launch(
                 (self._programs,),
                 self._inter_node,
