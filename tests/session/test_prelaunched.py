@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -366,3 +367,31 @@ def prepared_unlike(group: dist.ProcessGroup) -> list[str]:
 
 def test_ranks_say_the_same_of_what_runs_next_to_a_handle(pool: RankPool) -> None:
     assert pool.run(prepared_unlike, 2) == [["MismatchError", "ValueError"]] * 2
+
+
+def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:
+    """A call that the host has fired is waited for while the next one is armed, whose trigger comes behind that."""
+    with made_up_gpus() if on_gpus else contextlib.nullcontext() as driver, communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        outs, shards = [comm.empty(4 * n) for _ in range(2)], [torch.empty(4) for _ in range(2)]
+        with (
+            comm.prepare_all_gather(outs[0], shards[0], host_trigger=True) as first,
+            comm.prepare_all_gather(outs[1], shards[1]) as second,
+        ):
+            for step in range(4):
+                first.arm()
+                shards[0].fill_(10 * step + rank)
+                first.trigger_from_host()
+                second.arm()
+                first.wait()
+                shards[1].fill_(10 * step - rank)
+                second.trigger()
+                if driver is not None:
+                    driver.synchronize()
+                assert outs[0].view(n, 4).eq(10 * step + torch.arange(n)[:, None]).all(), step
+                assert outs[1].view(n, 4).eq(10 * step - torch.arange(n)[:, None]).all(), step
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_next_handle_is_armed_before_the_wait_for_one(pool: RankPool, on_gpus: bool) -> None:
+    pool.run(armed_before_the_wait, 2, on_gpus, timeout_s=30)

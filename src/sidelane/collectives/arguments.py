@@ -46,7 +46,7 @@ class Arguments:
     Attributes:
         rank, world_size: this process and its group.
         device: the only device whose tensors are accepted.
-        heap: symmetric memory of the session.
+        heap: symmetric memory of the communicator, and of those that share it.
         pool_offsets: compares the offsets of tensors in pools.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,6 +54,10 @@ class CpuBackend(Backend):
         return self._status_words.address
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CpuKernelCall:
+        # Before the call begins: the interpreter would refuse it while its peers run.
+        inspect.signature(call.kernel.fn).bind(
+            *call.arguments, **{name: value for name, value in call.options.items() if name in call.kernel.arg_names}
+        )
         return CpuKernelCall(self.executor, self._status_words, call)
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:

@@ -231,9 +231,10 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         allowed = ", ".join((AUTO, *names))
         elsewhere, here = ({found.variant for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         where = f": {variant} is for other machines, see docs/internals/protocols.md and sidelane info"
-        what = "variant for lists" if listed else "variant"
         reason = where if variant in elsewhere - here else ""
-        raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}){reason}")
+        raise ValueError(
+            f"{kind}: variant{' for lists' if listed else ''} (value={variant!r}, allowed={allowed}){reason}"
+        )
 
 
 def choose_transport(part: CallPart, variant: str) -> Transport:

@@ -104,7 +104,7 @@ class PoolRange:
 
 
 class SymmetricHeap:
-    """The symmetric blocks of a session. A block has one number on all ranks, by the lane that allocated it.
+    """The symmetric blocks of lanes that share memory. A block has one number on all ranks, by the lane that made it.
 
     Args:
         owner: description of the communicator, for error messages.
@@ -252,15 +252,15 @@ class SymmetricHeap:
 
 
 class LaneMemory:
-    """Symmetric memory of one lane: segments in the heap of its session, allocated in the order of the lane's calls.
+    """Symmetric memory of one lane: segments in the heap that lanes share, allocated in the order of the lane's calls.
 
     The bytes of a tensor become free when its storage is deleted, on each rank at another time. With the next
     allocation the ranks tell each other which ranges they have dropped; ranges that all have dropped are reused.
 
     Args:
-        heap: heap of the session.
+        heap: heap of the lanes that share memory.
         memory: allocates the segments.
-        number: number of the lane in its session, the same on all ranks.
+        number: number of the lane among these, the same on all ranks.
         world_size: number of ranks.
         most_bytes: largest number of bytes to reserve; None: as many as the device has.
     """

@@ -348,7 +348,7 @@ class BoundProgram(LoadedProgram):
             PeerError, PeerTimeoutError: a peer failed.
         """
         if not 0 <= number < self.arrivals:
-            raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
+            raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed={[*range(self.arrivals)]})")
         work = self._works[CAPTURED if self._capture else EAGER]
         if work is None:
             raise RuntimeError(f"wait_for_arrival: {self} is not under way: call it with async_op=True before")
@@ -387,7 +387,7 @@ class BoundProgram(LoadedProgram):
 
     def _check_number(self, method: str, number: int) -> None:
         if not 0 <= number < self.triggers:
-            raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
+            raise ValueError(f"{method}: number (value={number!r}, allowed={[*range(self.triggers)]})")
         if number not in self._unfired:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
             raise RuntimeError(f"{method}: trigger {number} of {self} is fired once in each call (value={state})")

@@ -69,9 +69,8 @@ def choose_device(device: torch.device | str | int | None) -> torch.device:
     if chosen.type != "cuda":
         return chosen
     if not torch.cuda.is_available():
-        has_none = torch.version.cuda is None and torch.version.hip is None
-        why = "this torch was built without CUDA and ROCm" if has_none else "torch finds no GPU"
-        raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu): {why}")
+        why = "finds no GPU" if torch.version.cuda or torch.version.hip else "was built without CUDA and ROCm"
+        raise ValueError(f"Communicator: device (value={chosen}, allowed=cpu): this torch {why}")
     if chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if chosen.index >= torch.cuda.device_count():

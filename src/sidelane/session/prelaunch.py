@@ -135,7 +135,7 @@ class Prelaunched(LoadedProgram):
         """Order the caller's next work behind the end of the call. CPU ranks block.
 
         Call it after :meth:`trigger_from_host`, or after launching a kernel that fires the trigger. If the kernel never
-        does, the call times out and names this rank.
+        does, the call times out and names this rank. While another handle is armed, the host blocks until the end.
 
         Raises:
             RuntimeError: it was never armed; on CPU ranks also if neither host nor kernel has fired it.
@@ -156,7 +156,10 @@ class Prelaunched(LoadedProgram):
         with calls.failing_for_good():
             if (work := self._works[EAGER]) is not None:
                 work.wait()
-            calls.backend.follow_ahead(caller)
+            if calls.armed is None:
+                calls.backend.follow_ahead(caller)
+            else:  # behind its stream the caller would wait for the trigger of that call, too, which it has yet to fire
+                calls.backend.synchronize(self._epoch)
 
     def close(self) -> None:
         """Release all resources. Idempotent.

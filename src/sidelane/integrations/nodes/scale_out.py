@@ -17,6 +17,7 @@ from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.memory.exchange import ranks_of, store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.session import Communicator
+from sidelane.session.making import group_for
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Number of times that each group was asked for, which makes the names in its store unique."""
@@ -37,11 +38,11 @@ def scale_out(
         config: see :class:`sidelane.Communicator`; ``virtual_nodes`` counts.
 
     Raises:
+        TypeError: ``group`` is no group.
         UnavailableError: a node lacks what a communicator needs; on all ranks alike.
         PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialised"
+    group = group_for("scale_out", group)
     config = config or settings.current()
     number = _made[group] = _made.get(group, 0) + 1
     rank, ranks = group.rank(), ranks_of(group)

@@ -160,7 +160,7 @@ class InterNodeConnections:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        for made in self.sockets.values():
+        for made in list(self.sockets.values()):  # a thread may add one that comes late
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()
