@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sidelane.execute.cuda.order import submission_order
 from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Queue, Reduce, Signal, Stamp, Wait, spans
-from sidelane.program.transform import LOWERED, flags_between_own_queues
+from sidelane.program.transform import flags_between_own_queues
 
 INLINE_BYTES = 4 << 20
 """Largest number of bytes of a ``local`` or ``compute`` queue that runs on stream 0. Its own stream would cost four
@@ -150,11 +150,10 @@ class RankStreams:
         return asides, max([last_move, *signals]) + 1 + len(copies)
 
     def _only_copies(self, stream: int) -> bool:
-        """Return True if a stream only copies, resets flags, and waits for events of this rank's queues."""
+        """Return True if a stream only copies, waits for events of this rank's queues, and resets these."""
         waited = self._waited[stream]
         return waited <= set(self.own_flags) and all(
-            isinstance(command, Copy | Wait | Stamp)
-            or (isinstance(command, Signal) and (command.flag in waited or command.value == LOWERED))
+            isinstance(command, Copy | Wait | Stamp) or (isinstance(command, Signal) and command.flag in waited)
             for command in self._of(stream)
         )
 
