@@ -16,7 +16,7 @@ def test_slices_go_as_they_come(pool: RankPool, world_size: int, seed: int) -> N
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parts_are_read_as_they_come(pool: RankPool, world_size: int) -> None:
     for told in pool.run(slices.read_as_it_comes, world_size, 6):
-        words = ["not under way", f"allowed=0..{2 * (world_size - 1) - 1}", "cannot be captured"]
+        words = ["not under way", f"allowed={[*range(2 * (world_size - 1))]}", "cannot be captured"]
         assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True)), told
 
 
@@ -25,7 +25,7 @@ def test_triggers_that_are_fired_in_the_wrong_way(pool: RankPool) -> None:
         words = [
             "never called",
             "allowed=async_op=True",
-            "allowed=0..1",
+            "allowed=[0, 1]",
             "fired in this call",
             "triggers [0]",
             "closed",
