@@ -77,6 +77,20 @@ def engines_that_add(group: dist.ProcessGroup) -> None:
             case.run.close()
 
 
+def calls_that_wait_for_nobody(group: dist.ProcessGroup) -> None:
+    """A rank begins a call of its program before its peers do: posts of what all ranks know are not compared."""
+    with communicator(group) as comm:
+        case = Case(comm, under_contract(build(all_gather([8] * comm.world_size), "b2b")))
+        case.fill(0)
+        if comm.rank:
+            dist.barrier(group)
+        work = case.run(async_op=True)
+        if not comm.rank:
+            dist.barrier(group)
+        work.wait()
+        case.check(0)
+
+
 class Case:
     """A program of one's own on this rank, with tensors that are filled and compared by its contract alone."""
 

@@ -44,6 +44,10 @@ def test_gathers_in_a_ring_with_and_without_entries(pool: RankPool) -> None:
 AROUND = [2**26 - 3, 2**31 - 9, 2**31 + 3, 3 * 2**30, 2**32 - 9, 2**33]
 
 
+def test_a_call_waits_for_no_rank_to_begin_it(pool: RankPool) -> None:
+    pool.run(loads.calls_that_wait_for_nobody, 2)
+
+
 def test_flags_of_ones_own_are_renewed(pool: RankPool) -> None:
     pool.run(loads.far_on, 3, AROUND, skip, timeout_s=100)
 
