@@ -54,19 +54,23 @@ CALLS = {
 
 LEAVES = """
 how, call = options
+
+def connected(connect):
+    try:
+        return connect()
+    except sidelane.PeerError as error:  # the last rank has ended before this one had connected
+        print(type(error).__name__, error.ranks, error, flush=True)
+        (folder / f"{rank} has named it").touch()
+        os._exit(0)
+
 if call.startswith("gloo"):
     begin("gloo")
     sidelane.Communicator(device="cpu").close()  # from here on, ranks know each other
 else:
-    try:
-        begin()
-    except sidelane.PeerError as error:  # the last rank has ended before this one had connected
-        print(type(error).__name__, error.ranks, error)
-        (folder / f"{rank} has named it").touch()
-        os._exit(0)
+    connected(begin)
 make = CALLS.get(call)
 if call == "subgroup":
-    part = group([0, last])
+    part = connected(lambda: group([0, last]))
     make = lambda: dist.all_reduce(torch.ones(4), group=part)
 elif call == "empty":
     made = dist.group.WORLD.communicator("cpu")
