@@ -1,4 +1,4 @@
-"""What ranks do with GEMMs of several experts a rank in tests; see ``fused_ops``."""
+"""GEMMs of several experts a rank, as the ranks of tests make them; see ``fused_ops``."""
 
 from __future__ import annotations
 

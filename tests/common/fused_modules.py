@@ -258,7 +258,7 @@ def reduced(group: dist.ProcessGroup, backend: str) -> int:
 
 
 def without_gradients(group: dist.ProcessGroup) -> list[str]:
-    """What the two operators say that have no gradients, in calls that autograd follows; under no_grad they run."""
+    """Return the errors of the two operators without gradients where autograd follows; under no_grad they run."""
     told = []
     with communicator(group) as comm:
         n, number = comm.world_size, library.number_of(comm)

@@ -1,4 +1,4 @@
-"""What ranks execute in the tests of communicators that share memory: the same functions for CPUs and for GPUs."""
+"""Functions of ranks in the tests of communicators that share memory: the same for CPUs and for GPUs."""
 
 from __future__ import annotations
 
