@@ -24,7 +24,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
-from sidelane_lab.cli.collectives import HostOptions
+from sidelane_lab.cli.collectives import CollectiveOptions, HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
@@ -150,6 +150,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 ONE = parse_workload("cb1_896M", Kind.ALL_TO_ALL)
 BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
 OUT = Path("out")
+SPAN = tuple(1 << power for power in range(10, 33, 2))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,11 @@ OUT = Path("out")
             "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
             ("c3", sim_study.PredictionOptions("a40x4", OUT), BOTH),
         ),
-        ("collective --machine h200x4", ("collective", sim_study.PredictionOptions("h200x4"))),
-        ("collective --machine h200x4 --report out", ("collective", sim_study.PredictionOptions("h200x4", OUT))),
+        ("collective --machine h200x4", ("collective", "h200x4", CollectiveOptions(sizes=SPAN))),
+        (
+            "collective --machine h200x4 --report out",
+            ("collective", "h200x4", CollectiveOptions(sizes=SPAN, report=OUT)),
+        ),
         ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
         ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
         (
@@ -206,7 +210,7 @@ OUT = Path("out")
         ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
         ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
         ("c3 --machine a40x4 --json -", ("c3", sim_study.PredictionOptions("a40x4", json=STDOUT), [])),
-        ("collective --machine a40x4 --json -", ("collective", sim_study.PredictionOptions("a40x4", json=STDOUT))),
+        ("collective --machine a40x4 --json -", ("collective", "a40x4", CollectiveOptions(sizes=SPAN, json=STDOUT))),
         (
             "claims --machine h200x4 --results out --version 002 --no-ranges",
             ("claims", claims.ClaimsOptions("h200x4", results=OUT, version="002", ranges=False)),

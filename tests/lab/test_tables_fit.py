@@ -17,6 +17,7 @@ from sidelane.choice.store import InForce, builtin
 from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
 from sidelane_lab.comparisons.figure import ClaimPredictions
@@ -30,7 +31,7 @@ from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.model.study import c3_study, dma_study, pair_name
+from sidelane_lab.model.study import c3_study, pair_name
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
@@ -39,6 +40,7 @@ from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
+from sidelane_lab.studies.collectives import collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
@@ -110,8 +112,8 @@ def predicted_study() -> list[Table]:
 
 
 def predicted_sizes() -> list[Table]:
-    machine = named("mi300x8")
-    return [predictions.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+    options = CollectiveOptions(collectives=(Kind.ALL_GATHER,))
+    return collective_tables(predicted_rows(named("mi300x8"), options))
 
 
 def predicted_among_nodes() -> list[Table]:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness import drawing
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
@@ -110,10 +111,13 @@ def check_axes(figures):
 
 
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
-    sim_study.collective_main(sim_study.PredictionOptions("mi300x8", tmp_path))
+    sim_study.collective_main("mi300x8", CollectiveOptions(report=tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
-    assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
+    assert {(row["implementation"], row["variant"]) for row in rows} == {
+        ("nccl", ""),
+        *(("dma", variant) for variant in ("pcpy", "bcst", "swap", "b2b")),
+    }
     for name in ("dma-phases", "dma-all_gather", "dma-all_to_all", "timeline-all_gather-b2b"):
         assert (tmp_path / f"{name}.png").exists()
     check_axes(drawn)
