@@ -10,7 +10,7 @@ from typing import Any
 from sidelane.cli.output import write_json
 from sidelane_lab.harness import report
 from sidelane_lab.harness.options import StudyOptions
-from sidelane_lab.harness.study import FlatRow, Results, study_of
+from sidelane_lab.harness.study import Results, study_of
 from sidelane_lab.harness.table import Table
 from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
@@ -46,17 +46,13 @@ def predict_study(
     files = write_report(options.json, options.report, study.name, machine, numbers, f"{study.name}_predicted")
     if options.report is not None:
         with progress_console().status("drawing"):
-            if draw is None:
-                report.draw(as_results(study.name, machine, rows), options.report)
-            else:
+            if draw is not None:
                 draw(machine, rows, options.report)
+            else:  # as if they were of a file
+                about = (study.name, machine.name, machine.world_size, machine.title)
+                found = Results(*about, ranks=0, date="", commit="", command="", software={}, rows=tuple(rows))
+                report.draw(found, options.report)
     say_written(files)
-
-
-def as_results(study: str, machine: Machine, rows: Sequence[FlatRow]) -> Results:
-    """Return predicted rows in the form that measured ones have in a file, for tables and pictures."""
-    about = (study, machine.name, machine.world_size, machine.title)
-    return Results(*about, ranks=0, date="", commit="", command="", software={}, rows=tuple(rows))
 
 
 def write_numbers(

@@ -11,6 +11,7 @@ from typing import Any
 from sidelane.c3.strategies import named, strategies
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.harness.study import FlatRow
@@ -35,39 +36,26 @@ TRACED_BYTES = 1 << 20
 """Bytes of the collective whose timelines are written."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PredictionOptions:
-    """Options of predicted pairs.
-
-    Attributes:
-        machine: name in the catalogue, or a TOML or JSON file.
-        report: folder for figures, timelines and the numbers; None: none.
-        json: file for the numbers, or ``written.STDOUT``; None: none.
-        version: of the ConCCL paper where its two versions disagree (``000`` or ``002``).
-        strategies: names, for pairs; empty takes all.
-    """
-
-    machine: str
-    report: Path | None = None
-    version: str = "000"
-    json: Path | None = None
-    strategies: tuple[str, ...] = ()
-
-
-def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> None:
+def c3_main(machine_name: str, options: C3Options, version: str, workloads: Sequence[Workload] = ()) -> None:
     """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
+
+    Args:
+        machine_name: name in the catalogue, or a TOML or JSON file.
+        options: strategies of pairs, and where to write.
+        version: version of the paper where its two versions disagree (``000`` or ``002``).
+        workloads: pairs; without any, the whole study.
 
     Raises:
         ValueError: no such machine, or version; or the whole study on several nodes.
     """
-    machine = find(options.machine)
+    machine = find(machine_name)
     console, progress = tables_console(options.json), progress_console()
     if workloads:
         numbers, tables = _pairs(machine, workloads, options.strategies)
     else:
         machine.refuse_nodes("c3 without pairs, which is the ConCCL paper's study")
         with progress.status("simulating") as status:
-            study = c3_study(machine, version=options.version, progress=status.update)
+            study = c3_study(machine, version=version, progress=status.update)
         by_kind = [[row for row in study.rows if row.workload.collective is kind] for kind in COLLECTIVES]
         tables = [*(pairs_table(machine, alike, pair_name) for alike in by_kind), averages_table(study)]
         numbers = [_flat(row) for row in study.rows]
@@ -76,7 +64,7 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> N
     files = write_report(options.json, options.report, "c3_predicted", machine, numbers)
     if options.report is not None and not workloads:
         with progress.status("drawing, over the plausible values of the machine's numbers"):
-            draw_all(conccl.figures(options.version), machine, options.report)
+            draw_all(conccl.figures(version), machine, options.report)
             workload = study.rows[-1].workload
             for strategy in ("c3_base", "c3_sp", "conccl"):
                 timeline = predict(machine, workload, strategy, record=True).timeline

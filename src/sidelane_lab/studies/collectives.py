@@ -158,20 +158,15 @@ def _predicted_table(rows: Sequence[CollectiveRow]) -> Table:
     sizes = grouped(rows, lambda row: row.bytes)
     lines = []
     for nbytes, same in sizes:
-        least = min(row.time_us or 0.0 for row in same)
-        cells = [f"{row.time_us:.1f}" + ("*" if row.time_us == least else " ") for row in same]
-        lines.append(Line((format_bytes(nbytes), *cells, variant_of(to_take(same)))))
+        us = {(row.implementation, row.variant, row.prelaunch): row.time_us or 0.0 for row in same}
+        cells = [f"{one:.1f}" + ("*" if one == min(us.values()) else " ") for one in us.values()]
+        # Of copy engines the fastest, but not prelaunched where that saves less than 2%.
+        best = min((row for row in same if row.implementation == "dma"), key=lambda row: row.time_us or 0.0)
+        plain = us["dma", best.variant, False] <= (best.time_us or 0.0) * AS_GOOD
+        lines.append(Line((format_bytes(nbytes), *cells, best.variant if plain else variant_of(best))))
     names = [variant_of(row).replace(PRELAUNCHED, "\n+pre-\nlaunch") or "library" for row in sizes[0][1]]
     title = f"{rows[0].collective}: time in us, predicted (* fastest)"
     return Table(title, ("bytes", *names, "<DMA to take"), tuple(lines))
-
-
-def to_take(rows: Sequence[CollectiveRow]) -> CollectiveRow:
-    """Return the row of copy engines to take at a size: the fastest, but not prelaunched where that saves below 2%."""
-    engines = [row for row in rows if row.implementation == "dma"]
-    fastest = min(engines, key=lambda row: row.time_us or 0.0)
-    plain = next(row for row in engines if row.variant == fastest.variant and not row.prelaunch)
-    return plain if (plain.time_us or 0.0) <= (fastest.time_us or 0.0) * AS_GOOD else fastest
 
 
 def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
