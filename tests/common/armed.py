@@ -22,12 +22,16 @@ class Armed:
         self.data = world.load(without_callers(program))
         self.triggers: list[CudaTrigger] = []
         self.addresses: list[int] = []
+        self._kept: list[object] = []
         for rank, loaded in enumerate(self.data.ranks):
             flag = held_by(program, rank)
             assert flag is not None
             self.addresses.append(loaded.addresses.flag(flag))
             backend = SimpleNamespace(executor=world.executors[rank], channels=CUDA_CHANNELS)
-            self.triggers.append(CudaBackend.bind_trigger(backend, [(self.addresses[rank], EPOCH)], loaded))
+            ended, owner = world.executors[rank].driver.device_words(1)
+            self._kept.append(owner)
+            words = [(self.addresses[rank], EPOCH)]
+            self.triggers.append(CudaBackend.bind_trigger(backend, words, loaded, ended))
 
     def _ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(self.world.world_size) if ranks is None else ranks
@@ -37,27 +41,23 @@ class Armed:
         for rank in self._ranks(ranks):
             executor = self.world.executors[rank]
             executor.order(self.world.streams[rank].cuda_stream, executor.held_stream())
-            self.data.ranks[rank].run(self.world.epoch, (executor.held_stream(), False))
+            ahead = (executor.held_stream(), False)
+            self.data.ranks[rank].run(self.world.epoch, ahead)
+            self.triggers[rank].end_behind(self.world.epoch, ahead)
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in self._ranks(ranks):
             handle = self.world.streams[rank].cuda_stream if stream is None else stream
             self.triggers[rank].fire(self.world.epoch, (handle, False))
-            self.follow(rank, handle)
 
     def fire_from_host(self, ranks: Sequence[int] | None = None) -> None:
         for rank in self._ranks(ranks):
             self.triggers[rank].fire_from_host(self.world.epoch)
 
-    def follow(self, rank: int, stream: int | None = None) -> None:
-        """Let the caller's stream follow the end."""
-        executor = self.world.executors[rank]
-        executor.order(executor.held_stream(), self.world.streams[rank].cuda_stream if stream is None else stream)
-
-    def expect(self, rank: int) -> None:
-        """Wait on the caller's stream for a kernel that fires."""
-        self.triggers[rank].expect(self.world.epoch, (self.world.streams[rank].cuda_stream, False))
-        self.follow(rank)
+    def follow(self, rank: int, *, fired: bool = True) -> None:
+        """Let the caller's stream follow the end. Not ``fired``: a kernel of the stream fires."""
+        caller = (self.world.streams[rank].cuda_stream, False)
+        self.triggers[rank].follow(self.world.epoch, caller, fired=fired)
 
     def store(self, rank: int) -> Callable[[], None]:
         """Return the store of a kernel that fires."""

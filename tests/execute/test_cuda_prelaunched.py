@@ -88,8 +88,7 @@ def test_everything_goes_ahead_and_the_trigger_is_one_write(pair: World) -> None
     assert all((output != good).any() for output, good in zip(armed.data.outputs(), expected, strict=True)), "too soon"
     armed.fire()
     for rank, calls in enumerate(submitted(pair)):
-        held, own = pair.executors[rank].held_stream(), pair.streams[rank].cuda_stream
-        assert calls == [("memory_ops", own), ("record", held), ("wait", own)]
+        assert calls == [("memory_ops", pair.streams[rank].cuda_stream)]
     pair.synchronize()
     armed.data.check(expected)
 
@@ -183,7 +182,7 @@ def test_a_kernel_fires_by_a_store(pair: World) -> None:
         for rank, driver in enumerate(pair.drivers):
             stream = pair.streams[rank].cuda_stream
             driver.do(stream, armed.store(rank))
-            armed.expect(rank)
+            armed.follow(rank, fired=False)
         for driver in pair.drivers:
             driver.synchronize()
         armed.data.check(expected)
@@ -256,7 +255,7 @@ def test_a_kernel_that_never_fires_is_a_time_out_of_its_own_rank(hasty: World) -
     armed = Armed(hasty, gather(2))
     armed.arm()
     for rank in range(2):
-        armed.expect(rank)
+        armed.follow(rank, fired=False)
     with pytest.raises(PeerTimeoutError, match="has not signalled"):
         hasty.synchronize()
     for driver in hasty.drivers:

@@ -60,7 +60,9 @@ class CpuBackend(Backend):
         )
         return CpuKernelCall(self.executor, self._status_words, call)
 
-    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
+    def bind_trigger(
+        self, words: Sequence[tuple[int, Value]], loaded: Runnable, ended: int | None = None
+    ) -> CpuTrigger:
         return CpuTrigger(words)
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuArrival:
@@ -154,8 +156,11 @@ class CpuTrigger:
         for word, value in self._words:
             word.value = value.at(epoch) & WORD_MASK
 
-    def expect(self, epoch: int, caller: CallerStream) -> None:
-        if not self.is_fired(epoch):
+    def end_behind(self, epoch: int, ahead: CallerStream) -> None:
+        """Do nothing: no call runs ahead."""
+
+    def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
+        if not fired and not self.is_fired(epoch):
             raise RuntimeError("wait: not fired yet; trigger(), trigger_from_host() or a kernel's store fires it")
 
     def is_fired(self, epoch: int) -> bool:

@@ -96,12 +96,14 @@ class CudaBackend(Backend):
 
         return CudaKernelCall(self.executor, call, compiles=compiles)
 
-    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
+    def bind_trigger(
+        self, words: Sequence[tuple[int, Value]], loaded: Runnable, ended: int | None = None
+    ) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
         title = (str(loaded.program.collective), loaded.program.variant)
         require_free_channel(*title, loaded.streams, self.channels)
         loaded.is_triggered = True
-        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
+        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}", ended)
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaArrival:
         assert isinstance(loaded, CudaProgram)
@@ -114,10 +116,8 @@ class CudaBackend(Backend):
     def ahead(self) -> CallerStream:
         return self.executor.held_stream(), False
 
-    def follow_ahead(self, caller: CallerStream) -> None:
-        held, _ = self.ahead
-        self.executor.order(held, caller[0])
-        if self.last_stream == held:
+    def note_followed(self, caller: CallerStream) -> None:
+        if self.last_stream == self.executor.held_stream():
             self.last_stream = caller[0]  # the next call there needs no event
 
     def capture_of(self, caller: CallerStream) -> int:
