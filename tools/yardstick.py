@@ -35,7 +35,6 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +276,6 @@ class Plugin:
             items[:] = sorted((item for item in items if number[item] >= 0), key=number.__getitem__)
 
     def pytest_collection_finish(self) -> None:
-        forkserver.ensure_running = lambda: None  # it starts with the first rank, not ahead of tests that have none
         if self.contexts:
             crew = sys.modules["ranks"].Crew
             run = crew.run

@@ -14,8 +14,7 @@ from sidelane.c3 import overlap
 from sidelane.c3.strategies import Mover, Order, Partition, named, strategies
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
-from sidelane_lab.pairs.movers import implementation_of
-from sidelane_lab.pairs.partition import applies
+from sidelane_lab.pairs.workload import applies, implementation_of
 
 CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())

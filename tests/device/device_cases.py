@@ -215,6 +215,7 @@ def prelaunched(context: Context) -> None:
             program = ahead(build(collective, variant))
             setting = Setting(context, program)
             with torch.cuda.stream(context.stream):
+                setting.fill(0)  # its kernels are loaded now: an armed call would hold that up
                 loaded = context.main.load(program, setting.buffers)
                 executor, flag, own = context.main.executor, held_by(program, context.rank), context.stream.cuda_stream
                 assert flag is not None

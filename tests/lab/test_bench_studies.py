@@ -29,9 +29,8 @@ from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.run import Instruments, run_workload
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.pairs.workload import implementation_of, parse_workload
 from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row

@@ -50,7 +50,7 @@ from sidelane_lab.pairs.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, Co
 from sidelane_lab.shaping.shape import SHAPES
 
 if TYPE_CHECKING:
-    from sidelane_lab.pairs.isolated_times import Isolated
+    from sidelane_lab.pairs.isolated import Isolated
 
 STRATEGIES = tuple(strategy.name for strategy in all_strategies())
 TILES = tuple(SHAPES)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy, choose_strategy
+from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy
 from sidelane.choice.selection import Selection
 from sidelane_lab.harness.measure import Problem
-from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
-from sidelane_lab.pairs.movers import LIBRARY, implementation_of, implementations_of
-from sidelane_lab.pairs.workload import C3Class, ComputeKind, Workload, classify
+from sidelane_lab.pairs.heuristics import rule_of
+from sidelane_lab.pairs.workload import (
+    LIBRARY,
+    C3Class,
+    Workload,
+    classify,
+    ideal_speedup,
+    implementation_of,
+    implementations_of,
+    percent_of_ideal,
+    speedup,
+)
 
 GEMM = "gemm"
 """Name of the GEMM alone among the times."""
@@ -161,38 +170,6 @@ def _choice(
         alone_us=best_us,
         engines_us=ran[ENGINES].comm_us if ENGINES in ran else None,
         ways={(name, units) for name, one in ran.items() for units in (0, *dict(one.by_units))},
-    )
-
-
-def rule_of(
-    workload: Workload,
-    gemm_us: float,
-    *,
-    alone_us: float | None,
-    engines_us: float | None,
-    ways: Collection[tuple[str, int]],
-) -> Selection[LaunchMode]:
-    """Return the choice of ``overlap`` under ``auto`` for a pair.
-
-    Args:
-        workload: the pair.
-        gemm_us: time of its GEMM alone in microseconds.
-        alone_us: time of its collective alone, in the fastest way; None: unknown.
-        engines_us: time of its collective alone on copy engines; None: unknown.
-        ways: names of strategies that ran, with the units that they took.
-
-    Raises:
-        ValueError: none ran.
-    """
-    gemm = workload.gemm
-    product = (gemm.m, gemm.n, gemm.k, gemm.dtype) if gemm.operation is ComputeKind.PRODUCT else None
-    return choose_strategy(
-        gemm_us,
-        product,
-        [(workload.collective, workload.nbytes)],
-        alone_us=alone_us,
-        engines_us=engines_us,
-        is_possible=lambda mode: (mode.strategy.name, mode.units) in ways,
     )
 
 

@@ -42,11 +42,9 @@ from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane_lab.harness.measure import Job, Meter, Problem
-from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
-from sidelane_lab.pairs.partition import applies
 from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
-from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
+from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload, applies, implementation_of
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it

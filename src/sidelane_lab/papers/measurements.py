@@ -22,8 +22,7 @@ from sidelane_lab.harness.files import text_of
 from sidelane_lab.harness.study import MODEL, studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means
-from sidelane_lab.pairs.ideal import ideal_speedup
-from sidelane_lab.pairs.workload import TABLE_I, Gemm
+from sidelane_lab.pairs.workload import TABLE_I, Gemm, ideal_speedup
 from sidelane_lab.studies.fused.shapes import HALF
 
 Row = Mapping[str, Any]

@@ -24,11 +24,9 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Job
-from sidelane_lab.pairs.isolated_times import SPLIT
-from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
-from sidelane_lab.pairs.movers import implementation_of
+from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
 from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, pair_streams, refusal, run_alone
-from sidelane_lab.pairs.workload import Gemm
+from sidelane_lab.pairs.workload import Gemm, implementation_of
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
 
