@@ -31,11 +31,11 @@ from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.machines.load import machine_names
+from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
-from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.studies.tune import command as tune_command
 

@@ -29,6 +29,7 @@ from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
+from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import c3_study, pair_name
@@ -36,7 +37,6 @@ from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap, predictions
-from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
@@ -159,14 +159,14 @@ def of_replay() -> list[Table]:
 def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
-    planned = [sim_plan.PlannedStep(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    planned = [sim_plan.PlannedStep(sim_plan.FSDP, strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
     among = [
-        sim_plan.NodesStep(128, sharding, strategy, times)
+        sim_plan.PlannedStep(sharding, strategy, times)
         for sharding in (sim_plan.FSDP, sim_plan.HSDP)
         for strategy in sim_plan.AMONG_NODES
     ]
-    nodes = sim_plan.nodes_table(named("mi300x8x16"), step, among)
-    return [sim_plan.plan_table(named("mi300x8"), step, planned), nodes]
+    machines = ((named("mi300x8x16"), among), (named("mi300x8"), planned))
+    return [sim_plan.plan_table([sim_plan.TrainingPlan(machine, step, tuple(ways))]) for machine, ways in machines]
 
 
 def of_dlrm() -> list[Table]:
