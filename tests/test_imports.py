@@ -250,6 +250,9 @@ def loaded(): return {name for name in sys.modules if name.startswith("sidelane_
 assert not loaded(), loaded()
 study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
+study_of("c3")  # what measures, predicts and draws is loaded by those who do
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("sidelane_lab.")}
+assert not rooms & {"machines", "model", "sim", "papers"}, rooms
 assert [study_of(name).name for name in studies()] == list(studies())
 """
     interpreter.run(program, tmp_path)

@@ -32,16 +32,10 @@ from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import implementation_of, parse_workload
 from sidelane_lab.studies import collectives as collective_study
+from sidelane_lab.studies.c3.bench import is_done, rows_not_run, rows_of, too_large
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.study import (
-    C3Options,
-    is_done,
-    key_of_row,
-    rows_not_run,
-    rows_of,
-    too_large,
-)
+from sidelane_lab.studies.c3.study import C3Options, key_of_row
 from sidelane_lab.studies.collectives import (
     CollectiveOptions,
     CollectiveRow,

@@ -30,8 +30,8 @@ from sidelane_lab.pairs.pair import GemmRun, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
+from sidelane_lab.studies.c3.bench import case_of, scaled_workload
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
-from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver

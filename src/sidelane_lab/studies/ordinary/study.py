@@ -24,8 +24,8 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.pair import pair_streams
 from sidelane_lab.pairs.workload import Workload
+from sidelane_lab.studies.c3.bench import case_of, scaled_workload
 from sidelane_lab.studies.c3.rows import too_few_cores
-from sidelane_lab.studies.c3.study import case_of, scaled_workload
 from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import make_ways
