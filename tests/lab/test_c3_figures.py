@@ -9,7 +9,7 @@ import pytest
 from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.measure import Problem
+from sidelane_lab.harness.ways import Problem
 from sidelane_lab.pairs.expected_times import StrategyCandidate, choose
 from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
 from sidelane_lab.pairs.outcome import GEMM, judge, pair_label

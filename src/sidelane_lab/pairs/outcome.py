@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy, choose_strategy
 from sidelane.choice.selection import Selection
-from sidelane_lab.harness.measure import Problem
+from sidelane_lab.harness.ways import Problem
 from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
 from sidelane_lab.pairs.movers import LIBRARY, implementation_of, implementations_of
 from sidelane_lab.pairs.workload import C3Class, ComputeKind, Workload, classify

@@ -41,7 +41,8 @@ from torch.nn import functional
 from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import Order, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job, Problem
 from sidelane_lab.pairs.movers import implementation_of
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
 from sidelane_lab.pairs.partition import applies
