@@ -53,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan demo test pytest test-device test-torch goldens versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,9 @@ pytest: $(READY)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m long $(TESTS)
+
+goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")

@@ -313,24 +313,3 @@ def full(group: dist.ProcessGroup) -> tuple[str, float]:
             said = str(error)
         comm.all_reduce(kept)
         return said, kept[-1].item()
-
-
-def wrong_sizes(group: dist.ProcessGroup) -> list[str]:
-    """Sizes that there are not, on one rank and on all."""
-    said = []
-    with _communicator(group) as comm:
-        for size in (0, -5, "many", True):
-            given = size if comm.rank == 0 else 1 << 20
-            try:
-                sidelane.pool(comm, given)  # type: ignore[arg-type]
-            except (ValueError, TypeError, PeerError) as error:
-                said.append(type(error).__name__)
-        try:
-            sidelane.pool(comm, (4 + 4 * comm.rank) << 20)
-        except MismatchError as error:
-            said.append(type(error).__name__)
-        with sidelane.pool(comm, 1 << 20):
-            tensor = torch.ones(7)
-        comm.all_reduce(tensor)
-        assert tensor.tolist() == [comm.world_size] * 7
-    return said

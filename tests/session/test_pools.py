@@ -60,12 +60,6 @@ def test_a_pool_that_is_full(pool: RankPool) -> None:
         assert "33554432 bytes do not fit" in said and "of 25165824" in said and total == 2
 
 
-def test_sizes_that_there_are_not(pool: RankPool) -> None:
-    first, second = pool.run(pool_cases.wrong_sizes, 2)
-    assert first == ["ValueError", "ValueError", "TypeError", "TypeError", "MismatchError"]
-    assert second == ["PeerError"] * 4 + ["MismatchError"]
-
-
 def test_calls_on_compared_tensors_wait_for_nobody(pool: RankPool) -> None:
     assert pool.run(pool_cases.compared_ones_wait_for_nobody, 3) == ["symmetric"] * 3
 
