@@ -185,32 +185,27 @@ def test_one_sentence_names_the_command() -> None:
 
 
 # What to hide, what to do without it, and what is said.
-HIDDEN = {
-    "cuda.bindings": ("from sidelane.execute.cuda.driver import load_api; load_api()", "copy engines need"),
-    "pynvml": ("from sidelane_lab.studies.power.sensors import load_nvml; load_nvml()", "power needs NVML"),
-    "triton": (
+HIDDEN = [
+    long("cuda.bindings", "from sidelane.execute.cuda.driver import load_api; load_api()", "copy engines need"),
+    long("pynvml", "from sidelane_lab.studies.power.sensors import load_nvml; load_nvml()", "power needs NVML"),
+    (
+        "triton",
         "from sidelane.execute.cpu.kernel_call import CpuKernelCall; CpuKernelCall(None, None, None)",
         "kernels need Triton",
     ),
-}
+    ("triton", "from sidelane import ops", "kernels need Triton"),
+    ("triton", "import sidelane.ops", "kernels need Triton"),
+]
 
 
-@pytest.mark.parametrize("module", [name if name == "triton" else long(name) for name in PACKAGES])
-def test_what_is_missing_is_told_in_a_sentence(module: str, interpreter: Interpreter, tmp_path: Path) -> None:
-    does, said = HIDDEN[module]
-    code = f"import sys; sys.modules[{module!r}] = None; {does}"
-    interpreter.start(code, tmp_path, ())
+@pytest.mark.parametrize(("module", "does", "said"), HIDDEN)
+def test_what_is_missing_is_told_in_a_sentence(
+    module: str, does: str, said: str, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    interpreter.start(f"import sys; sys.modules[{module!r}] = None; {does}", tmp_path, ())
     *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
     assert error.startswith(f"sidelane.errors.MissingPackageError: {said}")
     assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
-
-
-@pytest.mark.parametrize("does", ["from sidelane import ops", "import sidelane.ops"])
-def test_operators_without_triton_name_the_command(does: str, interpreter: Interpreter, tmp_path: Path) -> None:
-    interpreter.start(f"import sys; sys.modules['triton'] = None; {does}", tmp_path, ())
-    *_, error, note = interpreter.wait()[2][0].rstrip().splitlines()
-    assert error.startswith("sidelane.errors.MissingPackageError: kernels need Triton")
-    assert error.endswith(errors.how_to_get("triton")) and note == f"See {Page.INSTALLATION}"
 
 
 def test_a_machine_without_anything_optional_still_measures(interpreter: Interpreter, tmp_path: Path) -> None:

@@ -26,17 +26,18 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
-from sidelane_lab.cli.collectives import HostOptions
+from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.cli.collectives import CollectiveOptions, HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.machines.load import machine_names
+from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
-from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.studies.tune import command as tune_command
 
@@ -141,30 +142,38 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-ONE = parse_workload("cb1_896M", Kind.ALL_TO_ALL)
+TO_ALL = (Kind.ALL_TO_ALL,)
+ONE = parse_workload("cb1_896M", *TO_ALL)
 BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
 OUT = Path("out")
+SPAN = tuple(1 << power for power in range(10, 33, 2))
 
 
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [
-        ("c3 --machine mi300x8", ("c3", sim_study.PredictionOptions("mi300x8"), [])),
+        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(), "000", [])),
         (
             "c3 --machine mi300x8 --version 002 --report out",
-            ("c3", sim_study.PredictionOptions("mi300x8", OUT, "002"), []),
+            ("c3", "mi300x8", C3Options(report=OUT), "002", []),
         ),
-        ("c3 cb1_896M --machine m.toml --collective all_to_all", ("c3", sim_study.PredictionOptions("m.toml"), [ONE])),
+        (
+            "c3 cb1_896M --machine m.toml --collective all_to_all",
+            ("c3", "m.toml", C3Options(collectives=TO_ALL), "000", [ONE]),
+        ),
         (
             "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
-            ("c3", sim_study.PredictionOptions("a40x4", strategies=("priority", "c3_rp")), [ONE]),
+            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp")), "000", [ONE]),
         ),
         (
             "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
-            ("c3", sim_study.PredictionOptions("a40x4", OUT), BOTH),
+            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT), "000", BOTH),
         ),
-        ("collective --machine h200x4", ("collective", sim_study.PredictionOptions("h200x4"))),
-        ("collective --machine h200x4 --report out", ("collective", sim_study.PredictionOptions("h200x4", OUT))),
+        ("collective --machine h200x4", ("collective", "h200x4", CollectiveOptions(sizes=SPAN))),
+        (
+            "collective --machine h200x4 --report out",
+            ("collective", "h200x4", CollectiveOptions(sizes=SPAN, report=OUT)),
+        ),
         ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
         ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
         (
@@ -199,8 +208,8 @@ OUT = Path("out")
         ("claims --json - --ranges", ("claims", claims.ClaimsOptions(json=STDOUT))),
         ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
         ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
-        ("c3 --machine a40x4 --json -", ("c3", sim_study.PredictionOptions("a40x4", json=STDOUT), [])),
-        ("collective --machine a40x4 --json -", ("collective", sim_study.PredictionOptions("a40x4", json=STDOUT))),
+        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(json=STDOUT), "000", [])),
+        ("collective --machine a40x4 --json -", ("collective", "a40x4", CollectiveOptions(sizes=SPAN, json=STDOUT))),
         (
             "claims --machine h200x4 --results out --version 002 --no-ranges",
             ("claims", claims.ClaimsOptions("h200x4", results=OUT, version="002", ranges=False)),

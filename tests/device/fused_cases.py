@@ -13,7 +13,7 @@ import group_cases
 import pytest
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 from sidelane import Communicator, Config, ops
 from sidelane.choice.fused import UNFUSED, Method

@@ -8,7 +8,7 @@ import group_cases
 import torch
 import torch.distributed as dist
 import two_worlds
-from device_cases import Context
+from device_context import Context
 from torch.distributed import distributed_c10d as c10d
 
 import sidelane

@@ -8,7 +8,7 @@ import overlap_cases
 import pytest
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 from sidelane import Communicator, Config, Overlap, SidelaneError, choose_overlap, overlap
 from sidelane.program.shape import Computation

@@ -8,7 +8,7 @@ from typing import Any
 import pool_cases
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 import sidelane
 from sidelane import Communicator
