@@ -329,21 +329,6 @@ def test_a_pool_that_is_full(group: dist.ProcessGroup) -> None:
         assert kept[-1] == comm.world_size
 
 
-@on_ranks(2)
-def test_sizes_that_there_are_not(group: dist.ProcessGroup) -> None:
-    """Sizes that there are not, on one rank and on all."""
-    with communicator(group) as comm:
-        for size, error in ((0, ValueError), (-5, ValueError), ("many", TypeError), (True, TypeError)):
-            with pytest.raises(PeerError if comm.rank else error):
-                sidelane.pool(comm, 1 << 20 if comm.rank else size)  # type: ignore[arg-type]
-        with pytest.raises(MismatchError):
-            sidelane.pool(comm, (4 + 4 * comm.rank) << 20)
-        with sidelane.pool(comm, 1 << 20):
-            tensor = torch.ones(7)
-        comm.all_reduce(tensor)
-        assert tensor.tolist() == [comm.world_size] * 7
-
-
 @on_ranks(gpu=default_stream)
 def test_any_operation(group: dist.ProcessGroup) -> None:
     """What the ranks of a layer compute, forward and backward, is what collectives take: no byte is staged."""
