@@ -11,7 +11,7 @@
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
-# DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# DEVICE_TESTS   files of tests for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
 # STEPS          how many `make test-steps` makes.
@@ -53,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -61,19 +61,36 @@ help: ## list the targets
 demo: $(READY) ## run a GEMM next to a collective on whatever is here; table, and report/index.html
 	@$(BIN)/sidelane demo $(DEMO)
 
+check: $(READY) ## lint, check types, run the tests that start no ranks: a minute on two cores
+	@$(MAKE) --no-print-directory style && $(MAKE) --no-print-directory --jobs=2 --keep-going types quick
+
+quick: $(READY)
+	@echo "[sidelane] tests without ranks"
+	@$(BIN)/python -m pytest -q --durations=0 --numprocesses 2 --dist loadfile -m "not long" --no-ranks $(QUICK)
+
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
 # Types are checked beside the tests: mypy has one process, and the tests do not always have work for every core.
 test: $(READY) ## lint, check types, run every test that needs no GPU
-	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy" 2>/dev/null; \
-	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; $(MAKE) --no-print-directory pytest; \
+	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy, rumdl, codespell_lib" 2>/dev/null; \
+	then echo "[sidelane] NOT CHECKED: linters are missing here"; $(MAKE) --no-print-directory pytest; \
 	else $(MAKE) --no-print-directory style && $(MAKE) --no-print-directory --jobs=2 --keep-going types pytest; fi
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m long $(TESTS)
+	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
+
+nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
+	@for each in test-long test-restart test-clients attack soak coverage yardstick asan; \
+	do $(MAKE) --no-print-directory $$each || failed="$$failed $$each"; done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
+	@PYTHONPATH=src $(BIN)/python tools/yardstick.py coverage --jobs 2 $(YARDSTICK)
+
+goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
@@ -139,13 +156,20 @@ docs-pages: $(READY) ## write the pages and tables of docs/ that are made from t
 size: $(READY) ## count statements, lines and files of each part; lower the counts in tools/house.toml that fell
 	@$(BIN)/python tools/house.py
 
-lint: style types ## ruff and mypy
+lint: style types ## ruff, rumdl, codespell and mypy
+
+hooks: $(READY) ## let git run the linters and the house rules on what you commit (.pre-commit-config.yaml)
+	@$(BIN)/pre-commit install
 
 style: $(READY)
 	@echo "[sidelane] ruff check"
 	@$(BIN)/python -m ruff check .
 	@echo "[sidelane] ruff format --check"
 	@$(BIN)/python -m ruff format --check .
+	@echo "[sidelane] rumdl: links and widths of pages"
+	@$(BIN)/rumdl check --quiet .
+	@echo "[sidelane] codespell"
+	@$(BIN)/codespell
 
 types: $(READY)
 	@echo "[sidelane] mypy"
@@ -156,7 +180,7 @@ format: $(READY) ## let ruff format the code and mend what it can
 
 venv: $(READY) ## make .venv and nothing else
 
-$(READY): pyproject.toml tools/make_venv.py
+$(READY): pyproject.toml tools/lock.txt tools/make_venv.py
 	@"$(PYTHON)" tools/make_venv.py --torch "$(TORCH_INSTALL)"
 	@touch "$@"
 

@@ -11,7 +11,7 @@ import pytest
 
 from sidelane_lab.harness import processes
 
-pytest_plugins = ("rank_fixtures", "replay_fixtures")
+pytest_plugins = ("on_ranks", "replay_fixtures")
 
 # Programs and models are many small objects: the collector would look through them for a twentieth of the time.
 gc.set_threshold(50_000, 20, 20)
@@ -35,11 +35,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if session.items and not session.config.option.collectonly:
-        import_ahead()
+        import_ahead(session.config)
 
 
-def import_ahead() -> None:
-    """Start what ranks are forked from; see ``common/imported_ahead.py``.
+def import_ahead(config: pytest.Config) -> None:
+    """Let ranks be forked from a server that has imported ``common/imported_ahead.py``, and starts with the first rank.
 
     A process that has looked for GPUs must not be forked: where there are any, ranks import for themselves.
     """
@@ -49,6 +49,14 @@ def import_ahead() -> None:
         return
     processes.PRELOADED = ("imported_ahead", *processes.PRELOADED)
     processes.rank_context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
-        forkserver.ensure_running()
+    server, capture = forkserver._forkserver, config.pluginmanager.getplugin("capturemanager")
+
+    def ensure_running() -> None:
+        """Start the server with stdout and stderr of the whole run, which outlive those of the test that needs it."""
+        if server._forkserver_pid is not None:
+            return type(server).ensure_running(server)
+        with pytest.MonkeyPatch.context() as patch, capture.global_and_fixture_disabled():
+            patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
+            return type(server).ensure_running(server)
+
+    server.ensure_running = ensure_running

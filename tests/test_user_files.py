@@ -24,7 +24,7 @@ from sidelane.cli import recorder
 from sidelane.user_files import write_whole
 from sidelane_lab.harness import study
 from sidelane_lab.machines import load
-from sidelane_lab.pairs import measured_curves
+from sidelane_lab.pairs.isolated import isolated_times
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.command import read_trace
 from sidelane_lab.traces.graph import NodeKind, TraceNode
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "profile": lambda path: store.in_force(str(path), KEY),
     "machine": lambda path: load.find(str(path)),
     "results": study.read,
-    "times": lambda path: measured_curves.isolated_times(path, "cpu", 2),
+    "times": lambda path: isolated_times(path, "cpu", 2),
     "recorder": recorder.read_dump,
     "chakra": read_chakra,
     "kineto": read_kineto,

@@ -80,33 +80,24 @@ def functions(folder: Path) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def ambiguous_classes(*folders: Path) -> dict[str, list[str]]:
-    """Names that several classes at the top of modules have, with these modules."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    for path, tree in itertools.chain.from_iterable(map(trees, folders)):
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(path.relative_to(ROOT / "src").as_posix())
-    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
-
-
-def ambiguous_names(folder: Path) -> dict[str, list[str]]:
-    """Names of functions, classes and aliases that several modules of a folder define, with these modules.
+def ambiguous_names(*folders: Path, kinds: tuple[type[ast.stmt], ...]) -> dict[str, list[str]]:
+    """Names that several modules define at their top, with these modules.
 
     Names of collectives and operators, and those of modules that stand for each other, have one meaning.
+
+    Args:
+        kinds: statements that count: classes, functions, or assignments of names that look like types.
     """
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    for path, tree in trees(folder):
-        for node in tree.body:
-            name = ""
-            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-                name = node.name
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id
-                name = "" if name.isupper() or not name[0].isupper() else name  # constants, and what is no type
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for path, tree in itertools.chain.from_iterable(map(trees, folders)):
+        for node in filter(lambda node: isinstance(node, kinds), tree.body):
+            name = getattr(node, "name", "")
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                alias = node.targets[0].id
+                name = alias if alias[0].isupper() and not alias.isupper() else ""  # others are no types
             if name and not name.startswith("_") and name not in ONE_MEANING:
-                found[name].append(path.relative_to(ROOT / "src").as_posix())
-    return {name: places for name, places in sorted(found.items()) if len({*places}) > 1}  # overloads are one
+                found[name].add(path.relative_to(ROOT).as_posix())
+    return {name: sorted(places) for name, places in sorted(found.items()) if len(places) > 1}
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:

@@ -26,10 +26,12 @@ VENV = ROOT / ".venv"
 BORROWED = "borrowed"  # a file in an environment that uses the packages of another
 NEEDED = ("click", "matplotlib", "numpy", "rich")
 NEEDED_ON_GPUS = {"cuda": ("cuda.bindings", "pynvml", "triton"), "hip": ("triton",)}
-TOOLS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy")
+TOOLS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "rumdl", "codespell_lib")
+LOCK = ("--constraint", str(ROOT / "tools" / "lock.txt"))
 PACKAGES = {
     "pynvml": "nvidia-ml-py",
     "cuda.bindings": "cuda-bindings>=13",
+    "codespell_lib": "codespell",
     "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist",
 }
@@ -69,11 +71,8 @@ def borrow(target: Path, needed_on_gpus: tuple[str, ...]) -> None:
     if missing:
         say(f"installing what is missing there: {', '.join(missing)}")
         # One try: without a network, pip would wait a long time before it gives up.
-        run(
-            [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--retries=0", "--timeout=15"]
-            + [PACKAGES.get(name, name) for name in missing],
-            may_fail=True,
-        )
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--retries=0", "--timeout=15"]
+        run([*pip, *LOCK, *(PACKAGES.get(name, name) for name in missing)], may_fail=True)
     still = [name for name in missing if not has(python, name)]
     if set(still) & set(NEEDED):
         fail(f"these packages are needed and could not be installed: {', '.join(still)}")
@@ -105,7 +104,7 @@ def install(target: Path, torch: str) -> None:
     run([*pip, *torch.split()])
     extras = "dev,cuda" if gpu_driver(python) == "cuda" else "dev"
     say(f"installing sidelane[{extras}] from this checkout")
-    run([*pip, "-e", f"{ROOT}[{extras}]"])
+    run([*pip, *LOCK, "-e", f"{ROOT}[{extras}]"])
 
 
 def gpu_driver(python: str) -> str:

@@ -35,7 +35,6 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +276,6 @@ class Plugin:
             items[:] = sorted((item for item in items if number[item] >= 0), key=number.__getitem__)
 
     def pytest_collection_finish(self) -> None:
-        forkserver.ensure_running = lambda: None  # it starts with the first rank, not ahead of tests that have none
         if self.contexts:
             crew = sys.modules["ranks"].Crew
             run = crew.run
@@ -874,7 +872,7 @@ def cases(options: argparse.Namespace) -> int:
     """Compare the tests that need GPUs, with their parameters, with those of the baseline; 1 if one has gone."""
     path = ROOT / DATA / "device-cases.txt"
     with trees(options.commit, 1, options.until) as (copy,):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/device"]
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "device"]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(copy.tree / "src")}
         done = subprocess.run(command, cwd=copy.tree, check=True, capture_output=True, text=True, env=environment)
     now = [line for line in done.stdout.splitlines() if "::" in line]

@@ -34,7 +34,7 @@ from sidelane.program.shape import CallShape
 from sidelane.user_files import write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
-from sidelane_lab.pairs.measured_curves import isolated_times
+from sidelane_lab.pairs.isolated import isolated_times
 from sidelane_lab.shaping.choice import choose_shaping
 from sidelane_lab.studies.tune.command import replacing
 

@@ -43,21 +43,15 @@ class Armed:
         for rank in self._ranks(ranks):
             handle = self.world.streams[rank].cuda_stream if stream is None else stream
             self.triggers[rank].fire(self.world.epoch, (handle, False))
-            self.follow(rank, handle)
 
     def fire_from_host(self, ranks: Sequence[int] | None = None) -> None:
         for rank in self._ranks(ranks):
             self.triggers[rank].fire_from_host(self.world.epoch)
 
-    def follow(self, rank: int, stream: int | None = None) -> None:
-        """Let the caller's stream follow the end."""
-        executor = self.world.executors[rank]
-        executor.order(executor.held_stream(), self.world.streams[rank].cuda_stream if stream is None else stream)
-
-    def expect(self, rank: int) -> None:
-        """Wait on the caller's stream for a kernel that fires."""
-        self.triggers[rank].expect(self.world.epoch, (self.world.streams[rank].cuda_stream, False))
-        self.follow(rank)
+    def follow(self, rank: int, *, fired: bool = True) -> None:
+        """Let the caller's stream follow the end. Not ``fired``: a kernel of the stream fires."""
+        caller = (self.world.streams[rank].cuda_stream, False)
+        self.triggers[rank].follow(self.world.epoch, caller, fired=fired)
 
     def store(self, rank: int) -> Callable[[], None]:
         """Return the store of a kernel that fires."""

@@ -20,11 +20,13 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
-from sidelane_lab.pairs.measured_curves import isolated_file, isolated_of, isolated_times
-from sidelane_lab.pairs.outcome import GEMM, judge
-from sidelane_lab.pairs.partition import units_for
+from sidelane_lab.pairs.comparison import judge
+from sidelane_lab.pairs.heuristics import units_for
+from sidelane_lab.pairs.isolated import isolated_file, isolated_of, isolated_times
+from sidelane_lab.pairs.pair import GEMM
+from sidelane_lab.pairs.sweep import HeuristicRow
 from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
-from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions
+from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
 from sidelane_lab.studies.c3.study import is_bound_by_memory, rows_of
 from sidelane_lab.studies.tune import isolated_measure
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
@@ -70,7 +72,7 @@ def test_curves_and_choices_from_rows() -> None:
     (curve,) = known.collectives
     assert curve.times_us == {0: 2000.0, 8: 4400.0, 64: 2100.0}, "of two variants the fastest"
     assert known.bound(known.gemms[0].gemm)[0] is Bound.COMPUTE
-    assert units_for(known, parse_workload("cb1_896M", dtype="float32")).units == 64
+    assert units_for(known, parse_workload("cb1_896M", dtype="float32")).candidate == (64,)
     titles = [table.title for table in tables_of(results_of(ROWS))]
     assert [title.partition(",")[0].partition(":")[0] for title in titles] == [
         "GEMMs by units taken", "collectives by units given", "a GEMM beside DMA traffic", "classes",

@@ -1,4 +1,4 @@
-"""From times to figures: ideal, speedup and percent of ideal, the judgement of a run, and the choice of a strategy."""
+"""From times to figures: ideal, speedup and percent of ideal, and the judgement of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.strategies import LaunchMode, named, strategies
-from sidelane.choice.selection import Selection
-from sidelane.program.collective import Kind
+from sidelane.c3.strategies import named, strategies
 from sidelane_lab.harness.ways import Problem
-from sidelane_lab.pairs.expected_times import StrategyCandidate, choose
-from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal, speedup
-from sidelane_lab.pairs.outcome import GEMM, judge, pair_label
-from sidelane_lab.pairs.workload import C3Class, parse_workload
+from sidelane_lab.pairs.comparison import judge, pair_label
+from sidelane_lab.pairs.pair import GEMM
+from sidelane_lab.pairs.workload import C3Class, ideal_speedup, parse_workload, percent_of_ideal, speedup
 
 PAIR = parse_workload("cb1_896M")
 WANTED = tuple(map(named, ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce")))
@@ -158,36 +155,3 @@ def test_what_a_runner_refuses_is_a_result_with_the_reason() -> None:
     outcome = judge(PAIR, (NCCL,), [named("c3_rp")], {GEMM: [1.0], NCCL.label: [1.0]}, {"c3_rp": refused}, {})
     assert [(result.strategy, result.failure) for result in outcome.results] == [("c3_rp", refused)]
     assert outcome.choice is None
-
-
-HIDDEN = {"serial": 0.0, "c3_sp": 0.02, "conccl": 0.92, "nccl_ce": 0.92}
-
-
-def chosen(gemm_us: float, collective: Kind, **comm_us: float) -> Selection[LaunchMode]:
-    found = [StrategyCandidate(LaunchMode(named(name)), us, gemm_us, HIDDEN[name]) for name, us in comm_us.items()]
-    return choose(found, collective)
-
-
-def test_choice_on_measured_times() -> None:
-    choice = chosen(1410, Kind.ALL_GATHER, serial=2170, c3_sp=2170, conccl=1840)
-    assert choice.candidate == LaunchMode(named("conccl"))
-    assert {str(mode): us for mode, us in choice.table} == pytest.approx(
-        {"conccl": 1840 + 0.08 * 1410, "c3_sp": 2170 + 0.98 * 1410, "serial": 3580}
-    )
-    assert choice.reason.startswith("conccl: 1840 + 0.08 x 1410 = 1953 us expected, next c3_sp 3552 us")
-
-
-def test_small_messages_go_to_whoever_is_fast() -> None:
-    # 10 us with the library's kernels, 400 us on DMA engines, next to 1 ms of GEMM.
-    assert str(chosen(1000, Kind.ALL_GATHER, serial=10, conccl=400).candidate) == "serial"
-
-
-def test_own_chunk_decides_about_the_library_s_copy_engines() -> None:
-    both = {"conccl": 1840.0, "nccl_ce": 1800.0}
-    assert str(chosen(1410, Kind.ALL_GATHER, **both).candidate) == "nccl_ce"
-    assert str(chosen(1410, Kind.ALL_TO_ALL, **both).candidate) == "conccl"
-
-
-def test_choice_needs_a_candidate() -> None:
-    with pytest.raises(ValueError, match="no candidate"):
-        choose([], Kind.ALL_GATHER)

@@ -16,22 +16,23 @@ from sidelane.cli import main
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
-from sidelane_lab.pairs.heuristics import (
+from sidelane_lab.pairs.heuristics import KernelDemand
+from sidelane_lab.pairs.isolated import parse_isolated
+from sidelane_lab.pairs.sweep import (
     CHOICE,
     CURVES,
-    HEURISTICS,
     LAUNCH_ORDER,
     LAUNCH_ORDERS,
     PARTITION,
     PARTITIONS,
+    RULES,
     SPARED,
+    HeuristicRow,
     Sweep,
     judge,
 )
-from sidelane_lab.pairs.launch_order import KernelDemand
-from sidelane_lab.pairs.measured_curves import parse_isolated
 from sidelane_lab.pairs.workload import Gemm, Workload
-from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions, sweeps_of
+from sidelane_lab.studies.c3.heuristics import HeuristicsOptions, sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
 
 SHAPE = Gemm(8192, 8192, 8192)
@@ -57,17 +58,17 @@ def verdicts(sweep: Sweep) -> dict[str, Any]:
 
 def test_every_heuristic_is_right_or_loses() -> None:
     found = verdicts(SWEEP)
-    assert tuple(found) == HEURISTICS
+    assert tuple(found) == tuple(RULES)
     order = found[LAUNCH_ORDER]
-    assert (order.chosen, order.best, order.right, order.lost) == ("c3_sp", "c3_sp", True, 0.0)
-    assert order.reason == "fewest workgroups first: all_gather (32), gemm (4096)"
-    assert found[LAUNCH_ORDERS].lost is None and found[LAUNCH_ORDERS].reason == "pairs only"
+    assert (order.chosen, order.best, order.right, order.lost_percent) == ("c3_sp", "c3_sp", True, 0.0)
+    assert order.note == "fewest workgroups first: all_gather (32), gemm (4096)"
+    assert found[LAUNCH_ORDERS].lost_percent is None and found[LAUNCH_ORDERS].note == "pairs only"
     # 8 units: max(1000 x 1.1, 700 x 2); 64: 1000 x 1.9.
     assert (found[PARTITION].chosen, found[PARTITION].right) == ("c3_rp 8", True)
     assert (found[SPARED].chosen, found[SPARED].best) == ("conccl", "conccl")
-    assert "compute-bound" in found[SPARED].reason
-    assert (found[CURVES].chosen, found[CURVES].chosen_us) == ("conccl", 1060.0)
-    assert (found[CHOICE].chosen, found[CHOICE].chosen_us) == ("conccl", 1060.0)
+    assert "compute-bound" in found[SPARED].note
+    assert (found[CURVES].chosen, found[CURVES].time_us) == ("conccl", 1060.0)
+    assert (found[CHOICE].chosen, found[CHOICE].time_us) == ("conccl", 1060.0)
     assert all(verdict.seen for verdict in found.values())
 
 
@@ -79,9 +80,9 @@ def test_another_call_is_not_what_a_choice_is_held_against() -> None:
 def test_what_is_lost() -> None:
     slow = {**TIMES, ("c3_base", 0): 1330.0, ("c3_rp", 64): 1360.0, ("conccl_rp", 8): 1000.0}
     found = verdicts(dataclasses.replace(SWEEP, times_us=slow))
-    assert found[LAUNCH_ORDER].lost == pytest.approx(1400 / 1330 - 1) and not found[LAUNCH_ORDER].right
-    assert (found[PARTITION].best, found[PARTITION].lost) == ("c3_rp 64", pytest.approx(0.25))
-    assert found[SPARED].lost == found[CURVES].lost == found[CHOICE].lost == pytest.approx(0.06)
+    assert found[LAUNCH_ORDER].lost_percent == pytest.approx(100 * (1400 / 1330 - 1)) and not found[LAUNCH_ORDER].right
+    assert (found[PARTITION].best, found[PARTITION].lost_percent) == ("c3_rp 64", pytest.approx(25))
+    assert [found[name].lost_percent for name in (SPARED, CURVES, CHOICE)] == pytest.approx([6, 6, 6])
     nearly = {**TIMES, ("conccl_rp", 8): 1056.0}
     assert verdicts(dataclasses.replace(SWEEP, times_us=nearly))[CHOICE].right, "0.4% is nothing"
 
@@ -96,12 +97,12 @@ def test_three_kernels() -> None:
     orders = {("all_to_all", "all_gather", "gemm"): 1030.0, ("gemm", "all_gather", "all_to_all"): 1000.0}
     found = verdicts(dataclasses.replace(SWEEP, others=kernels, orders_us=orders))[LAUNCH_ORDERS]
     assert (found.chosen, found.best) == ("all_to_all > all_gather > gemm", "gemm > all_gather > all_to_all")
-    assert found.lost == pytest.approx(0.03)
+    assert found.lost_percent == pytest.approx(3)
 
 
 def test_what_did_not_run_is_not_judged() -> None:
     found = verdicts(dataclasses.replace(SWEEP, times_us={("serial", 0): 1800.0, ("conccl", 0): 1060.0}))
-    assert all(found[name].lost is None and found[name].reason for name in (LAUNCH_ORDER, PARTITION, SPARED))
+    assert all(found[name].lost_percent is None and found[name].note for name in (LAUNCH_ORDER, PARTITION, SPARED))
     assert found[CHOICE].right
     unseen = dataclasses.replace(PAIR, gemm=Gemm(4096, 4096, 4096))
     assert not any(verdict.seen for verdict in judge(dataclasses.replace(SWEEP, workload=unseen), KNOWN))
@@ -147,7 +148,7 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     found = read(files["heuristics"])
     rows = [one for one in found.rows if isinstance(one, HeuristicRow)]
-    assert [one.heuristic for one in rows] == list(HEURISTICS) and found.device == "NVIDIA H200"
+    assert [one.heuristic for one in rows] == list(RULES) and found.device == "NVIDIA H200"
     chosen = {one.heuristic: (one.chosen, one.right) for one in rows}
     assert chosen[CHOICE] == ("conccl", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
     assert chosen[CURVES] == ("", None), "no pair was measured"
@@ -163,8 +164,8 @@ def test_a_described_machine(machine: str) -> None:
     results = running.run(HeuristicsOptions(machine=machine, quiet=True, command="test"))
     assert results is not None and "simulated" in results.device
     rows = [one for one in results.rows if isinstance(one, HeuristicRow)]
-    assert len(rows) == 30 * len(HEURISTICS) and all(one.note for one in rows)
-    by = {name: [one for one in rows if one.heuristic == name] for name in HEURISTICS}
+    assert len(rows) == 30 * len(RULES) and all(one.note for one in rows)
+    by = {name: [one for one in rows if one.heuristic == name] for name in RULES}
     # Bars: curves within 2% in 28 of 30, never 5% behind; the partition heuristic 24 of 30.
     assert sum((one.lost_percent or 0.0) <= 2 for one in by[CURVES]) >= 28
     assert max(one.lost_percent or 0.0 for one in by[CURVES]) < 5

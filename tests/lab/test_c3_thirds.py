@@ -12,8 +12,8 @@ import torch
 from test_c3_judged import KNOWN
 
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.heuristics import LAUNCH_ORDERS, judge
-from sidelane_lab.pairs.thirds import orders_of, small_of
+from sidelane_lab.pairs.pair import orders_of, small_of
+from sidelane_lab.pairs.sweep import LAUNCH_ORDERS, judge
 from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.study import rows_not_run
@@ -96,4 +96,8 @@ def test_the_launch_order_of_three_is_judged_by_a_file() -> None:
     ]  # fmt: skip
     found = {one.heuristic: one for one in judge(sweep, KNOWN)}[LAUNCH_ORDERS]
     assert (found.chosen, found.best) == ("all_gather > small gemm > gemm", "small gemm > all_gather > gemm")
-    assert found.lost is not None and round(found.lost, 4) == round(100 / 97 - 1, 4) and not found.right
+    assert (
+        found.lost_percent is not None
+        and round(found.lost_percent, 2) == round(100 * (100 / 97 - 1), 2)
+        and not found.right
+    )

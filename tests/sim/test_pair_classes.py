@@ -15,7 +15,7 @@ from sidelane_lab.model.gemm import bound_of, gemm_us, is_memory_bound
 from sidelane_lab.model.heuristic import isolated_of_machine
 from sidelane_lab.model.pair_classes import COMPUTATIONS, KINDS, class_of, pairs_by_class
 from sidelane_lab.model.strategies import predict
-from sidelane_lab.pairs.partition import units_to_spare
+from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, ComputeKind, Workload, parse_gemm
 
 MI300X, H200 = named("mi300x8"), named("h200x2")
@@ -49,7 +49,7 @@ def test_the_loss_of_units_agrees_with_the_bytes_of_a_gemm(name: str) -> None:
 def test_heuristic_and_strategies_agree_on_mb2_of_the_described_mi300x() -> None:
     known = isolated_of_machine(MI300X)
     assert known.bound(parse_gemm("mb2")) == (Bound.MEMORY, "as predicted of the described machine")
-    assert units_to_spare(known, parse_gemm("mb2")).units == 8
+    assert units_to_spare(known, parse_gemm("mb2")).candidate == 8
     pair = Workload(parse_gemm("mb2"), KINDS[0], 3 << 30)
     assert predict(MI300X, pair, "conccl_rp").units == 8
     assert predict(MI300X, dataclasses.replace(pair, gemm=parse_gemm("cb1")), "conccl_rp").units == 0

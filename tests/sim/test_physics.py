@@ -17,8 +17,7 @@ from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us, is_memory_bound
 from sidelane_lab.model.kernels import dma_us
 from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.pairs.ideal import percent_of_ideal
-from sidelane_lab.pairs.workload import TABLE_I, Gemm, Workload, parse_gemm
+from sidelane_lab.pairs.workload import TABLE_I, Gemm, Workload, parse_gemm, percent_of_ideal
 from sidelane_lab.papers.results import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from sidelane_lab.model.pipeline import (
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.strategies import partitions, predict, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
-from sidelane_lab.pairs.partition import units_to_spare
+from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
 
 MACHINE = named("mi300x8")
@@ -128,9 +128,9 @@ def test_what_is_not_predicted_says_why():
 
 def test_the_heuristics_say_why():
     pair = table_ii_workload("cb4_1G", Kind.ALL_TO_ALL)
-    assert allocate(MACHINE, pair).reason.startswith(f"{allocate(MACHINE, pair).units} units: GEMM ")
+    assert allocate(MACHINE, pair).reason.startswith(f"{sum(allocate(MACHINE, pair).candidate)} units: GEMM ")
     known = isolated_of_machine(MACHINE)
-    assert units_to_spare(known, parse_gemm("mb1")).units == 8  # ConCCL paper, VI-G
+    assert units_to_spare(known, parse_gemm("mb1")).candidate == 8  # ConCCL paper, VI-G
     assert units_to_spare(known, parse_gemm("cb1")).reason.startswith("no units: the GEMM is compute-bound")
 
 
@@ -139,7 +139,7 @@ def test_units_of_two_collectives_lose_little_to_the_best_of_all_splits():
         pair = table_ii_workload(name, Kind.ALL_GATHER)
         second = dataclasses.replace(pair, collective=Kind.ALL_TO_ALL)
         found, times = allocate(MACHINE, pair, second), split_times(MACHINE, pair, second)
-        assert len(times) >= 20 and times[found.shares] <= 1.10 * min(times.values()), (name, found.reason)
+        assert len(times) >= 20 and times[found.candidate] <= 1.10 * min(times.values()), (name, found.reason)
 
 
 def test_conccl_rp_touches_memory_bound_gemms_only():
@@ -190,7 +190,7 @@ def test_the_heuristic_never_beats_the_sweep():
         judged = judge(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
         assert judged.loss >= 0
         assert judged.right is (judged.loss < 0.001)
-        assert judged.chosen == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER)).units
+        assert (judged.chosen,) == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER)).candidate
 
 
 def test_prelaunch_always_helps_and_large_sizes_do_without():

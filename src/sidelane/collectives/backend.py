@@ -24,15 +24,17 @@ class Trigger(Protocol):
     """Flags of this rank that its caller signals while a program is under way."""
 
     def fire(self, epoch: int, caller: CallerStream) -> None:
-        """Signal behind the caller's work so far."""
+        """Signal behind the caller's work so far. The caller's next work follows the end of what runs ahead."""
         ...
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once."""
         ...
 
-    def expect(self, epoch: int, caller: CallerStream) -> None:
-        """Let time-outs count from the caller's work so far, by which a kernel has signalled, or will.
+    def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
+        """Let the caller's next work follow the end of the call.
+
+        If it was not ``fired``, a kernel has signalled, or will, and time-outs count from the caller's work so far.
 
         Raises:
             RuntimeError: no kernel has signalled, and none will: on a device without streams.
@@ -130,8 +132,8 @@ class Backend(abc.ABC):
         """The stream of prelaunched calls, which wait for their trigger there; None if there are no streams."""
         return None
 
-    def follow_ahead(self, caller: CallerStream) -> None:
-        """Order the caller's next work behind the last prelaunched call."""
+    def note_followed(self, caller: CallerStream) -> None:
+        """Note that the caller's stream waits for the end of the last prelaunched call."""
         return
 
     def capture_of(self, caller: CallerStream) -> int:

@@ -31,6 +31,7 @@ from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
+from sidelane.program.transform import ended_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
@@ -101,7 +102,9 @@ class CudaBackend(Backend):
         title = (str(loaded.program.collective), loaded.program.variant)
         require_free_channel(*title, loaded.streams, self.channels)
         loaded.is_triggered = True
-        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
+        ended = ended_by(loaded.program, self.executor.rank)
+        address = None if ended is None else loaded.addresses.flag(ended)
+        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}", address)
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaArrival:
         assert isinstance(loaded, CudaProgram)
@@ -114,10 +117,8 @@ class CudaBackend(Backend):
     def ahead(self) -> CallerStream:
         return self.executor.held_stream(), False
 
-    def follow_ahead(self, caller: CallerStream) -> None:
-        held, _ = self.ahead
-        self.executor.order(held, caller[0])
-        if self.last_stream == held:
+    def note_followed(self, caller: CallerStream) -> None:
+        if self.last_stream == self.executor.held_stream():
             self.last_stream = caller[0]  # the next call there needs no event
 
     def capture_of(self, caller: CallerStream) -> int:

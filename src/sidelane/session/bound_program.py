@@ -26,8 +26,16 @@ from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
-from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
-from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, lower, triggers_of, without_callers
+from sidelane.program.ir import EPOCH, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
+from sidelane.program.transform import (
+    arrivals_of,
+    ended_by,
+    flags_of_callers,
+    freeze,
+    lower,
+    triggers_of,
+    without_callers,
+)
 from sidelane.program.verify import verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
@@ -497,4 +505,6 @@ def _last_signals(program: Program, rank: int) -> dict[int, Value]:
                 value, index = command.value, command.flag.index
                 if value.per_epoch and (index not in found or found[index].base < value.base):
                     found[index] = value
+    if (ended := ended_by(program, rank)) is not None:
+        found[ended.index] = EPOCH
     return found

@@ -135,7 +135,7 @@ class Prelaunched(LoadedProgram):
         """Order the caller's next work behind the end of the call. CPU ranks block.
 
         Call it after :meth:`trigger_from_host`, or after launching a kernel that fires the trigger. If the kernel never
-        does, the call times out and names this rank. While another handle is armed, the host blocks until the end.
+        does, the call times out and names this rank. Another handle may be armed meanwhile.
 
         Raises:
             RuntimeError: it was never armed; on CPU ranks also if neither host nor kernel has fired it.
@@ -148,18 +148,12 @@ class Prelaunched(LoadedProgram):
         if not self._epoch or self._block is None:
             raise RuntimeError(f"wait: there is nothing to wait for before arm (value={self})")
         caller = self._caller_stream("wait")
-        if self._unfired:
-            with calls.failing_for_good():
-                self._triggers[0].expect(self._epoch, caller)
-            self._end_behind(caller)
-            return
         with calls.failing_for_good():
-            if (work := self._works[EAGER]) is not None:
+            if not self._unfired and (work := self._works[EAGER]) is not None:
                 work.wait()
-            if calls.armed is None:
-                calls.backend.follow_ahead(caller)
-            else:  # behind its stream the caller would wait for the trigger of that call, too, which it has yet to fire
-                calls.backend.synchronize(self._epoch)
+            self._triggers[0].follow(self._epoch, caller, fired=not self._unfired)
+        if self._unfired:
+            self._end_behind(caller)
 
     def close(self) -> None:
         """Release all resources. Idempotent.
@@ -190,7 +184,7 @@ class Prelaunched(LoadedProgram):
         """Make the call of a CPU rank if a kernel has fired it, since the peers may have its bytes; else cancel it."""
         caller = self._calls.backend.caller_stream()
         try:
-            self._triggers[0].expect(self._epoch, caller)
+            self._triggers[0].follow(self._epoch, caller, fired=False)
         except RuntimeError:
             self._unfired.clear()
         else:
@@ -206,14 +200,13 @@ class Prelaunched(LoadedProgram):
         self._works[EAGER] = self._calls.run(prepared, self._epoch, async_op, self._tensors, self._written, caller)
 
     def _end_behind(self, caller: CallerStream) -> None:
-        """Let the caller's next work follow the end of the call, which has been fired."""
+        """Note that the call has been fired, and that the caller's next work follows its end. CPU ranks make it."""
         self._note_fired()
         backend = self._calls.backend
         if backend.ahead is None:
             self._run(caller)
-            return
-        with self._calls.failing_for_good():
-            backend.follow_ahead(caller)
+        else:
+            backend.note_followed(caller)
 
     def _note_fired(self) -> None:
         self._unfired.clear()

@@ -435,14 +435,7 @@ def make_meter(rank: Rank, timeout_s: float) -> Meter:
         return Meter(rank.device, timeout_s=timeout_s, group=control)
     from sidelane_lab.baselines.baselines_cuda import device_barrier
 
-    meter = Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
-    with meter.on_stream():
-        # All samples spin and line up. Both are loaded and connected now: where a sample arms a prelaunched call first,
-        # they would wait for the device, which waits for the trigger behind them.
-        torch.cuda._sleep(1)
-        meter.line_up("the first barrier of all ranks")
-        meter.finish("the first barrier of all ranks")
-    return meter
+    return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=timeout_s, group=control)
 
 
 def applicable(kind: Kind, world_size: int, abilities: Abilities) -> tuple[Candidate, ...]:

@@ -246,12 +246,7 @@ class FusedOptions(StudyOptions):
 
 
 def _collective(machine: str, options: CollectiveOptions) -> None:
-    predictions = loaded("papers.predictions")
-    predictions.collective_main(predictions.PredictionOptions(machine, options.report, json=options.json))
-
-
-def _phases(machine: str, options: PhasesOptions) -> None:
-    loaded("studies.phases.predict").main(machine, options)
+    loaded("papers.predictions").collective_main(machine, options)
 
 
 def _power(machine: str, options: PowerOptions) -> None:
@@ -268,7 +263,7 @@ SIZES = ("min_bytes", "max_bytes", "factor")
 WRITTEN = ("json", "report")
 
 collective = study_command("collective", CollectiveOptions, _collective, WRITTEN, MEASURE)
-phases = study_command("phases", PhasesOptions, _phases, ("operations", *SIZES, "variants", *WRITTEN))
+phases = study_command("phases", PhasesOptions, beside=("operations", *SIZES, "variants", *WRITTEN))
 power = study_command("power", PowerOptions, _power, ("gemms", "collectives", *SIZES, *WRITTEN))
 fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "occupancy", "late_us", "results", *WRITTEN))
 

@@ -19,7 +19,7 @@ import math
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
-from sidelane_lab.pairs.isolated_times import SPLIT, GemmTimes
+from sidelane_lab.pairs.isolated import SPLIT, GemmTimes
 from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm
 
 CACHED = 2.0

@@ -1,8 +1,8 @@
 """The look-up heuristics of the ConCCL paper, sections V-C and VI-G, on described machines; and a described machine as
-one that was measured: its isolated times, and pairs under every strategy (``pairs.judged``).
+one that was measured: its isolated times, and pairs under every strategy (``pairs.sweep``).
 
-The arithmetic is in ``pairs.partition``; the tables of slowdowns by units come from the device model: two GEMMs and two
-sizes of each collective, made once for a machine.
+The arithmetic is in ``pairs.heuristics``; the tables of slowdowns by units come from the device model: two GEMMs and
+two sizes of each collective, made once for a machine.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import functools
 import itertools
 
 from sidelane.c3.strategies import Mover, named
+from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us, traffic_bytes
 from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
 from sidelane_lab.model.strategies import partitions, predict, predictable, units_tried
-from sidelane_lab.pairs import partition
-from sidelane_lab.pairs.heuristics import Sweep, Way
-from sidelane_lab.pairs.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
-from sidelane_lab.pairs.launch_order import KernelDemand
-from sidelane_lab.pairs.partition import TIE, SlowedKernel
+from sidelane_lab.pairs import heuristics
+from sidelane_lab.pairs.heuristics import TIE, KernelDemand, SlowedKernel
+from sidelane_lab.pairs.isolated import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane_lab.pairs.sweep import Sweep, Way
 from sidelane_lab.pairs.workload import Bound, Workload, parse_gemm
 
 PROFILED_GEMMS = {Bound.MEMORY: "mb1", Bound.COMPUTE: "cb5"}
@@ -51,19 +51,19 @@ class AllocationCost:
         return self.loss < TIE - 1
 
 
-def allocate(machine: Machine, workload: Workload, *others: Workload) -> partition.UnitAllocation:
+def allocate(machine: Machine, workload: Workload, *others: Workload) -> Selection[tuple[int, ...]]:
     """Return the units for the collective by the look-up heuristic, or for those of several workloads of one GEMM."""
     gemm, gpu = workload.gemm, machine.gpu
     bound, units = bound_of(machine, gemm), partitions(machine)
-    alone_us = partition.expected_gemm_us(
+    alone_us = heuristics.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
     )
-    return partition.allocate(
+    return heuristics.allocate(
         SlowedKernel("GEMM", alone_us, {n: gemm_slowdown(machine, bound, n) for n in units}),
         [
             SlowedKernel(
                 "collective" if not others else str(one.collective),
-                partition.expected_comm_us(one.nbytes * (machine.gpus - 1) / machine.gpus, wire_peak_gbps(machine)),
+                heuristics.expected_comm_us(one.nbytes * (machine.gpus - 1) / machine.gpus, wire_peak_gbps(machine)),
                 {n: comm_slowdown(machine, one.collective, one.nbytes, n) for n in units},
             )
             for one in (workload, *others)
@@ -94,8 +94,11 @@ def judge(machine: Machine, workload: Workload) -> AllocationCost:
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
     found = allocate(machine, workload)
-    differ = max(times[sum(shares)] for shares in found.equal) > times[best] * TIE
-    return AllocationCost(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
+    least = min(us for _, us in found.table if us is not None)
+    equal = [shares for shares, us in found.table if us is not None and us <= least * TIE]
+    differ = max(times[sum(shares)] for shares in equal) > times[best] * TIE
+    chosen = sum(found.candidate)
+    return AllocationCost(chosen, best, times[chosen] / times[best] - 1, alone=not differ)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,9 +12,7 @@ from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
-from sidelane_lab.pairs.ideal import ideal_speedup, percent_of_ideal
-from sidelane_lab.pairs.partition import applies
-from sidelane_lab.pairs.workload import Bound, C3Class, Workload, classify
+from sidelane_lab.pairs.workload import Bound, C3Class, Workload, applies, classify, ideal_speedup, percent_of_ideal
 from sidelane_lab.sim import Interval
 
 ROUNDING = 1e-9

@@ -13,8 +13,7 @@ from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
-from sidelane_lab.pairs.ideal import ideal_speedup
-from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
+from sidelane_lab.pairs.workload import C3Class, Workload, ideal_speedup, parse_gemm
 
 # Table II of the ConCCL paper, with the class that the paper measured.
 TABLE_II: dict[str, C3Class] = {

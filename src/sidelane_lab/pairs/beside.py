@@ -12,10 +12,9 @@ from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Rounds, Way, WayOutcome
-from sidelane_lab.pairs.ideal import ideal_speedup, speedup
-from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers
-from sidelane_lab.pairs.workload import Gemm
+from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
+from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, Workers
+from sidelane_lab.pairs.workload import Gemm, ideal_speedup, speedup
 
 K = TypeVar("K", bound=Hashable)
 Times = Sequence[float]
@@ -48,12 +47,12 @@ class BesideGemm(Way):
     Args:
         call: the collective; ``start`` begins it.
         gemm: the GEMM, whose inputs are there.
-        pairs: what launches both.
+        pair: what launches both.
     """
 
-    def __init__(self, call: Any, gemm: GemmRun, pairs: Pairs) -> None:
+    def __init__(self, call: Any, gemm: GemmRun, pair: Pair) -> None:
         self.call, self.label, self._gemm = call, f"{call.label}, next to a GEMM", gemm
-        self._launch = pairs.launch(named("conccl"), call)
+        self._launch = pair.launch(named("conccl"), call)
 
     def fill(self, seed: int) -> None:
         self.call.fill(seed)
@@ -100,10 +99,10 @@ def compare_beside(
     with meter.on_stream(), Workers() as workers:
         product = GemmRun(gemm, meter.device)
         product.fill(next(seeds))
-        pairs = Pairs(product, streams, workers)
+        pair = Pair(product, streams, workers)
 
         def paired(make: Callable[[], Any]) -> BesideGemm:
-            return BesideGemm(make(), product, pairs)
+            return BesideGemm(make(), product, pair)
 
         def timed(ready: dict[K, BesideGemm]) -> dict[K, Rounds]:
             job = functools.partial(Job, hide_launch_us=0.0 if meter.device.type == "cpu" else HIDE_LAUNCH_US)

@@ -1,230 +1,514 @@
-"""Heuristics held against the best of a sweep: what each would take for a pair, why, and what that loses.
+"""Heuristics for a GEMM and a collective at once.
 
-Pure: a pair's times under every strategy in, verdicts out. The times are measured (``studies/c3/heuristics.py``) or
-those of a described machine (``model/heuristic.py``).
+Pure functions of numbers, with reasons. They go by isolated times of a machine, measured or predicted
+(``pairs.isolated``):
+
+* the order of launches, by workgroups (ConCCL paper, V-C; for several kernels, VII-B1): ``launch_order``;
+* units for collectives, by look-up tables (V-C, VI-G): ``allocate``, and ``units_for`` by measured tables;
+* units that a GEMM beside copy engines does without: ``spare``, and ``units_to_spare`` by measured tables;
+* the strategy with the least expected time, by measured curves: ``decide``;
+* the strategy by the rule of ``overlap`` under ``auto``: ``rule_of``.
+
+``pairs.sweep`` judges them by a pair's times under every strategy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 
-from sidelane.c3.strategies import Mover, Order, Strategy, named
-from sidelane_lab.pairs.expected_times import decide
-from sidelane_lab.pairs.isolated_times import Isolated
-from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
-from sidelane_lab.pairs.movers import implementations_of
-from sidelane_lab.pairs.outcome import rule_of
-from sidelane_lab.pairs.partition import units_for, units_to_spare
-from sidelane_lab.pairs.workload import Workload
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy, choose_strategy, strategies
+from sidelane.choice.selection import Selection, select
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.pairs.isolated import EFFICIENCY, SPLIT, Isolated, PairTimes, apart
+from sidelane_lab.pairs.workload import (
+    COMPARABLE,
+    LEAST_GAIN,
+    Bound,
+    C3Class,
+    ComputeKind,
+    Gemm,
+    Workload,
+    applies,
+    classify,
+    ideal_speedup,
+    implementations_of,
+)
 
-RIGHT_WITHIN = 0.005
-"""A choice that loses less is right: medians of a few rounds repeat no better."""
+TIE = 1.001
+"""Ratio of times below which two allocations count as equal."""
 
-LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS = "launch_order", "launch_order_3", "partition", "partition_3"
-SPARED, CURVES, CHOICE = "spared", "curves", "auto"
-HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS, SPARED, CURVES, CHOICE)
-"""The first of two kernels and of more, units for one collective and for two, units that a GEMM spares, and the
-strategy: by measured curves, and by the rule of ``overlap`` under ``auto``."""
+LATENCY_FACTOR = 2.0
+"""Factor over the time of the smallest size below which a collective counts as limited by its latency."""
 
-Way = tuple[str, int]
-"""Name of a strategy, and units taken from the GEMM."""
+MOST_SPREAD = 0.25
+"""Largest spread of shares of one way that count as shares of one kind. On two H200s the library's kernels hid 5 to 87%
+of the shorter operation if they were launched first (docs/lab/measured.md)."""
+
+OWN_CHUNK_HIDDEN = 0.03
+"""Share of the shorter operation that ``nccl_ce`` hides if it copies the caller's own chunk inside the GPU, a copy that
+waits for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sweep:
-    """A pair under every strategy that runs.
-
-    Attributes:
-        workload: the pair.
-        gemm_us: of the GEMM alone.
-        times_us: by way.
-        kernels: the GEMM and the library's collective, as a runtime sees them before their launch.
-        others: the same with further kernels.
-        orders_us: times of the latter, by the names in the order of their launches.
-        splits_us: times of the GEMM and two collectives, each of which has units of its own, by these units.
-        second: workload with the second of them.
-        why_not: no such times.
-        alone_us: time of the collective alone in microseconds, in the fastest way; None: unknown.
-        engines_us: time of the collective alone on copy engines; None: unknown.
-    """
-
-    workload: Workload
-    gemm_us: float
-    times_us: Mapping[Way, float]
-    kernels: tuple[KernelDemand, KernelDemand]
-    others: tuple[KernelDemand, ...] = ()
-    orders_us: Mapping[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
-    why_not: str = ""
-    splits_us: Mapping[tuple[int, ...], float] = dataclasses.field(default_factory=dict)
-    second: Workload | None = None
-    alone_us: float | None = None
-    engines_us: float | None = None
+# --- the order of launches --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeuristicVerdict:
-    """The choice of a heuristic for a pair; without times where ``reason`` says why nothing could be judged.
+class KernelDemand:
+    """A kernel that a runtime is about to launch.
 
     Attributes:
-        heuristic: one of ``HEURISTICS``.
-        seen: the GEMM is one that was profiled.
-        chosen: by the heuristic, and ``best``, of the sweep; in words.
-        chosen_us: what both take so.
-        best_us: likewise.
-        reason: that the heuristic gave.
+        name: name of the kernel in texts.
+        workgroups: number of workgroups of its grid, a proxy for the units that it wants; 0 on copy engines.
+        priority: priority of its stream; the greater comes first, whatever the workgroups.
     """
 
-    heuristic: str
-    seen: bool
-    chosen: str = ""
-    best: str = ""
-    chosen_us: float | None = None
-    best_us: float | None = None
-    reason: str = ""
-
-    @property
-    def lost(self) -> float | None:
-        """0.01: the choice takes 1% longer than the best."""
-        return None if self.chosen_us is None or self.best_us is None else self.chosen_us / self.best_us - 1
-
-    @property
-    def right(self) -> bool | None:
-        lost = self.lost
-        return None if lost is None else lost <= RIGHT_WITHIN
+    name: str
+    workgroups: int
+    priority: int = 0
 
 
-def judge(sweep: Sweep, known: Isolated) -> Iterator[HeuristicVerdict]:
-    """Every heuristic on one pair.
+def launch_order(kernels: Sequence[KernelDemand]) -> Selection[tuple[KernelDemand, ...]]:
+    """Launch by number of workgroups, low to high, so that none starves (ConCCL paper, V-C; for several, VII-B1).
+
+    A priority supersedes that, and equals stay in the order given.
+
+    Raises:
+        ValueError: no kernel, or one of less than no workgroups.
+
+    >>> launch_order([KernelDemand("GEMM", 1216), KernelDemand("all_gather", 64)]).reason
+    'fewest workgroups first: all_gather (64), GEMM (1216)'
+    """
+    if not kernels or min(kernel.workgroups for kernel in kernels) < 0:
+        raise ValueError(f"launch_order: kernels (value={list(kernels)}, allowed=one or more, of 0 workgroups or more)")
+    ordered = tuple(sorted(kernels, key=lambda kernel: (-kernel.priority, kernel.workgroups)))
+    by_priority = len({kernel.priority for kernel in kernels}) > 1
+    rule = "highest priority, then fewest workgroups first" if by_priority else "fewest workgroups first"
+    names = ", ".join(
+        f"{kernel.name} ({kernel.workgroups}{f', priority {kernel.priority}' if by_priority else ''})"
+        for kernel in ordered
+    )
+    return Selection(ordered, f"{rule}: {names}")
+
+
+# --- units for collectives, and units that a GEMM spares --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlowedKernel:
+    """A kernel with its look-up table.
+
+    Attributes:
+        name: name of the kernel in reasons.
+        us: expected time in microseconds, with all units that it takes alone.
+        slowdown: slowdown of a profiled kernel like it; of a collective by the units that it has, of a GEMM by those
+            that it lost.
+    """
+
+    name: str
+    us: float
+    slowdown: Mapping[int, float]
+
+    def after_loss(self, lost: int) -> float | None:
+        """Return the slowdown by a loss of units, between two that were profiled in proportion; None beyond them."""
+        table = {0: 1.0, **self.slowdown}
+        fewer, more = [n for n in table if n <= lost], [n for n in table if n >= lost]
+        if not more:
+            return None
+        low, high = max(fewer), min(more)
+        share = 0.0 if high == low else (lost - low) / (high - low)
+        return table[low] + share * (table[high] - table[low])
+
+
+def allocate(gemm: SlowedKernel, collectives: Sequence[SlowedKernel]) -> Selection[tuple[int, ...]]:
+    """Take the units whose slowest kernel is expected to be the fastest (ConCCL paper, V-C; for several, VII-B1).
+
+    Every number of units of every collective's table is combined with those of all others. The GEMM loses their sum; no
+    more is taken than it was profiled with. Memory interference is not part of the model. Of allocations that are
+    expected to be equally good the one with the fewest units in all is taken.
 
     Args:
-        sweep: of the pair.
-        known: what was profiled of the machine, by which the heuristics go.
+        gemm: GEMM, with the table of a profiled one of the same bound (:func:`expected_gemm_us`).
+        collectives: one collective or several that run at once, each with the table of the profiled one of the nearer
+            size (:func:`expected_comm_us`).
+
+    Returns:
+        Units of each collective, and expected times of all together by such units.
+
+    Raises:
+        ValueError: a table is empty, or the GEMM was not profiled with so few units.
+
+    >>> table = {32: 1.5, 64: 1.0}
+    >>> allocate(SlowedKernel("GEMM", 1000.0, {32: 1.1, 64: 1.25}), [SlowedKernel("collective", 900.0, table)]).reason
+    '64 units: GEMM 1000 x 1.25, collective 900 x 1.00 = 1250 us expected, next 32 units 1350 us'
     """
-    gemm = sweep.workload.gemm
-    profiled = {(one.gemm.m, one.gemm.n, one.gemm.k, one.gemm.dtype) for one in known.gemms}
-    seen = (gemm.m, gemm.n, gemm.k, gemm.dtype) in profiled
-    for verdict in (
-        _launch_order(sweep),
-        _launch_orders(sweep),
-        _partition(sweep, known),
-        _partitions(sweep, known),
-        _spared(sweep, known),
-        _curves(sweep, known),
-        _choice(sweep),
-    ):
-        yield dataclasses.replace(verdict, seen=seen)
+    expected: dict[tuple[int, ...], float] = {}
+    for shares in itertools.product(*(sorted(one.slowdown) for one in collectives)):
+        lost = gemm.after_loss(sum(shares))
+        if lost is not None and shares:
+            slowed = (one.us * one.slowdown[units] for one, units in zip(collectives, shares, strict=True))
+            expected[shares] = max(gemm.us * lost, *slowed)
+    if not gemm.slowdown or not expected:
+        tables = [sorted(one.slowdown) for one in (gemm, *collectives)]
+        raise ValueError(f"allocate: tables (value={tables}, allowed=units of collectives that the GEMM has lost)")
+    least = min(expected.values())
+    chosen = min((one for one, us in expected.items() if us <= least * TIE), key=lambda one: (sum(one), one))
+    words = [f"{gemm.name} {gemm.us:.0f} x {gemm.after_loss(sum(chosen)):.2f}"]
+    words += [f"{one.name} {one.us:.0f} x {one.slowdown[n]:.2f}" for one, n in zip(collectives, chosen, strict=True)]
+    chosen_us = expected.pop(chosen)
+    reason = f"{_units(chosen)}: {', '.join(words)} = {chosen_us:.0f} us expected"
+    others = sorted(expected.items(), key=lambda one: one[1])
+    if others:
+        reason += f", next {_units(others[0][0])} {others[0][1]:.0f} us"
+    return Selection(chosen, reason, ((chosen, chosen_us), *others))
 
 
-def _launch_order(sweep: Sweep) -> HeuristicVerdict:
-    order = launch_order(sweep.kernels)
-    first = Order.GEMM_FIRST if order.kernels[0] is sweep.kernels[0] else Order.COLLECTIVE_FIRST
-    times = {
-        way: us
-        for way, us in sweep.times_us.items()
-        if (one := named(way[0])).concurrent and (one.mover, one.priority, one.partition) == (Mover.LIBRARY, 0, None)
-    }
-    chosen = next((way for way in times if named(way[0]).order is first), None)
-    if chosen is None or len(times) < 2:
-        return HeuristicVerdict(LAUNCH_ORDER, False, reason="the two launch orders were not both run")
-    return _verdict(LAUNCH_ORDER, chosen, times, order.reason)
+def _units(shares: tuple[int, ...]) -> str:
+    return f"{' and '.join(map(str, shares))} units"
 
 
-def _launch_orders(sweep: Sweep) -> HeuristicVerdict:
-    if not sweep.orders_us:
-        return HeuristicVerdict(LAUNCH_ORDERS, False, reason=sweep.why_not or "no third kernel was run")
-    order = launch_order(sweep.others)
-    chosen = tuple(kernel.name for kernel in order.kernels)
-    best = min(sweep.orders_us, key=sweep.orders_us.__getitem__)
-    words = (" > ".join(chosen), " > ".join(best))
-    return HeuristicVerdict(LAUNCH_ORDERS, False, *words, sweep.orders_us[chosen], sweep.orders_us[best], order.reason)
+def spare(memory_bound: bool, slowdown: Mapping[int, float]) -> Selection[int]:
+    """Return the units to take from a GEMM whose collective needs none (ConCCL paper, VI-G).
+
+    Args:
+        memory_bound: the GEMM is limited by its bytes; one that is limited by its operations keeps all.
+        slowdown: slowdown of a profiled memory-bound GEMM by the units that it lost, below 1 if it is faster. No other
+            table is needed.
+
+    >>> spare(True, {8: 0.95, 16: 0.97, 32: 1.0}).reason
+    '8 units fewer: a memory-bound GEMM takes 0.95 of its time'
+    """
+    if not memory_bound:
+        return Selection(0, "no units: the GEMM is compute-bound")
+    least = min((1.0, *slowdown.values()))
+    if least * TIE >= 1.0:
+        return Selection(0, "no units: a memory-bound GEMM gains nothing here by having fewer")
+    units = min(n for n, slower in slowdown.items() if slower <= least * TIE)
+    return Selection(units, f"{units} units fewer: a memory-bound GEMM takes {slowdown[units]:.2f} of its time")
 
 
-def _partition(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
-    """Units of the first swept strategy of the library's kernels that ran."""
-    names = [name for name, units in sweep.times_us if units and _is_swept(named(name))]
-    times = {way: us for way, us in sweep.times_us.items() if names and way[0] == names[0]}
-    if not times:
-        return HeuristicVerdict(PARTITION, False, reason="no partition was run")
+def expected_gemm_us(flops: float, traffic_bytes: float, peak_tflops: float, memory_gbps: float) -> float:
+    """Return the roofline time of a GEMM in microseconds at ``EFFICIENCY`` of the peaks."""
+    return max(flops / (peak_tflops * EFFICIENCY * 1e6), traffic_bytes / (memory_gbps * EFFICIENCY * 1e3))
+
+
+def expected_comm_us(sent_bytes: float, peak_gbps: float) -> float:
+    """Return the roofline time of a collective in microseconds, from a GPU's sent bytes and its links' bandwidth."""
+    return sent_bytes / (peak_gbps * EFFICIENCY * 1e3)
+
+
+def units_for(
+    known: Isolated, workload: Workload, implementation: str | None = None, others: Sequence[Workload] = ()
+) -> Selection[tuple[int, ...]]:
+    """Return the units for collectives next to a GEMM, by the measured look-up tables (ConCCL paper, V-C, VII-B1).
+
+    Args:
+        known: measurements of the machine.
+        workload: pair to run.
+        implementation: implementation of the collectives; None: the fastest that has a table.
+        others: workloads whose collectives run at the same time; their GEMM is that of ``workload``.
+
+    Raises:
+        ValueError: no GEMM of its bound, or no size of a collective, was measured with fewer units.
+    """
+    bound, why = known.bound(workload.gemm)
+    gemm = known.gemm_table(workload.gemm)
+    kernels, notes = [], []
+    for one in (workload, *others):
+        comm = known.comm_table(one, None if implementation is None else (implementation,))
+        if gemm is None or comm is None:
+            what = "GEMM" if gemm is None else f"{one.collective}"
+            raise ValueError(f"allocate: no {what} was measured with fewer units (value={one.name})")
+        slower = slowed_beside(known, one.collective, comm.implementation)
+        table = {units: ratio for units, ratio in comm.slowdown().items() if units in gemm.slowdown()}
+        name = str(one.collective) if others else "collective"
+        kernels.append(SlowedKernel(name, slower * known.comm_us(one, (comm.implementation,)), table))
+        beside = f", which takes {slower:.2f} of its time beside a GEMM" if slower > 1 else ""
+        notes.append((beside, f"{comm.implementation} {comm.collective} {format_bytes(comm.nbytes)}"))
+    assert gemm is not None
+    found = allocate(SlowedKernel("GEMM", expected_time_us(known, workload.gemm), gemm.slowdown()), kernels)
+    slowed, like = "".join(dict.fromkeys(note for note, _ in notes)), " and ".join(like for _, like in notes)
+    reason = f"{found.reason}{slowed}; {bound}-bound ({why}), as {gemm.gemm.name} by {gemm.means} and {like}"
+    return dataclasses.replace(found, reason=reason)
+
+
+def slowed_beside(known: Isolated, collective: Kind, implementation: str) -> float:
+    """Return the factor by which a GEMM slows a collective with units of its own: memory and links are shared.
+
+    It is the median over measured pairs in which the collective was the longer part by far; of the same collective,
+    if there are such. It is 1 without such pairs, as the ConCCL paper's heuristic assumes.
+    """
+    found: dict[Kind, list[float]] = {}
+    confined = {one.name for one in strategies() if one.partition is not None and one.mover.takes_units}
+    for pair in known.pairs:
+        table = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (implementation,))
+        gemm = known.gemm_table(pair.gemm, SPLIT)
+        if pair.implementation != implementation or table is None or gemm is None:
+            continue
+        for (name, units), time_us in pair.times_us.items():
+            given, taken = table.slowdown().get(units), gemm.slowdown().get(units)
+            if name not in confined or given is None or taken is None:
+                continue
+            if given * pair.comm_us > COMPARABLE * taken * (pair.serial_us - pair.comm_us):
+                found.setdefault(pair.collective, []).append(time_us / (given * pair.comm_us))
+    ratios = found.get(collective) or [one for alike in found.values() for one in alike]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def units_to_spare(known: Isolated, gemm: Gemm) -> Selection[int]:
+    """Return the units to take from a GEMM next to copy engines (ConCCL paper, VI-G): by the memory-bound table."""
+    bound, why = known.bound(gemm)
+    tables = [c for c in known.gemms if c.slowdown() and known.bound(c.gemm)[0] is Bound.MEMORY]
+    nearest = min(tables, key=lambda one: apart(one.gemm.flops, gemm.flops), default=None)
+    found = spare(bound is Bound.MEMORY, {} if nearest is None else nearest.slowdown())
+    return dataclasses.replace(found, reason=f"{found.reason} ({why})")
+
+
+def expected_time_us(known: Isolated, gemm: Gemm) -> float:
+    """Return the time of a GEMM alone: measured, or at the rate of the GEMM whose table it takes.
+
+    Without a table it is the roofline of the ConCCL paper (V-C), 70% of the fastest rate: on two H200s that
+    was 40% too long for GEMMs that were not measured, and predicted hidden collectives that were not hidden.
+    """
+    for curve in known.curves(gemm):
+        return curve.times_us[0]
+    table = known.gemm_table(gemm)
+    if table is not None:
+        return table.times_us[0] * gemm.flops / table.gemm.flops
+    return expected_gemm_us(gemm.flops, gemm.nbytes, known.tflops, known.memory_gbps)
+
+
+def class_of(known: Isolated, workload: Workload) -> C3Class:
+    """Return the class of a pair: G-long, C-long or GC-equal."""
+    return classify(expected_time_us(known, workload.gemm), known.comm_us(workload))
+
+
+def is_latency_bound(known: Isolated, collective: Kind, nbytes: int) -> bool:
+    """Return True if a collective of some size is limited by its latency, False if by its bandwidth.
+
+    Raises:
+        ValueError: no size of it was measured.
+    """
+    curves = [curve for curve in known.collectives if curve.collective is collective]
+    if not curves:
+        raise ValueError(f"is_latency_bound: collective (value={collective}, allowed={known.names()})")
+    smallest = min(curves, key=lambda one: (one.nbytes, one.times_us[0]))
+    nearest = min(curves, key=lambda one: (apart(one.nbytes, nbytes), one.times_us[0]))
+    return nearest.times_us[0] < LATENCY_FACTOR * smallest.times_us[0]
+
+
+# --- the least expected time, by measured curves ----------------------------------------------------------------------
+
+
+def decide(workload: Workload, gemm_us: float, able: Sequence[Strategy], known: Isolated) -> Selection[LaunchMode]:
+    """Return the strategy with the least expected time, which is not above that of serial if that is among them.
+
+    Every estimate is ``longer + (1 - hidden) x shorter``: of times with the units that the strategy leaves to either,
+    and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
+    without such a pair, a strategy whose parts have units of their own hides everything, as the ConCCL paper's
+    heuristic assumes (V-C), and others nothing. Units are taken from a GEMM only by the slowdowns of one of the same
+    bound. Equals are decided for serial, and then by preference.
+
+    The library chooses by a rule instead (``rule_of``), which loses less over the measured pairs
+    (docs/lab/measured.md, "Heuristics").
+
+    Args:
+        workload: pair to run.
+        gemm_us: time of its GEMM alone in microseconds.
+        able: strategies that can run here.
+        known: measurements of this machine.
+
+    Raises:
+        ValueError: there is no candidate, or no pair was measured whose shorter part is longer than the noise.
+    """
+    if not _telling(known):
+        raise ValueError("decide: pairs (value=none, allowed=some that sidelane tune --study c3 has measured)")
+    estimates: dict[LaunchMode, tuple[float, str]] = {}
+    for strategy in sorted(able, key=lambda one: (one.concurrent, one.preference)):
+        implementation = _implementation(known, workload, strategy.mover)
+        comm_us = _alone(known, workload, implementation)
+        if comm_us is None:
+            continue
+        parts = {0: (1.0, 1.0)}
+        if strategy.partition is not None:
+            parts = _slowdowns(strategy, workload, gemm_us, known, implementation)
+        for units, (ours, theirs) in parts.items():
+            hidden = _share(strategy, units, workload, gemm_us, known, implementation)
+            mode = LaunchMode(strategy, units)
+            estimates[mode] = _estimate(strategy, gemm_us * ours, comm_us * theirs, hidden, workload.collective)
+    if not estimates:
+        raise ValueError("decide: no candidate (value=(), allowed=at least one)")
+    found = select(((mode, us) for mode, (us, _) in estimates.items()), basis="shares measured here")
+    formula = f"{found.candidate}: {estimates[found.candidate][1]}"
+    return dataclasses.replace(found, reason=f"{formula} = {found.reason}")
+
+
+def _estimate(strategy: Strategy, gemm_us: float, comm_us: float, hidden: float, collective: Kind) -> tuple[float, str]:
+    """Return the expected time in microseconds, and how it is computed."""
+    if not strategy.concurrent:
+        return gemm_us + comm_us, f"{gemm_us:.0f} + {comm_us:.0f}"
+    if strategy.mover is Mover.LIBRARY_DMA and collective is not Kind.ALL_GATHER:
+        hidden = min(hidden, OWN_CHUNK_HIDDEN)
+    longer, shorter = max(gemm_us, comm_us), min(gemm_us, comm_us)
+    return longer + (1.0 - hidden) * shorter, f"{longer:.0f} + {1.0 - hidden:.2f} x {shorter:.0f}"
+
+
+def _implementation(known: Isolated, workload: Workload, mover: Mover) -> str:
+    """Return a mover's implementation that is fastest alone; its first one if none was measured."""
+    times = {name: us for name in implementations_of(mover) if (us := _alone(known, workload, name)) is not None}
+    return min(times, key=times.__getitem__) if times else implementations_of(mover)[0]
+
+
+def _alone(known: Isolated, workload: Workload, implementation: str) -> float | None:
+    """Return the time of the collective alone; None if it was not measured."""
     try:
-        found = units_for(known, sweep.workload, _library(known))
-    except ValueError as problem:
-        return HeuristicVerdict(PARTITION, False, reason=str(problem))
-    chosen = (names[0], found.units)
-    if chosen not in times:
-        return HeuristicVerdict(PARTITION, False, reason=f"{found.units} units were not run: {found.reason}")
-    return _verdict(PARTITION, chosen, times, found.reason)
+        return known.comm_us(workload, (implementation,))
+    except ValueError:
+        return None
 
 
-def _partitions(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
-    """Units of two collectives of the library beside one GEMM."""
-    if not sweep.splits_us or sweep.second is None:
-        return HeuristicVerdict(PARTITIONS, False, reason="no second collective was run on units of its own")
-    found = units_for(known, sweep.workload, _library(known), (sweep.second,))
-    best = min(sweep.splits_us, key=sweep.splits_us.__getitem__)
-    chosen, most = (" and ".join(map(str, shares)) for shares in (found.shares, best))
-    times = sweep.splits_us[found.shares], sweep.splits_us[best]
-    return HeuristicVerdict(PARTITIONS, False, chosen, most, *times, found.reason)
+def _slowdowns(
+    strategy: Strategy, workload: Workload, gemm_us: float, known: Isolated, implementation: str
+) -> dict[int, tuple[float, float]]:
+    """Return the slowdowns of both by the units that both tables have; none if no GEMM of this bound was profiled."""
+    assert strategy.partition is not None
+    bound = known.bound(workload.gemm, gemm_us)[0]
+    table = known.gemm_table(workload.gemm, SPLIT, gemm_us)
+    # Slowdowns of a compute-bound GEMM do not hold for a memory-bound one: on two H200s, units were given away by them
+    # and up to 37% was lost (docs/lab/measured.md, "Memory-bound pairs").
+    if table is None or known.bound(table.gemm)[0] is not bound:
+        return {}
+    slower = table.slowdown()
+    if not strategy.mover.takes_units:
+        given = dict.fromkeys(slower, 1.0) if applies(strategy.partition, bound is Bound.MEMORY) else {}
+    else:
+        comm = known.comm_table(workload, (implementation,))
+        given = {} if comm is None else comm.slowdown()
+    return {units: (slower[units], given[units]) for units in sorted(set(slower) & set(given))}
 
 
-def _library(known: Isolated) -> str | None:
-    """Return the implementation of the vendor's library that was profiled."""
-    measured = {curve.implementation for curve in known.collectives}
-    return next((name for name in implementations_of(Mover.LIBRARY) if name in measured), None)
+def _share(
+    strategy: Strategy, units: int, workload: Workload, gemm_us: float, known: Isolated, implementation: str
+) -> float:
+    """Return the share of the shorter of the two that a strategy hides."""
+    measured = _measured(strategy, units, workload, gemm_us, known, implementation)
+    if measured is not None:
+        return measured
+    if strategy.partition is None:
+        return 0.0
+    if strategy.mover.takes_units:
+        return 1.0
+    # Its collective runs undisturbed: the share is that of the same strategy without a partition.
+    plain = dataclasses.replace(strategy, partition=None)
+    twin = next((one for one in strategies() if _way(one) == _way(plain) and one.mover is strategy.mover), plain)
+    return _share(twin, 0, workload, gemm_us, known, implementation)
 
 
-def _is_swept(strategy: Strategy) -> bool:
-    return strategy.partition is not None and strategy.mover is Mover.LIBRARY
+def _is_left_to_device(strategy: Strategy) -> bool:
+    """Return True if blocks of the computation and of the collective may queue for the same units."""
+    return strategy.concurrent and strategy.mover.takes_units and strategy.partition is None
 
 
-def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
-    """Beside copy engines: with all units, or with what was spared."""
-    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover is Mover.DMA}
-    if len(times) < 2:
-        return HeuristicVerdict(
-            SPARED, False, reason="copy engines were not run with and without units taken from the GEMM"
-        )
-    found = units_to_spare(known, sweep.workload.gemm)
-    # A sweep that has other units than were spared is judged by those that come nearest.
-    chosen = min(times, key=lambda way: (abs(way[1] - found.units), named(way[0]).preference))
-    return _verdict(SPARED, chosen, times, found.reason)
+def _way(strategy: Strategy) -> tuple[object, ...]:
+    """Return the properties of a strategy except its mover."""
+    return strategy.order, strategy.priority, strategy.partition
 
 
-def _as_asked(sweep: Sweep) -> dict[Way, float]:
-    """Return the times of the strategies that make the call as it was asked for."""
-    return {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.makes_whole_call}
+def _nearest(pairs: list[PairTimes], workload: Workload, gemm_us: float, known: Isolated) -> list[PairTimes]:
+    """Return the pairs of the same collective, else of one that adds too, else all; of these, of the same bound."""
+    adds = workload.collective in REDUCING
+    alike = [pair for pair in pairs if (pair.collective in REDUCING) is adds]
+    pairs = [pair for pair in pairs if pair.collective is workload.collective] or alike or pairs
+    bound = known.bound(workload.gemm, gemm_us)[0]
+    return [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
 
 
-def _choice(sweep: Sweep) -> HeuristicVerdict:
-    """Judge the rule of ``overlap`` under ``auto``."""
-    times = _as_asked(sweep)
-    given = {"alone_us": sweep.alone_us, "engines_us": sweep.engines_us}
-    try:
-        found = rule_of(sweep.workload, sweep.gemm_us, **given, ways=times)
-    except ValueError as problem:
-        return HeuristicVerdict(CHOICE, False, reason=str(problem))
-    return _verdict(CHOICE, (found.candidate.strategy.name, found.candidate.units), times, found.reason)
+def _telling(known: Isolated) -> list[PairTimes]:
+    """Return the pairs in which the shorter operation is longer than the noise from run to run."""
+    return [
+        pair
+        for pair in known.pairs
+        if pair.serial_us > pair.comm_us > 0
+        and ideal_speedup(pair.serial_us - pair.comm_us, pair.comm_us) - 1 >= LEAST_GAIN
+    ]
 
 
-def _curves(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
-    """Judge the least expected time, by measured curves."""
-    times = _as_asked(sweep)
-    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
-    try:
-        found = decide(sweep.workload, sweep.gemm_us, able, known)
-    except ValueError as problem:
-        return HeuristicVerdict(CURVES, False, reason=str(problem))
-    name = found.candidate.strategy.name
-    chosen = (name, found.candidate.units)
-    if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
-        chosen = next(way for way in times if way[0] == name)
-    return _verdict(CURVES, chosen, times, found.reason)
+def _measured(
+    strategy: Strategy, units: int, workload: Workload, gemm_us: float, known: Isolated, implementation: str
+) -> float | None:
+    """Return the median over measured pairs: of the same collective (or one that adds, too), the same bound, the same
+    units, if there are such. If the device decides who gets units, return the least share of all pairs, if they differ:
+    the outcome is not known.
+    """
+    names = {one.name for one in strategies() if _way(one) == _way(strategy)}
+    pairs = [pair for pair in _telling(known) if pair.implementation == implementation]
+    if _is_left_to_device(strategy):
+        drawn = _with_units(units, [one for pair in pairs for one in _shares(names, strategy, pair, known)])
+        if drawn and max(drawn) - min(drawn) > MOST_SPREAD:
+            return min(drawn)
+    pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
+    found = [one for pair in _nearest(pairs, workload, gemm_us, known) for one in _shares(names, strategy, pair, known)]
+    shares = _with_units(units, found)
+    return statistics.median(shares) if shares else None
 
 
-def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> HeuristicVerdict:
-    best = min(times, key=times.__getitem__)
-    return HeuristicVerdict(heuristic, False, _words(chosen), _words(best), times[chosen], times[best], reason)
+def _with_units(units: int, found: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the shares with these units, or all if there are none."""
+    return [share for taken, share in found if taken == units] or [share for _, share in found]
 
 
-def _words(way: Way) -> str:
-    return way[0] + (f" {way[1]}" if way[1] else "")
+def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[tuple[int, float]]:
+    """Return the units and hidden share of a strategy, by any of these names, for a pair."""
+    gemm_us = pair.serial_us - pair.comm_us
+    found = []
+    for (name, units), time_us in pair.times_us.items():
+        if name not in names:
+            continue
+        ours, theirs = gemm_us, pair.comm_us
+        if units and strategy.partition is not None:
+            gemm = known.gemm_table(pair.gemm, SPLIT)
+            ours *= 1.0 if gemm is None else gemm.slowdown().get(units, 1.0)
+            comm = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (pair.implementation,))
+            if strategy.mover.takes_units and comm is not None:
+                theirs *= comm.slowdown().get(units, 1.0)
+        # No operation hides more than itself: a greater share comes from times that differ from round to round.
+        found.append((units, min(1.0, (ours + theirs - time_us) / min(ours, theirs))))
+    return found
+
+
+# --- the rule of overlap ----------------------------------------------------------------------------------------------
+
+
+def rule_of(
+    workload: Workload,
+    gemm_us: float,
+    *,
+    alone_us: float | None,
+    engines_us: float | None,
+    ways: Collection[tuple[str, int]],
+) -> Selection[LaunchMode]:
+    """Return the choice of ``overlap`` under ``auto`` for a pair.
+
+    Args:
+        workload: the pair.
+        gemm_us: time of its GEMM alone in microseconds.
+        alone_us: time of its collective alone, in the fastest way; None: unknown.
+        engines_us: time of its collective alone on copy engines; None: unknown.
+        ways: names of strategies that ran, with the units that they took.
+
+    Raises:
+        ValueError: none ran.
+    """
+    gemm = workload.gemm
+    product = (gemm.m, gemm.n, gemm.k, gemm.dtype) if gemm.operation is ComputeKind.PRODUCT else None
+    return choose_strategy(
+        gemm_us,
+        product,
+        [(workload.collective, workload.nbytes)],
+        alone_us=alone_us,
+        engines_us=engines_us,
+        is_possible=lambda mode: (mode.strategy.name, mode.units) in ways,
+    )

@@ -1,18 +1,30 @@
-"""Workloads: one GEMM and one collective side by side, and the taxonomy of such pairs (ConCCL paper, section III)."""
+"""Workloads: one GEMM and one collective side by side, the classes of such pairs, and the arithmetic of speedups.
+
+Classes are those of the ConCCL paper's section III, speedups those of its section IV-B3. In studies the vendor's
+library is a baseline, and Sidelane one implementation of several.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Any, Protocol
 
+from sidelane.c3.strategies import Mover, Partition, Strategy
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.sizes import format_bytes, parse_bytes
 
 COMPARABLE = 1.15
 """Largest factor between two isolated times that count as comparable (ConCCL paper, III)."""
+
+LEAST_GAIN = 0.05
+"""Ideal gain below which a percentage of it is meaningless."""
+
+LIBRARY = ("nccl", "gloo")
+"""Names of the vendor library's own kernels: whichever of these exists on the device."""
 
 CPU_GEMM_FLOPS = 2_500_000_000
 """Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
@@ -213,6 +225,62 @@ def classify(gemm_us: float, comm_us: float) -> C3Class:
     if gemm_us > COMPARABLE * comm_us:
         return C3Class.G_LONG
     return C3Class.C_LONG if comm_us > COMPARABLE * gemm_us else C3Class.GC_EQUAL
+
+
+def ideal_speedup(gemm_us: float, comm_us: float) -> float:
+    """Return the speedup over serial if the shorter of the two were hidden entirely (ConCCL paper, section IV-B3).
+
+    >>> round(ideal_speedup(1410.0, 1840.0), 3)
+    1.766
+    """
+    return (gemm_us + comm_us) / max(gemm_us, comm_us)
+
+
+def speedup(gemm_us: float, comm_us: float, time_us: float) -> float:
+    """Return the speedup of a concurrent run over the sum of the isolated times."""
+    return (gemm_us + comm_us) / time_us
+
+
+def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float | None:
+    """Return the reached share of the ideal gain: 0 is serial, 100 the longer of the two alone; it can be negative.
+
+    It is undefined (None) if the shorter of the two is less than 5% of the longer: the possible gain is then no more
+    than the noise from run to run, and the number would be meaningless.
+
+    Args:
+        gemm_us: isolated time of the GEMM in microseconds.
+        comm_us: isolated time of the collective. The strict number takes the fastest measured implementation, the
+            papers' number takes the vendor library's.
+        time_us: time of both together.
+
+    >>> round(percent_of_ideal(1410.0, 1840.0, 1860.0), 1)
+    97.5
+    >>> percent_of_ideal(1410.0, 10.0, 1430.0) is None
+    True
+    """
+    possible = ideal_speedup(gemm_us, comm_us) - 1.0
+    if possible < LEAST_GAIN:
+        return None
+    return 100.0 * (speedup(gemm_us, comm_us, time_us) - 1.0) / possible
+
+
+def implementations_of(mover: Mover) -> tuple[str, ...]:
+    """Return the names of implementations of a mover, in order of preference."""
+    return LIBRARY if mover is Mover.LIBRARY else (str(mover),)
+
+
+def implementation_of(strategy: Strategy, available: Collection[str]) -> str | None:
+    """Return the implementation that a strategy uses here, or None if there is none."""
+    return next((name for name in implementations_of(strategy.mover) if name in available), None)
+
+
+def applies(partition: Partition, memory_bound: bool) -> bool:
+    """Return True if units are taken from a GEMM, which is limited by its bytes or is not.
+
+    >>> applies(Partition(memory_bound_only=True), memory_bound=False)
+    False
+    """
+    return memory_bound or not partition.memory_bound_only
 
 
 def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:

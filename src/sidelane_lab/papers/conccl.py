@@ -23,9 +23,8 @@ from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
-from sidelane_lab.pairs.ideal import ideal_speedup
-from sidelane_lab.pairs.launch_order import KernelDemand, launch_order
-from sidelane_lab.pairs.workload import TABLE_I, C3Class, parse_gemm
+from sidelane_lab.pairs.heuristics import KernelDemand, launch_order
+from sidelane_lab.pairs.workload import TABLE_I, C3Class, ideal_speedup, parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
 
 MI300X = "mi300x8"
@@ -185,7 +184,7 @@ GIVEN = {
     "C3-TAX-01": "pairs.workload.COMPARABLE is this number",
     "C3-CU-06": "model.strategies.partitions begins with it",
     "C3-CU-09": "c3.partitions.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
-    "C3-HEU-03": "pairs.isolated_times.EFFICIENCY is this number",
+    "C3-HEU-03": "pairs.isolated.EFFICIENCY is this number",
     "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
     **{f"C3-T1-{tag}": "pairs.workload.TABLE_I holds it" for tag in TABLE_I},
 }
@@ -233,7 +232,7 @@ def _fewest_workgroups_first(machine: Machine) -> bool:
     """True if the heuristic launches every collective of the study before every GEMM."""
     collectives = [KernelDemand(str(kind), default_units(machine.library, kind)) for kind in COLLECTIVES]
     gemms = [KernelDemand(tag, gemm_kernel(machine, parse_gemm(tag)).workgroups) for tag in TABLE_I]
-    return all(launch_order([gemm, kernel]).kernels[0] is kernel for kernel in collectives for gemm in gemms)
+    return all(launch_order([gemm, kernel]).candidate[0] is kernel for kernel in collectives for gemm in gemms)
 
 
 def _steps(machine: Machine) -> int:

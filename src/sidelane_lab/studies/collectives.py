@@ -29,9 +29,11 @@ from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import (
+    AS_GOOD,
     IMPLEMENTATIONS,
     MODEL,
     OF_LIBRARY,
+    PRELAUNCHED,
     SEPARATE,
     Allowed,
     FlatRow,
@@ -114,10 +116,15 @@ def bus_gbps(collective: str, nbytes: int, ranks: int, time_us: float) -> float:
     return nbytes / (time_us * 1e3) * shares.get(collective, (ranks - 1) / ranks)
 
 
+def variant_of(row: CollectiveRow) -> str:
+    """Return the name of a row's variant, which says whether it is prelaunched."""
+    return row.variant + (PRELAUNCHED if row.prelaunch and "prelaunch" not in row.variant else "")
+
+
 COLLECTIVE_COLUMNS: Mapping[str, Cell] = {
     "bytes": "bytes",
     "<implementation": "implementation",
-    "<variant": lambda row, _: row.variant + ("+prelaunch" if row.prelaunch and "prelaunch" not in row.variant else ""),
+    "<variant": lambda row, _: variant_of(row),
     "time\nus": "time_us",
     "p10-p90\nus": spread,
     "bus\nGB/s": "bus_gbps",
@@ -132,8 +139,12 @@ LIST_COLUMNS: tuple[str, ...] = (
 def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
     """One table for each way to call a collective, ordered by size as in nccl-tests; each size's fastest is set off.
 
-    Lists of tensors have one before these that holds them against separate calls and against the library.
+    Lists of tensors have one before these that holds them against separate calls and against the library. Predicted
+    rows have one for each collective, with a column for each way.
     """
+    predicted = [row for row in rows if row.launch == MODEL]
+    if predicted:
+        return [_predicted_table(alike) for _, alike in grouped(predicted, lambda row: row.collective, ordered=False)]
     listed = [row for row in rows if row.tensors > 1]
     calls = grouped(listed, lambda row: (row.collective, row.dtype, row.in_place, row.tensors))
     tables = [_list_summary(alike) for _, alike in calls]
@@ -141,6 +152,22 @@ def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
         title = way_to_call(alike[0])
         tables.append(table_of(title, alike, COLLECTIVE_COLUMNS, by=lambda row: row.bytes, ordered=True, keys=3))
     return tables
+
+
+def _predicted_table(rows: Sequence[CollectiveRow]) -> Table:
+    """Show the time of the library and of every variant by size; the fastest is starred."""
+    sizes = grouped(rows, lambda row: row.bytes)
+    lines = []
+    for nbytes, same in sizes:
+        us = {(row.implementation, row.variant, row.prelaunch): row.time_us or 0.0 for row in same}
+        cells = [f"{one:.1f}" + ("*" if one == min(us.values()) else " ") for one in us.values()]
+        # Of copy engines the fastest, but not prelaunched where that saves less than 2%.
+        best = min((row for row in same if row.implementation == "dma"), key=lambda row: row.time_us or 0.0)
+        plain = us["dma", best.variant, False] <= (best.time_us or 0.0) * AS_GOOD
+        lines.append(Line((format_bytes(nbytes), *cells, best.variant if plain else variant_of(best))))
+    names = [variant_of(row).replace(PRELAUNCHED, "\n+pre-\nlaunch") or "library" for row in sizes[0][1]]
+    title = f"{rows[0].collective}: time in us, predicted (* fastest)"
+    return Table(title, ("bytes", *names, "<DMA to take"), tuple(lines))
 
 
 def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
@@ -358,8 +385,8 @@ def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[Collect
     from sidelane_lab.model.study import dma_study  # a measurement does not load the model
 
     study = dma_study(machine, options.sizes_on("cuda"))
-    times = [("dma", *key, us) for key, us in study.dma_us.items()]
-    times += [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
+    times = [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
+    times += [("dma", *key, us) for key, us in study.dma_us.items()]
     return [
         CollectiveRow(
             *(kind, nbytes, options.dtype, False, MODEL, implementation, variant, prelaunched),

@@ -249,7 +249,7 @@ def beside_rows(
 ) -> Iterator[LayoutRow]:
     """Measure every way that changes the layout alone and next to a GEMM, the exchange first. Collective."""
     from sidelane_lab.pairs.beside import compare_beside
-    from sidelane_lab.pairs.run import pair_streams
+    from sidelane_lab.pairs.pair import pair_streams
 
     gemm, streams, eager = gemm_on(case.device), pair_streams(case.device), LAUNCHES[0]
     with meter.on_stream():

@@ -73,8 +73,12 @@ class _FlagCalls:
 
     def __init__(self, executor: CudaSite, ops: MemoryOps, values: Sequence[Value], title: str) -> None:
         self._executor, self._ops, self._title = executor, ops, title
-        self._setters = [(value, setter) for at, value in enumerate(values) for setter in ops.setters([at])]
-        self._bound: dict[tuple[int, int], Sequence[Bound]] = {}
+        indices: dict[Value, list[int]] = {}
+        for index, value in enumerate(values):
+            indices.setdefault(value, []).append(index)
+        self._setters = [(value, setter) for value, of_value in indices.items() for setter in ops.setters(of_value)]
+        self._epoch: int | None = None
+        self._bound: dict[tuple[int, int, int], Sequence[Bound]] = {}
 
     def _submit(self, method: str, epoch: int, stream: int, part: slice) -> None:
         """Make some of the operations for invocation ``epoch``.
@@ -84,18 +88,25 @@ class _FlagCalls:
             DriverError: the driver refused it. The executor is of no use any more.
         """
         executor, driver = self._executor, self._executor.driver
-        executor.check_usable(method)
-        with executor.lock, driver.current():
-            for value, set_all in self._setters:
-                set_all(value.at(epoch) & WORD_MASK)
+        if executor.watch.failure is not None or executor.closed:
+            executor.check_usable(method)
+        with executor.lock:
+            if epoch != self._epoch:
+                self._epoch = epoch
+                for value, set_all in self._setters:
+                    set_all(value.at(epoch) & WORD_MASK)
             try:
-                driver.submit(self._bind(stream, part))
+                if driver.is_current():
+                    driver.submit(self._bind(stream, part))
+                else:
+                    with driver.current():
+                        driver.submit(self._bind(stream, part))
             except BaseException as error:  # the program under way could never go on
                 executor.fail_submission(self._title, error)
                 raise
 
     def _bind(self, stream: int, part: slice) -> Sequence[Bound]:
-        key = (stream, part.start)
+        key = (stream, part.start, part.stop)
         calls = self._bound.get(key)
         if calls is None:
             if len(self._bound) >= _MOST_CALLERS:
@@ -138,33 +149,45 @@ class CudaTrigger(_FlagCalls):
         executor: executor of the rank.
         words: address of each flag, and its value. A kernel stores the value, 32 bits, with release at system scope.
         title: name of the program, for errors.
+        ended: address of the flag that a program behind one trigger sets at its end (``transform.ended_by``); None of
+            other programs.
     """
 
-    def __init__(self, executor: CudaSite, words: Sequence[tuple[int, Value]], title: str) -> None:
-        ops = executor.driver.memory_ops()
+    def __init__(
+        self, executor: CudaSite, words: Sequence[tuple[int, Value]], title: str, ended: int | None = None
+    ) -> None:
+        ops, count = executor.driver.memory_ops(), len(words)
         for address, _ in words:
             ops.write(address, 0)
-        ops.write(executor.words[HostWord.STARTED], 0)
-        self._flags, self._begin = slice(0, len(words)), slice(len(words), len(words) + 1)
-        super().__init__(executor, ops, [*(value for _, value in words), EPOCH], title)
+        values = [value for _, value in words]
+        if ended is not None:
+            ops.wait(ended, 0, equal=False)
+            ops.write(executor.words[HostWord.STARTED], 0)  # a stream that waits for its trigger times out like others
+            ops.wait(ended, 0, equal=False)
+            values += [EPOCH] * 3
+        self._fire, self._signal = slice(0, count + (ended is not None)), slice(0, count)
+        self._expect, self._follow = slice(count + 1, count + 3), slice(count + 2, count + 3)
+        super().__init__(executor, ops, values, title)
 
     def fire(self, epoch: int, caller: CallerStream) -> None:
-        """Signal behind the work of a stream.
+        """Signal behind the work of a stream, whose next work follows the end if the trigger fires a whole call.
 
         Raises:
             PeerError, PeerTimeoutError: an invocation failed.
             DriverError: the driver refused it. The executor is of no use any more.
         """
-        self._submit("trigger", epoch, caller[0], self._flags)
+        self._submit("trigger", epoch, caller[0], self._fire)
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once, without order behind a stream. Raises as :meth:`fire`."""
-        self._submit("trigger_from_host", epoch, self._executor.internal, self._flags)
+        self._submit("trigger_from_host", epoch, self._executor.internal, self._signal)
 
-    def expect(self, epoch: int, caller: CallerStream) -> None:
-        """Let the time of the invocation count from here on, where a kernel of the stream has fired it or will.
+    def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
+        """Let the next work of a stream follow the end of the call.
+
+        If it was not ``fired``, a kernel of the stream has fired it or will, and its time counts from here on.
 
         Raises:
             Exception: as :meth:`fire`.
         """
-        self._submit("wait", epoch, caller[0], self._begin)
+        self._submit("wait", epoch, caller[0], self._follow if fired else self._expect)

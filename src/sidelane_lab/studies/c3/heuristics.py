@@ -21,63 +21,21 @@ from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
-from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
+from sidelane_lab.harness.study import Picture, Results, Study, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.heuristic import KINDS, isolated_of_machine, sweep_of
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
-from sidelane_lab.pairs.heuristics import HeuristicVerdict, Sweep, Way, judge
-from sidelane_lab.pairs.launch_order import KernelDemand
-from sidelane_lab.pairs.measured_curves import isolated_times
-from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
-from sidelane_lab.pairs.workload import Gemm, Workload, parse_workload
+from sidelane_lab.pairs.heuristics import KernelDemand
+from sidelane_lab.pairs.isolated import isolated_times
+from sidelane_lab.pairs.pair import GEMM, SMALL, small_of
+from sidelane_lab.pairs.sweep import HeuristicRow, Sweep, Way, judge
+from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeuristicRow(FlatRow):
-    """The choice of a heuristic for a pair, against the best of a sweep.
-
-    Attributes:
-        heuristic: name of the heuristic. ``launch_order``: order of two kernels by workgroups; ``launch_order_3``: of
-            three kernels; ``partition``: units for the collective, by look-up tables; ``partition_3``: units for two
-            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``curves``: the
-            strategy by measured curves; ``auto``: the strategy by the rule of ``overlap``.
-        gemm: GEMM as in :class:`C3Row`.
-        bytes: bytes of the collective as in :class:`C3Row`.
-        seen: True if the GEMM was profiled.
-        chosen: choice of the heuristic, in words.
-        best: best choice of the sweep.
-        time_us: time under the heuristic's choice.
-        best_us: time under the best choice.
-        lost_percent: share of time that the choice loses.
-        right: True if the choice loses half a percent at most.
-        note: the reason that the heuristic gave, or why nothing could be judged.
-    """
-
-    figures = ("time_us",)
-
-    heuristic: str
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
-    seen: bool
-    chosen: str
-    best: str
-    time_us: float | None
-    best_us: float | None
-    lost_percent: float | None
-    right: bool | None
-    note: str
-
 
 MOST_SHOWN = 20
 """Choices with their reasons in a table."""
@@ -207,9 +165,7 @@ def _measured(options: HeuristicsOptions) -> Results | None:
         found = measured
     rows = [row for row in found.rows if isinstance(row, C3Row)]
     workgroups = LIBRARY_WORKGROUPS["cpu" if found.on_cpu else "gpu"]
-    judged = [
-        row_of(sweep.workload, verdict) for sweep in sweeps_of(rows, workgroups) for verdict in judge(sweep, known)
-    ]
+    judged = [row for sweep in sweeps_of(rows, workgroups) for row in judge(sweep, known)]
     return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options))
 
 
@@ -220,9 +176,7 @@ def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
     else:
         workloads = [parse_workload(text, kind, options.dtype) for text in options.workloads for kind in KINDS]
     known = isolated_of_machine(machine)
-    judged = [
-        row_of(workload, verdict) for workload in workloads for verdict in judge(sweep_of(machine, workload), known)
-    ]
+    judged = [row for workload in workloads for row in judge(sweep_of(machine, workload), known)]
     return Results(
         study="heuristics",
         machine=machine.name,
@@ -296,23 +250,6 @@ def _ways_of(row: C3Row) -> dict[Way, float]:
         units, _, time_us = point.partition(" ")
         times[row.strategy, int(units)] = float(time_us)
     return times
-
-
-def row_of(workload: Workload, verdict: HeuristicVerdict) -> HeuristicRow:
-    """A verdict with its pair."""
-    lost = verdict.lost
-    return HeuristicRow(
-        heuristic=verdict.heuristic,
-        **workload.columns,
-        seen=verdict.seen,
-        chosen=verdict.chosen,
-        best=verdict.best,
-        time_us=verdict.chosen_us,
-        best_us=verdict.best_us,
-        lost_percent=None if lost is None else 100 * lost,
-        right=verdict.right,
-        note=verdict.reason,
-    )
 
 
 STUDY = Study(

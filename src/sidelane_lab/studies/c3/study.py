@@ -30,15 +30,11 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import bound_of
-from sidelane_lab.pairs.ideal import percent_of_ideal
-from sidelane_lab.pairs.isolated_times import Isolated
-from sidelane_lab.pairs.measured_curves import isolated_times
-from sidelane_lab.pairs.movers import LIBRARY
-from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
-from sidelane_lab.pairs.partition import units_for
-from sidelane_lab.pairs.run import Instruments, pair_streams, run_workload
-from sidelane_lab.pairs.thirds import orders_of
-from sidelane_lab.pairs.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
+from sidelane_lab.pairs.comparison import Instruments, PairOutcome, StrategyResult, run_workload
+from sidelane_lab.pairs.heuristics import units_for
+from sidelane_lab.pairs.isolated import Isolated, isolated_times
+from sidelane_lab.pairs.pair import orders_of, pair_streams
+from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload, percent_of_ideal
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 from sidelane_lab.studies.power.meter import Recorder
@@ -369,11 +365,11 @@ def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | N
         found = units_for(known, outcome.workload, implementation)
     except ValueError as problem:
         return f"; no heuristic: {problem}"
-    times = dict(result.by_units)
-    if found.units not in times:
-        return f"; heuristic: {found.units} units, which were not tried ({found.reason})"
-    loss = times[found.units] / min(times.values()) - 1
-    return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
+    times, units = dict(result.by_units), sum(found.candidate)
+    if units not in times:
+        return f"; heuristic: {units} units, which were not tried ({found.reason})"
+    loss = times[units] / min(times.values()) - 1
+    return f"; heuristic: {units} units, {loss:.1%} behind the best ({found.reason})"
 
 
 def _row(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> C3Row:

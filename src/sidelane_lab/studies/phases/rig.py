@@ -199,7 +199,7 @@ class EagerCall:
             self._loaded.run(epoch, self._place)
             return
         self._trigger.fire(epoch, self._place)
-        self._rig.backend.follow_ahead(self._place)
+        self._rig.executor.order(self._rig.executor.held_stream(), self._place[0])
 
     def finish(self) -> None:
         query, deadline = self._stream.query, time.monotonic() + self._rig.timeout_s

@@ -20,9 +20,8 @@ from sidelane_lab.harness.parameters import required
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.terminal import progress_console
-from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
-from sidelane_lab.pairs.movers import LIBRARY
-from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
+from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
+from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, LIBRARY, Gemm, parse_gemm
 from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
 

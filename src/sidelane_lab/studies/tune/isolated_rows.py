@@ -1,4 +1,4 @@
-"""Rows of ``sidelane tune --study c3``, of which ``pairs.measured_curves`` makes curves, as tables and as pictures."""
+"""Rows of ``sidelane tune --study c3``, of which ``pairs.isolated`` makes curves, as tables and as pictures."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from sidelane_lab.harness.drawing import (
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture, Results
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number, without_empty_columns
-from sidelane_lab.pairs.isolated_times import Isolated
-from sidelane_lab.pairs.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
-from sidelane_lab.pairs.partition import class_of, expected_time_us, limit_of, units_for, units_to_spare
+from sidelane_lab.pairs.heuristics import class_of, expected_time_us, is_latency_bound, units_for, units_to_spare
+from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, Isolated, isolated_of
 from sidelane_lab.pairs.workload import Workload
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
@@ -105,13 +104,13 @@ def choices_table(known: Isolated) -> Table:
     lines, reasons = [], []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
         spared = units_to_spare(known, gemm)
-        lines.append(Line((gemm.name, "(copy engines)", "", str(spared.units), "")))
+        lines.append(Line((gemm.name, "(copy engines)", "", str(spared.candidate), "")))
         reasons.append((f"{gemm.name} (copy engines)", spared.reason))
         for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
             workload = Workload(gemm, collective, nbytes)
             try:
                 found = units_for(known, workload)
-                units, reason = str(found.units), found.reason
+                units, reason = str(sum(found.candidate)), found.reason
             except ValueError as problem:
                 units, reason = "", str(problem).partition(" (value=")[0]
             kind = str(class_of(known, workload))
@@ -198,7 +197,7 @@ def _classes(known: Isolated) -> Table:
             Line((gemm.name, f"{gemm.flops / gemm.nbytes:.0f}", number(needs), number(tflops), f"{bound}-bound, {why}"))
         )
     for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
-        limit = f"{limit_of(known, collective, nbytes)}-bound"
+        limit = f"{'latency' if is_latency_bound(known, collective, nbytes) else 'bandwidth'}-bound"
         lines.append(Line((f"{collective} {format_bytes(nbytes)}", "", "", "", limit)))
     columns = ("<what", "operations\na byte", "needs\nGB/s", "TFLOP/s", "<class")
     title = (

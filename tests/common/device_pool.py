@@ -1,4 +1,8 @@
-"""One process a GPU that runs test cases by name until it is closed. Starting CUDA takes seconds: tests share."""
+"""One process a GPU that runs test functions until it is closed. Starting CUDA takes seconds: tests share.
+
+On a machine with one GPU two ranks share it: what they do is the same, but for the way that the bytes take, and for
+time.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,33 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
 import torch
 
+from sidelane.native import load_replays
 from sidelane_lab.harness.launch import HOST, store_on_loopback
 
 START_S = 90.0
 END_S = 10.0
+
+
+def gpus() -> int:
+    """GPUs of this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def world_size() -> int:
+    """Of the ranks in these tests: nothing in them depends on more than four."""
+    return max(2, min(4, gpus()))
+
+
+Case = str | Callable[..., Any]
+"""A function of a rank's ``Context`` and arguments, or the name of one, which is in ``device_cases`` if no module is
+given."""
 
 
 class Pool:
@@ -30,6 +50,7 @@ class Pool:
 
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
         self.broken = False
+        load_replays()  # compiled ahead: ranks would do so beside their first calls, and tests count what it makes
         spawn = multiprocessing.get_context("spawn")
         self._store = store_on_loopback()  # here, so that no other process can take the port before a rank does
         self._pipes: list[connection.Connection] = []
@@ -44,14 +65,14 @@ class Pool:
             self.processes.append(process)
         self._collect(dict(enumerate(self._pipes)), START_S, "start")
 
-    def run(self, case: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, case: Case, *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run a case on every rank; results by rank. A failure or a time-out ends the pool and fails the test."""
         self.begin(case, *args)
         return self.finish(timeout_s)
 
-    def begin(self, case: str, *args: Any) -> None:
+    def begin(self, case: Case, *args: Any) -> None:
         """Start a case on every rank."""
-        self._case = case
+        self._case = case if isinstance(case, str) else case.__qualname__
         for pipe in self._pipes:
             pipe.send((case, args))
 
@@ -110,8 +131,8 @@ class Ranks:
         self.world_size = world_size
         self._pool: Pool | None = None
 
-    def run(self, case: str, *args: object, timeout_s: float = 60.0) -> list:
-        """Run a case on every rank; the results by rank. It is in ``device_cases`` unless a module is named."""
+    def run(self, case: Case, *args: object, timeout_s: float = 60.0) -> list:
+        """Run a case on every rank; the results by rank."""
         if self._pool is None or self._pool.broken:
             self._pool = Pool(self.world_size)
         return self._pool.run(case, *args, timeout_s=timeout_s)
@@ -124,14 +145,14 @@ class Ranks:
 def _rank_main(rank: int, world_size: int, port: int, pipe: connection.Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import device_cases
     import torch.distributed as dist
+    from device_context import Context
 
     try:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-        context = device_cases.Context(rank, world_size)
+        context = Context(rank, world_size)
         pipe.send((True, None))
     except Exception:
         pipe.send((False, traceback.format_exc()))
@@ -142,9 +163,10 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: connection.Connectio
         except EOFError:
             break
         try:
-            module, _, name = case.rpartition(".")
-            function = getattr(importlib.import_module(module or "device_cases"), name)
-            answer = (True, function(context, *args))
+            if isinstance(case, str):
+                module, _, name = case.rpartition(".")
+                case = getattr(importlib.import_module(module or "device_cases"), name)
+            answer = (True, case(context, *args))
         except Exception:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
