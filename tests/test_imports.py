@@ -60,7 +60,7 @@ VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
     "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
-    *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/prelaunch/firing.py"),
+    *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/firing.py"),
     "sidelane_lab/studies/power/sensors.py",
 )
 

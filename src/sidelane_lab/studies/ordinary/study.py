@@ -95,7 +95,7 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
+    parts = Parts(roster.meter, ways, options, itertools.count(options.seed + 1))
     streams = pair_streams(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
