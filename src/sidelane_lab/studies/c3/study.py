@@ -36,6 +36,7 @@ from sidelane_lab.pairs.isolated import Isolated, isolated_times
 from sidelane_lab.pairs.pair import orders_of, pair_streams
 from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload, percent_of_ideal
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
+from sidelane_lab.studies.c3.prediction import predict_together, predicted_rows
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.pairs import PairPower
@@ -405,6 +406,8 @@ STUDY = Study(
     warning=too_few_cores,
     key=key_of_row,
     measure=_measure,
+    predict=predicted_rows,
+    predict_row=predict_together,
     main=main,
     progress="computation and communication",
 )
