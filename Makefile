@@ -53,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -88,6 +88,9 @@ nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
 
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
 	@PYTHONPATH=src $(BIN)/python tools/yardstick.py coverage --jobs 2 $(YARDSTICK)
+
+goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -14,33 +15,14 @@ import torch
 import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
+from made_up_gpus import made_up_gpus
 
-from sidelane.collectives import backend_cuda, call_cache, call_path, repeat
+from sidelane.collectives import call_cache, call_path, repeat
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
-from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
-from sidelane.session import communicator, making
 from sidelane.session.communicator import Communicator
-
-
-class Block:
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        self.addresses = (self.tensor.data_ptr(),)
-
-
-class Memory:
-    def __init__(self, owned: list[object]) -> None:
-        self._owned = owned
-
-    def allocate(self, nbytes: int) -> Block:
-        self._owned.append(block := Block(nbytes))
-        return block
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,45 +46,32 @@ class Rank:
         self.driver.synchronize()
 
 
-FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
+@contextlib.contextmanager
+def one_rank(**config: Any) -> Iterator[Rank]:
+    with made_up_gpus(finish=False) as driver, Communicator(config=Config(profile="builtin", **config)) as comm:
+        rank = Rank(comm, driver, [])
+        if comm._repeats is not None:
+            watch_repeats(rank)
+        yield rank
 
 
-def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any) -> Rank:
-    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory(driver.owned))
-    monkeypatch.setattr(backend_cuda, "probe", lambda *_: FEATURES)
-    monkeypatch.setattr(
-        backend_cuda,
-        "CudaExecutor",
-        lambda *arguments: CudaExecutor(*arguments, driver=driver),
-    )
-    monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
-    monkeypatch.setattr(
-        backend_cuda.CudaBackend, "wait_for_stores", lambda backend: None
-    )  # torch's tensors are on the CPU
-    monkeypatch.setattr(making, "choose_device", lambda device: torch.device("cpu"))
-    driver.caller = driver.create_stream()
-    comm = Communicator(config=Config(profile="builtin", **config))
-    rank = Rank(comm, driver, [])
-    repeats = comm._repeats
-    if repeats is not None:
-        run = repeats.run
+def watch_repeats(rank: Rank) -> None:
+    """Note from now on whether C makes each call."""
+    repeats: Any = rank.comm._repeats
+    run = repeats.run
 
-        def seen(*arguments: Any) -> bool | None:
-            made = run(*arguments)
-            rank.native.append(made is True)
-            return made
+    def seen(*arguments: Any) -> bool | None:
+        made: bool | None = run(*arguments)
+        rank.native.append(made is True)
+        return made
 
-        repeats.run = seen
-    return rank
+    repeats.run = seen
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    driver = FakeDriver()
-    made = make_rank(monkeypatch, driver)
-    yield made
-    made.comm.close()
-    driver.stop()
+def rank() -> Iterator[Rank]:
+    with one_rank() as made:
+        yield made
 
 
 def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, *, variant: str = "b2b") -> None:
@@ -282,37 +251,30 @@ def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkey
 
 
 def test_code_that_is_compiled_meanwhile_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, real_load = FakeDriver(), call_path.load_replays_soon
+    real_load = call_path.load_replays_soon
     monkeypatch.setattr(call_path, "load_replays_soon", lambda: None)
-    rank = make_rank(monkeypatch, driver)
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    for _ in range(4):
-        gather(rank, output, input)
-    assert rank.comm._repeats is None
-    monkeypatch.setattr(call_path, "load_replays_soon", real_load)
-    for _ in range(3):
-        gather(rank, output, input)
-    repeats: Any = rank.comm._repeats
-    monkeypatch.setattr(call_path, "load_replays_soon", lambda: pytest.fail("asked again"))
-    made, run = [], repeats.run
-    repeats.run = lambda *arguments: made.append(run(*arguments)) or made[-1]
-    for _ in range(3):
-        gather(rank, output, input)
-    assert made == [True] * 3
-    rank.comm.close()
-    driver.stop()
+    with one_rank() as rank:
+        for _ in range(4):
+            gather(rank, output, input)
+        assert rank.comm._repeats is None
+        monkeypatch.setattr(call_path, "load_replays_soon", real_load)
+        for _ in range(3):
+            gather(rank, output, input)
+        monkeypatch.setattr(call_path, "load_replays_soon", lambda: pytest.fail("asked again"))
+        watch_repeats(rank)
+        for _ in range(3):
+            gather(rank, output, input)
+        assert rank.native == [True] * 3
 
 
 @pytest.mark.parametrize("config", [{"native": False}, {"debug": True}], ids=["switched off", "debug"])
-def test_where_python_makes_every_call(monkeypatch: pytest.MonkeyPatch, config: dict[str, bool]) -> None:
-    driver = FakeDriver()
-    rank = make_rank(monkeypatch, driver, **config)
-    assert rank.comm._repeats is None
+def test_where_python_makes_every_call(config: dict[str, bool]) -> None:
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    for _ in range(4):
-        gather(rank, output, input)
-    rank.comm.close()
-    driver.stop()
+    with one_rank(**config) as rank:
+        assert rank.comm._repeats is None
+        for _ in range(4):
+            gather(rank, output, input)
 
 
 def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:

@@ -12,8 +12,8 @@ import torch
 from test_c3_judged import KNOWN
 
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.pair import orders_of, small_of
 from sidelane_lab.pairs.sweep import LAUNCH_ORDERS, judge
-from sidelane_lab.pairs.thirds import orders_of, small_of
 from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.study import rows_not_run

@@ -26,7 +26,7 @@ from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.pairs.run import GemmRun, Workers, check_launch, pair_streams
+from sidelane_lab.pairs.pair import GemmRun, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
@@ -222,12 +222,12 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
                 run = ReadyCall(entrant, case, implementation)
-                pair = Pair(roster, workload, run, streams, second, options)
+                pair = PipelinedPair(roster, workload, run, streams, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
 
 
-class Pair:
+class PipelinedPair:
     """A GEMM and a collective on this rank, to be run in every shape."""
 
     def __init__(

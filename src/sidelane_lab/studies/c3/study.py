@@ -30,11 +30,10 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import bound_of
+from sidelane_lab.pairs.comparison import Instruments, PairOutcome, StrategyResult, run_workload
 from sidelane_lab.pairs.heuristics import units_for
 from sidelane_lab.pairs.isolated import Isolated, isolated_times
-from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
-from sidelane_lab.pairs.run import Instruments, pair_streams, run_workload
-from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.pairs.pair import orders_of, pair_streams
 from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload, percent_of_ideal
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores

@@ -28,8 +28,8 @@ from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayCompari
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, pair_streams
+from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
+from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, Workers, pair_streams
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm, ideal_speedup, speedup
 from sidelane_lab.studies.layouts.rows import BACK, LAYOUTS, THERE, LayoutRow, layout_tables
 from sidelane_lab.studies.layouts.ways import DTYPE, LayoutCase, LayoutExchange, LayoutExchanges
@@ -136,7 +136,7 @@ class _Study:
             ways = {way.key: way for way in LayoutExchanges(self._comm, case).ways((THERE, BACK), COMPUTE)}
             gemm = GemmRun(gemm_of, case.device)
             gemm.fill(next(self._seeds))
-            pairs = Pairs(gemm, self._streams, workers)
+            pairs = Pair(gemm, self._streams, workers)
             launches = {key: pairs.launch(named("conccl"), way) for key, way in ways.items()}  # type: ignore[arg-type]
 
             def checked(key: tuple[str, ...]) -> None:

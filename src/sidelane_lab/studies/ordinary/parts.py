@@ -15,8 +15,8 @@ from sidelane.c3.strategies import named
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
-from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
+from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
+from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, Workers, check_launch
 from sidelane_lab.pairs.workload import Workload, ideal_speedup, speedup
 from sidelane_lab.studies.collectives import bus_gbps, calls_per_sample, checked, hides_launches
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
@@ -113,7 +113,7 @@ class Parts:
         with self.meter.on_stream(), Workers() as workers:
             gemm = GemmRun(workload.gemm, case.device)
             gemm.fill(next(self.seeds))
-            pairs = Pairs(gemm, streams, workers)
+            pairs = Pair(gemm, streams, workers)
             launches = {candidate: pairs.launch(named("conccl"), run) for candidate, run in runs.items()}
 
             def right(candidate: Entrant) -> Problem | None:

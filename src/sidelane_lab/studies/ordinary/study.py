@@ -22,7 +22,7 @@ from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.pairs.run import pair_streams
+from sidelane_lab.pairs.pair import pair_streams
 from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
