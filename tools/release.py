@@ -95,7 +95,8 @@ def build(files: set[str], out: Path) -> tuple[Path, Path, Path]:
     for project in (unpacked, unpacked / "lab"):
         run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, project)
     version = sdist.name.removesuffix(".tar.gz").partition("-")[2]
-    return sdist, *(out / f"{name}-{version}-py3-none-any.whl" for name in ("sidelane", "sidelane_lab"))
+    wheel, lab = (out / f"{name}-{version}-py3-none-any.whl" for name in ("sidelane", "sidelane_lab"))
+    return sdist, wheel, lab
 
 
 def check_sdist(sdist: Path, files: set[str]) -> None:
