@@ -11,7 +11,7 @@
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
-# DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
+# DEVICE_TESTS   files of tests for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
 # STEPS          how many `make test-steps` makes.
@@ -53,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -77,10 +77,10 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m long $(TESTS)
+	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
 
 nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
 	@for each in test-long test-restart test-clients attack soak coverage yardstick asan; \
@@ -88,6 +88,9 @@ nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
 
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
 	@PYTHONPATH=src $(BIN)/python tools/yardstick.py coverage --jobs 2 $(YARDSTICK)
+
+goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")

@@ -11,7 +11,7 @@ import pytest
 
 from sidelane_lab.harness import processes
 
-pytest_plugins = ("rank_fixtures", "replay_fixtures")
+pytest_plugins = ("on_ranks", "replay_fixtures")
 
 # Programs and models are many small objects: the collector would look through them for a twentieth of the time.
 gc.set_threshold(50_000, 20, 20)

@@ -34,6 +34,15 @@ UNKNOWN_S = 5.0
 DURATIONS = TESTS.parent.parent / "results" / "h200x2" / "device-tests-2026-11-29.txt"
 
 
+def files() -> list[str]:
+    """Return files of tests for GPUs. To collect the others as well would take each lane half a minute."""
+    return [
+        str(path)
+        for path in sorted(TESTS.parent.rglob("test_*.py"))
+        if path.parent == TESTS or re.search(r"^@on_ranks\([^@]*\bgpu=", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
 class Share:
     """A pytest plugin that keeps one lane's part of the tests: pieces of files, shared out by their durations.
 
@@ -123,7 +132,7 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=0, help="share the tests out among so many lanes")
     parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--durations", type=Path, default=DURATIONS, help="summary of an earlier run, for --lanes")
-    parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files; default: tests/device")
+    parser.add_argument("tests", nargs="*", default=files(), help="files; default: all with tests for GPUs")
     arguments, options = parser.parse_known_args()
     if local.device_type_and_count()[1] == 0:
         print("[sidelane] no GPU that Sidelane drives: there is nothing to test here", file=sys.stderr)
@@ -142,7 +151,7 @@ def main() -> int:
         lane, lanes = arguments.share
         plugins.append(Share(lane, lanes, durations_of(arguments.durations)))
     started = time.monotonic()
-    code = pytest.main([*arguments.tests, *options], plugins=plugins)
+    code = pytest.main(["-m", "device", *arguments.tests, *options], plugins=plugins)
     if arguments.summary:
         arguments.summary.parent.mkdir(parents=True, exist_ok=True)
         arguments.summary.write_text(summary.text(time.monotonic() - started), encoding="utf-8")

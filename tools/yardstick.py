@@ -872,7 +872,7 @@ def cases(options: argparse.Namespace) -> int:
     """Compare the tests that need GPUs, with their parameters, with those of the baseline; 1 if one has gone."""
     path = ROOT / DATA / "device-cases.txt"
     with trees(options.commit, 1, options.until) as (copy,):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/device"]
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "device"]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(copy.tree / "src")}
         done = subprocess.run(command, cwd=copy.tree, check=True, capture_output=True, text=True, env=environment)
     now = [line for line in done.stdout.splitlines() if "::" in line]

@@ -22,16 +22,12 @@ class Armed:
         self.data = world.load(without_callers(program))
         self.triggers: list[CudaTrigger] = []
         self.addresses: list[int] = []
-        self._kept: list[object] = []
         for rank, loaded in enumerate(self.data.ranks):
             flag = held_by(program, rank)
             assert flag is not None
             self.addresses.append(loaded.addresses.flag(flag))
             backend = SimpleNamespace(executor=world.executors[rank], channels=CUDA_CHANNELS)
-            ended, owner = world.executors[rank].driver.device_words(1)
-            self._kept.append(owner)
-            words = [(self.addresses[rank], EPOCH)]
-            self.triggers.append(CudaBackend.bind_trigger(backend, words, loaded, ended))
+            self.triggers.append(CudaBackend.bind_trigger(backend, [(self.addresses[rank], EPOCH)], loaded))
 
     def _ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(self.world.world_size) if ranks is None else ranks
@@ -41,9 +37,7 @@ class Armed:
         for rank in self._ranks(ranks):
             executor = self.world.executors[rank]
             executor.order(self.world.streams[rank].cuda_stream, executor.held_stream())
-            ahead = (executor.held_stream(), False)
-            self.data.ranks[rank].run(self.world.epoch, ahead)
-            self.triggers[rank].end_behind(self.world.epoch, ahead)
+            self.data.ranks[rank].run(self.world.epoch, (executor.held_stream(), False))
 
     def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
         for rank in self._ranks(ranks):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from group_cases import sidelane_group
 from made_up_gpus import made_up_gpus
 from native_driver import NativeDriver
+from process_groups import sidelane_group
 
 import sidelane
 from sidelane import Communicator, Config

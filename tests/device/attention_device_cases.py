@@ -8,7 +8,7 @@ from typing import Any
 import attention_cases
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 from sweeps import communicator
 
 from sidelane import Communicator, ops

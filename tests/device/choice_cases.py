@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from device_cases import Context
+from device_context import Context
 
 from sidelane import Communicator, Config
 from sidelane.choice.candidate import SM

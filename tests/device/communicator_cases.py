@@ -16,7 +16,7 @@ import slices
 import sweeps
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError

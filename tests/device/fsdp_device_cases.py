@@ -9,7 +9,7 @@ import fsdp_cases
 import straight_cases
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 
 def of(context: Context, name: str, *args: Any) -> Any:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from device_cases import Context
+from device_context import Context
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 import sidelane
 from sidelane import Config, PeerError, flight_recorder, metrics, ranges

@@ -11,7 +11,7 @@ import firing
 import torch
 import torch.distributed as dist
 import triton
-from device_cases import Context
+from device_context import Context
 from expected import any_bytes, same_bytes
 from firing import fire, produce_and_fire
 

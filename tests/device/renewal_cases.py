@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counting import come_close_to_a_renewal, skip
-from device_cases import Context
+from device_context import Context
 from repeat_cases import Repeated
 from turns import Turns
 

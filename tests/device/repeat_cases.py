@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_cases import Context
+from device_context import Context
 
 from sidelane import Communicator, Config
 from sidelane.choice.candidate import SM

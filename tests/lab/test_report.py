@@ -19,7 +19,7 @@ from sidelane_lab.harness.drawing import label_ends
 from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import Results
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.chain import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
 
 FROM = {

@@ -17,6 +17,7 @@ from sidelane.choice.store import InForce, builtin
 from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
 from sidelane_lab.comparisons.figure import ClaimPredictions
@@ -28,23 +29,24 @@ from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
+from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.model.study import c3_study, dma_study, pair_name
+from sidelane_lab.model.study import c3_study, pair_name
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap, predictions
-from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
+from sidelane_lab.studies.collectives import collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
-from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
+from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 from sidelane_lab.traces import dlrm_study as dlrm
 from sidelane_lab.traces import replay as replaying
@@ -110,8 +112,8 @@ def predicted_study() -> list[Table]:
 
 
 def predicted_sizes() -> list[Table]:
-    machine = named("mi300x8")
-    return [predictions.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+    options = CollectiveOptions(collectives=(Kind.ALL_GATHER,))
+    return collective_tables(predicted_rows(named("mi300x8"), options))
 
 
 def predicted_among_nodes() -> list[Table]:
@@ -157,14 +159,14 @@ def of_replay() -> list[Table]:
 def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
-    planned = [sim_plan.PlannedStep(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    planned = [sim_plan.PlannedStep(sim_plan.FSDP, strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
     among = [
-        sim_plan.NodesStep(128, sharding, strategy, times)
+        sim_plan.PlannedStep(sharding, strategy, times)
         for sharding in (sim_plan.FSDP, sim_plan.HSDP)
         for strategy in sim_plan.AMONG_NODES
     ]
-    nodes = sim_plan.nodes_table(named("mi300x8x16"), step, among)
-    return [sim_plan.plan_table(named("mi300x8"), step, planned), nodes]
+    machines = ((named("mi300x8x16"), among), (named("mi300x8"), planned))
+    return [sim_plan.plan_table([sim_plan.TrainingPlan(machine, step, tuple(ways))]) for machine, ways in machines]
 
 
 def of_dlrm() -> list[Table]:

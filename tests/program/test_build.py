@@ -23,7 +23,7 @@ from sidelane.program.collective import (
     split_evenly,
 )
 from sidelane.program.ir import EPOCH, MOVES, Broadcast, Copy, EngineKind, Flag, Program, Reduce, Signal, Swap, Wait
-from sidelane.program.transform import freeze, held_by, hold, lower, release
+from sidelane.program.transform import ended_by, freeze, held_by, hold, lower, release
 from sidelane_lab.sim.prelaunch import prelaunch
 
 FLOAT_SUM = Reduction(ReduceOp.SUM, "float32")
@@ -234,10 +234,12 @@ def test_prelaunch_holds_every_queue_behind_a_trigger_of_its_own() -> None:
 def test_hold_puts_all_queues_of_a_rank_behind_one_trigger() -> None:
     program = build(all_gather([8] * 4), "pcpy")
     held = hold(program)
-    assert (held.flag_count, held.prelaunched) == (program.flag_count + 1, True)
+    assert (held.flag_count, held.prelaunched) == (program.flag_count + 2, True)
     for rank in range(4):
         trigger = held_by(held, rank)
         assert trigger == Flag(rank, program.flag_count)
+        assert ended_by(held, rank) == Flag(rank, program.flag_count + 1)
+        assert ended_by(program, rank) is None and ended_by(prelaunch(program), rank) is None
         *engines, caller = held.queues_of(rank)
         assert [queue.commands[0] for queue in engines] == [Wait(trigger, EPOCH)] * 4
         assert (caller.engine.kind, caller.commands) == (EngineKind.CALLER, (Signal(trigger, EPOCH),))

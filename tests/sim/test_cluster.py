@@ -19,11 +19,11 @@ from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, rail
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.operators import Embedding, Gemv, TiledGemm, predict_fused
+from sidelane_lab.model.plan import parse_nodes
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.symmetry import predict_symmetric, stand_in
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.pairs.workload import parse_workload
-from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 from sidelane_lab.traces.replay import replay
 
@@ -199,7 +199,7 @@ def test_numbers_of_nodes_are_read():
 
 def test_a_plan_has_both_ways_to_shard_on_each_number_of_nodes(tmp_path: Path):
     shown = run(f"plan --model llama-8b --nodes 2,4 --layers 6 --tokens 4096 --report {tmp_path}")
-    assert shown.exit_code == 0 and "4 nodes: " in shown.output, shown.output
+    assert shown.exit_code == 0 and "4 nodes, " in shown.output, shown.output
     rows = json.loads((tmp_path / "plan-llama-8b-like-nodes.json").read_text())["rows"]
     assert {(row["nodes"], row["sharding"]) for row in rows} == set(itertools.product((2, 4), ("FSDP2", "HSDP")))
     assert len(rows) == 4 * 5 and (tmp_path / "plan-llama-8b-like-nodes.png").exists()

@@ -16,7 +16,7 @@ from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
 from sidelane_lab.cli.collectives import PHASED, PhasesOptions
 from sidelane_lab.machines.load import named
-from sidelane_lab.studies.phases import predict as phases_predict
+from sidelane_lab.machines.numbers import predict_study
 from sidelane_lab.studies.phases.predict import predicted_row
 from sidelane_lab.studies.phases.programs import Operation, operations
 from sidelane_lab.studies.phases.rows import PhaseRow
@@ -153,7 +153,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
         json=tmp_path / "phases.json",
         report=tmp_path / "report",
     )
-    phases_predict.main("mi300x8", options)
+    predict_study("mi300x8", options)
     shown = capsys.readouterr().out
     assert "MI300X" in shown and "all_gather pcpy" in shown and "no stamps" not in shown
     content = json.loads((tmp_path / "phases.json").read_text())

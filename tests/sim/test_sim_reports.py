@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness import drawing
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
@@ -34,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    sim_study.c3_main(sim_study.PredictionOptions("h200x4", tmp_path), workloads)
+    sim_study.c3_main("h200x4", C3Options(report=tmp_path), "000", workloads)
     shown = capsys.readouterr().out
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
@@ -44,8 +46,8 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
 
 
 def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
-    options = sim_study.PredictionOptions("h200x4", strategies=("c3_sp", "c3_rp"))
-    sim_study.c3_main(options, [parse_workload("cb1_896M")])
+    options = C3Options(strategies=("c3_sp", "c3_rp"))
+    sim_study.c3_main("h200x4", options, "000", [parse_workload("cb1_896M")])
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
     assert "c3_sp: two streams, the collective first; c3_rp: the GEMM first" in shown and "c3_base:" not in shown
@@ -58,7 +60,7 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     for path, quantity in MACHINE.quantities().items():
         certain = certain.with_value(path, float(quantity))
     monkeypatch.setattr(sim_study, "find", lambda name: certain)
-    sim_study.c3_main(sim_study.PredictionOptions("mi300x8", tmp_path))
+    sim_study.c3_main("mi300x8", C3Options(report=tmp_path), "000")
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
@@ -111,10 +113,13 @@ def check_axes(figures):
 
 @pytest.mark.long  # pictures; test_cli_json runs the command each day
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
-    sim_study.collective_main(sim_study.PredictionOptions("mi300x8", tmp_path))
+    sim_study.collective_main("mi300x8", CollectiveOptions(report=tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
-    assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
+    assert {(row["implementation"], row["variant"]) for row in rows} == {
+        ("nccl", ""),
+        *(("dma", variant) for variant in ("pcpy", "bcst", "swap", "b2b")),
+    }
     for name in ("dma-phases", "dma-all_gather", "dma-all_to_all", "timeline-all_gather-b2b"):
         assert (tmp_path / f"{name}.png").exists()
     check_axes(drawn)

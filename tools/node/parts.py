@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import device_tests
 from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers.results import JUDGES
@@ -287,7 +288,6 @@ def studies() -> Iterator[Part]:
         )
 
 
-TESTS = ROOT / "tests" / "device"
 LANES = 3
 """Processes of tests side by side: nothing is timed in them."""
 TESTS_S = 600.0
@@ -302,8 +302,8 @@ Tests = tuple[float, tuple[str, ...]]
 """Seconds, about, and files or tests, as pytest takes them."""
 
 
-def device_tests() -> Iterator[Part]:
-    """All of tests/device, what takes longest first, in parts of about ``TESTS_S`` of one process."""
+def parts_of_device_tests() -> Iterator[Part]:
+    """All tests for GPUs, what takes longest first, in parts of about ``TESTS_S`` of one process."""
     groups: list[list[Tests]] = []
     for tests in sorted(tests_by_file(), reverse=True):
         group = next((group for group in groups if sum(s for s, _ in (*group, tests)) <= TESTS_S), None)
@@ -312,13 +312,12 @@ def device_tests() -> Iterator[Part]:
         else:
             group.append(tests)
     for number, group in enumerate(groups, 1):
-        lanes = [lane for lane in in_lanes(group) if lane[1]]
-        words = (word for _, names in lanes for word in ("--lane", ",".join(names)))
+        names = (name for _, names in group for name in names)
         yield Part(
             name=f"device-tests-{number}",
             file="device-tests.txt",
-            command=(sys.executable, "tools/device_tests.py", *words),
-            seconds=max(seconds for seconds, _ in lanes) + 20,
+            command=(sys.executable, "tools/device_tests.py", "--lanes", str(LANES), *names),
+            seconds=sum(seconds for seconds, _ in group) / LANES + 20,
             timeout_s=LONGEST_S,
             into="--summary",
             kind=TEXT,
@@ -327,26 +326,15 @@ def device_tests() -> Iterator[Part]:
 
 def tests_by_file() -> Iterator[Tests]:
     """Each file; one that takes very long in two halves."""
-    for path in sorted(TESTS.glob("test_device_*.py")):
-        name, seconds = (
-            path.relative_to(ROOT).as_posix(),
-            TEST_SECONDS.get(path.stem[len("test_device_") :], USUAL_TEST_S),
-        )
+    for path in map(Path, device_tests.files()):
+        name = path.relative_to(ROOT).as_posix()
+        seconds = TEST_SECONDS.get(path.stem.removeprefix("test_").removeprefix("device_"), USUAL_TEST_S)
         if seconds <= TESTS_S / 2:
             yield seconds, (name,)
             continue
         found = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         for half in (found[0::2], found[1::2]):
             yield seconds / 2, tuple(f"{name}::{test}" for test in half)
-
-
-def in_lanes(group: Sequence[Tests]) -> list[Tests]:
-    """The same, shared out: each goes where there is least so far."""
-    lanes: list[Tests] = [(0.0, ())] * LANES
-    for seconds, names in group:
-        place = min(range(LANES), key=lambda number: lanes[number][0])
-        lanes[place] = (lanes[place][0] + seconds, lanes[place][1] + names)
-    return lanes
 
 
 def claims() -> Part:
@@ -364,4 +352,4 @@ def claims() -> Part:
 
 def all_parts() -> tuple[Part, ...]:
     """In the order in which they are run."""
-    return (*studies(), *device_tests(), claims())
+    return (*studies(), *parts_of_device_tests(), claims())

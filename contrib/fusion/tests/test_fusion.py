@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import long
-from rank_fixtures import four
+from on_ranks import four
 from ranks import Crew, crew
 
 if importlib.util.find_spec("triton") is None:

@@ -31,10 +31,6 @@ class Trigger(Protocol):
         """Signal at once."""
         ...
 
-    def end_behind(self, epoch: int, ahead: CallerStream) -> None:
-        """Note the end of call ``epoch`` behind the stream that runs it ahead (:attr:`Backend.ahead`)."""
-        ...
-
     def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
         """Let the caller's next work follow the end of the call.
 
@@ -116,11 +112,8 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable, ended: int | None = None) -> Trigger:
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Trigger:
         """Prepare signals of this rank's flags, (address, value) each, for which the commands of ``loaded`` wait.
-
-        ``ended``: the trigger fires the whole of ``loaded``, and the number of the call that ended is kept at this
-        address (see :meth:`Trigger.end_behind`).
 
         Raises:
             UnavailableError: a trigger could not be delivered while ``loaded`` runs: it holds all hardware channels.

@@ -60,9 +60,7 @@ class CpuBackend(Backend):
         )
         return CpuKernelCall(self.executor, self._status_words, call)
 
-    def bind_trigger(
-        self, words: Sequence[tuple[int, Value]], loaded: Runnable, ended: int | None = None
-    ) -> CpuTrigger:
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuTrigger:
         return CpuTrigger(words)
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CpuArrival:
@@ -155,9 +153,6 @@ class CpuTrigger:
         full_fence()
         for word, value in self._words:
             word.value = value.at(epoch) & WORD_MASK
-
-    def end_behind(self, epoch: int, ahead: CallerStream) -> None:
-        """Do nothing: no call runs ahead."""
 
     def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
         if not fired and not self.is_fired(epoch):

@@ -31,6 +31,7 @@ from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
+from sidelane.program.transform import ended_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
@@ -96,14 +97,14 @@ class CudaBackend(Backend):
 
         return CudaKernelCall(self.executor, call, compiles=compiles)
 
-    def bind_trigger(
-        self, words: Sequence[tuple[int, Value]], loaded: Runnable, ended: int | None = None
-    ) -> CudaTrigger:
+    def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
         title = (str(loaded.program.collective), loaded.program.variant)
         require_free_channel(*title, loaded.streams, self.channels)
         loaded.is_triggered = True
-        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}", ended)
+        ended = ended_by(loaded.program, self.executor.rank)
+        address = None if ended is None else loaded.addresses.flag(ended)
+        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}", address)
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaArrival:
         assert isinstance(loaded, CudaProgram)

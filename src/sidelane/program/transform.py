@@ -84,8 +84,8 @@ def lower(program: Program, native: AbstractSet[type[Move]], fits: Callable[[Mov
 def hold(program: Program) -> Program:
     """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. :func:`release` removes it.
 
-    It is the last flag of every rank, and only this rank touches it. A rank that does nothing waits for it all the
-    same: it can be fired everywhere.
+    It is the last flag but one of every rank, and only this rank touches it. A rank that does nothing waits for it all
+    the same: it can be fired everywhere. The last flag is for executors (:func:`ended_by`).
 
     Raises:
         ValueError: the program is prelaunched already.
@@ -104,7 +104,7 @@ def hold(program: Program) -> Program:
         program,
         variant=f"{program.variant}+hold",
         queues=tuple(queues),
-        flag_count=program.flag_count + 1,
+        flag_count=program.flag_count + 2,
         prelaunched=True,
     )
 
@@ -113,6 +113,13 @@ def held_by(program: Program, rank: int) -> Flag | None:
     """Return the trigger of a rank's first queue, which fires all of its queues on GPUs; None if there is none."""
     first = [queue.commands[0] for queue in program.queues_of(rank) if queue.commands and program.prelaunched]
     return next((wait.flag for wait in first if isinstance(wait, Wait)), None)
+
+
+def ended_by(program: Program, rank: int) -> Flag | None:
+    """Return the flag that an executor sets behind all queues of ``rank`` in a program that :func:`hold` made."""
+    last = program.flag_count - 1
+    used = {c.flag.index for queue in program.queues for c in queue.commands if isinstance(c, (Wait, Signal))}
+    return Flag(rank, last) if program.prelaunched and last not in used else None
 
 
 def release(program: Program) -> Program:

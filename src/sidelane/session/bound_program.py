@@ -26,8 +26,16 @@ from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
-from sidelane.program.ir import Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
-from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, lower, triggers_of, without_callers
+from sidelane.program.ir import EPOCH, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
+from sidelane.program.transform import (
+    arrivals_of,
+    ended_by,
+    flags_of_callers,
+    freeze,
+    lower,
+    triggers_of,
+    without_callers,
+)
 from sidelane.program.verify import verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
@@ -124,14 +132,11 @@ class LoadedProgram:
         arrivals: number of arrivals that this rank may wait for in each call.
     """
 
-    runs_ahead = False
-    """Its calls are submitted ahead, and one trigger fires them: memory for captures keeps the number of the last."""
-
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers, choice: Choice) -> None:
         self.program: Program = buffers.program
         program = self.program
         self._calls, self._preparer, self._forms, self._choice = calls, preparer, forms, choice
-        self._flag_bytes = flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
+        flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
         staging_bytes = max(forms.eager.staging_bytes)
         self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
         begins = self._block.addresses
@@ -154,9 +159,8 @@ class LoadedProgram:
         self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
         self._unfired: set[int] = set()
         self._works: list[Work | None] = [None, None]  # of the last call with callers outside of graphs, and in one
-        ended = self._addresses[CAPTURED].flags[calls.control.rank] if self.runs_ahead else None
         try:
-            self._triggers = [calls.backend.bind_trigger(words, eager.loaded, ended) for words in self._words]
+            self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
         except UnavailableError:
             self._release()  # else the watch would store to flags whose memory is dropped
             raise
@@ -186,11 +190,9 @@ class LoadedProgram:
         """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
         if self._block is None:
             return
-        words = self._block.tensor[: 2 * self._flag_bytes].view(torch.int32)
+        words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
         for index, value in self._last_signals.items():
             words[index] = as_int32(value.at(call))
-        if self.runs_ahead:
-            words[self._flag_bytes // WORD_BYTES] = as_int32(call)
 
     def close(self) -> None:
         """Fire the triggers that are left, wait for this rank's calls, and release memory and tensors. Idempotent."""
@@ -503,4 +505,6 @@ def _last_signals(program: Program, rank: int) -> dict[int, Value]:
                 value, index = command.value, command.flag.index
                 if value.per_epoch and (index not in found or found[index].base < value.base):
                     found[index] = value
+    if (ended := ended_by(program, rank)) is not None:
+        found[ended.index] = EPOCH
     return found

@@ -40,7 +40,6 @@ class Prelaunched(LoadedProgram):
         host_trigger: :meth:`trigger_from_host` is allowed.
     """
 
-    runs_ahead = True
     range_name = "prelaunched call"
     """Name of its calls in profilers, whose range is the arming."""
 
@@ -98,8 +97,6 @@ class Prelaunched(LoadedProgram):
         self._before, self._epoch, self._works[EAGER] = self._epoch, call, None
         if (ahead := calls.backend.ahead) is not None:
             self._run(ahead)
-            with calls.failing_for_good():
-                self._triggers[0].end_behind(call, ahead)
         calls.armed, self._unfired = self, {0}
 
     def trigger(self) -> None:

@@ -331,7 +331,7 @@ def _c3(study: str, machine: str | None, version: str, results: Path | None, **p
         values |= {name: parameters[name] for name in ("warmup", "repeats")}
         run(OccupancyOptions(**{name: value for name, value in values.items() if name not in USUAL or given(name)}))
     elif machine is not None:
-        _predict(machine, version, results, values_of(C3Options, parameters))
+        _predict(machine, version, results, C3Options(**values_of(C3Options, parameters)))
     elif given("version"):
         raise ValueError("--version chooses between versions of the paper; it needs --machine")
     else:
@@ -354,25 +354,23 @@ def _refuse(study: str, *names: str) -> None:
         raise ValueError(f"{options[name]} goes with --study {study}")
 
 
-def _predict(machine: str, version: str, results: Path | None, values: dict[str, Any]) -> None:
+def _predict(machine: str, version: str, results: Path | None, options: C3Options) -> None:
     """Predict, as ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
 
     Raises:
         ValueError: options that do not go together, or no such machine.
     """
-    report, json = values["report"], values["json"]
     if results is not None:
         refuse_beside_machine("results", "json", "report")
-        loaded("studies.c3.prediction").main(machine, results, report, json)
+        loaded("studies.c3.prediction").main(machine, results, options.report, options.json)
         return
     workloads = []
     if any(map(given, ("pairs", "gemms", "sizes", "by_class"))):
         refuse_beside_machine("pairs", "gemms", "sizes", "by_class", "collectives", "strategies", "json", "report")
-        workloads = [parse_workload(pair, kind) for kind in values["collectives"] for pair in values["workloads"]]
+        workloads = [parse_workload(pair, kind) for kind in options.collectives for pair in options.workloads]
     else:
         refuse_beside_machine("version", "json", "report")
-    predictions = loaded("papers.predictions")
-    predictions.c3_main(predictions.PredictionOptions(machine, report, version, json, values["strategies"]), workloads)
+    loaded("papers.predictions").c3_main(machine, options, version, workloads)
 
 
 c3 = command(

@@ -247,9 +247,9 @@ def plan(
                 if given(name):
                     raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
             study = loaded("traces.dlrm_study")
-            study.main(study.DlrmOptions(machine or study.MACHINE, nodes, report, json))
+            study.main(machine or study.MACHINE, nodes, report, json)
             return
-        planning = loaded("papers.plan")
+        planning = loaded("model.plan")
         if machine is None and not nodes:
             raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine h100x8, ...)")
         whose = SHORT.get(model, model)

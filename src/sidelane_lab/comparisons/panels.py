@@ -10,6 +10,7 @@ from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
 from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.panels import Panel, PublishedValue
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II
@@ -22,9 +23,7 @@ from sidelane_lab.papers.dma import (
 )
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
 from sidelane_lab.papers.measurements import (
-    AS_GOOD,
     FIFTH,
-    PRELAUNCHED,
     ChainReadings,
     CollectiveReadings,
     FusedReadings,

@@ -449,15 +449,16 @@ def study_command(
     Args:
         name: name of the command.
         options: options of the study; their docstring is the help.
-        predict: function that predicts for ``--machine`` instead; None: the command has no such option.
-        beside: parameters that go with ``--machine``.
+        predict: function that predicts for ``--machine`` instead, where more has to be done than ``predict_study``.
+        beside: parameters that go with ``--machine``; without any, the command has no such option.
         heading: heading in the help that lists commands.
     """
 
     def callback(machine: str | None = None, **parameters: Any) -> None:
-        if predict is not None and machine is not None:
+        if machine is not None:
             refuse_beside_machine(*beside)
-            predict(machine, options(**values_of(options, {**parameters, "machine": machine})))
+            predicts = predict or loaded("machines.numbers").predict_study
+            predicts(machine, options(**values_of(options, {**parameters, "machine": machine})))
             return
         for field, one in declared(options).items():
             if one.predicted and given(field):
@@ -465,7 +466,7 @@ def study_command(
                 raise ValueError(f"{flag} is for predictions; it needs --machine")
         run(options(**values_of(options, parameters)))
 
-    found = command(name, callback, (options,), () if predict is None else (machine_option,), heading)
+    found = command(name, callback, (options,), (machine_option,) if beside else (), heading)
     return found
 
 

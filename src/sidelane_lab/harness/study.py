@@ -16,16 +16,17 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from sidelane.cli.output import write_json
 from sidelane.machine.inventory import machine_name
 from sidelane.user_files import json_of
-from sidelane_lab.harness import provenance
 from sidelane_lab.harness.files import text_of
-from sidelane_lab.harness.launch import LaunchTarget
 from sidelane_lab.harness.options import require
 from sidelane_lab.harness.table import Table
+
+if TYPE_CHECKING:
+    from sidelane_lab.harness.launch import LaunchTarget
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 MODEL = "model"
@@ -33,6 +34,12 @@ MODEL = "model"
 
 SEPARATE = "separate"
 """Variant of a list of tensors in a call for each."""
+
+PRELAUNCHED = "+prelaunch"
+"""End of the name of a variant that is prelaunched."""
+
+AS_GOOD = 1.02
+"""Ratio of two times below which the longer counts as good as the shorter."""
 
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
 
@@ -123,7 +130,11 @@ class Study(Generic[R]):
         warning: what readers of one file must know besides; empty if nothing.
         measure: every rank's part, ``measure(rank, options, sender)``, which makes the rows; None where another study
             measures.
-        predict: fills the rows for a described machine, ``predict(machine, options)``; None where no model does.
+        predict: fills the rows for a described machine, ``predict(machine, options)``; None where no model does. It
+            raises ValueError for a machine or options that the model does not speak to.
+        predict_row: predicts what a measured row holds, ``predict_row(machine, row)``, given the row's own isolated
+            times: several values where either of two things may come first, none where the model does not speak to
+            it; None where no model does.
         progress: what is measured, in a few words, for the bar.
         check: refuses options that do not fit where the ranks would run, by ``ValueError``, before one starts.
         main: runs the study for its command, where more has to be done than ``running.run_study``; None elsewhere.
@@ -139,6 +150,7 @@ class Study(Generic[R]):
     warning: Callable[[Results], str] = lambda results: ""
     measure: Callable[..., Any] | None = None
     predict: Callable[[Any, Any], Sequence[R]] | None = None
+    predict_row: Callable[[Any, R], Sequence[float]] | None = None
     progress: str = ""
     check: Callable[[Any, LaunchTarget], object] = lambda options, place: None
     main: Callable[[Any], object] | None = None
@@ -181,8 +193,8 @@ class Results:
         study: name of the study, one of ``STUDIES``.
         machine: short name, as the folders under ``results/`` have it (``h200x4``, ``cpu``).
         gpus: number of GPUs that took part; 0 when ranks were CPU processes.
-        device: full name of the GPU or processor.
-        ranks: processes that took part.
+        device: full name of the GPU or processor; of predicted rows the title of the description.
+        ranks: processes that took part; 0 in a prediction.
         date: time at which the study ended, in UTC, ISO 8601.
         commit: commit of the code that ran, with ``-dirty`` if files differed; ``unknown`` outside a checkout.
         command: command that runs it again.
@@ -218,8 +230,8 @@ class Results:
 
     @property
     def where(self) -> str:
-        """The ranks and the machine, for titles."""
-        return f"{self.ranks} {'processes on' if self.on_cpu else 'x'} {self.device}"
+        """The ranks and the machine, for titles; of a prediction the machine."""
+        return f"{self.ranks} {'processes on' if self.on_cpu else 'x'} {self.device}" if self.ranks else self.device
 
 
 def collect(study: str, rows: Sequence[FlatRow], *, device_type: str, ranks: int, command: str = "") -> Results:
@@ -232,6 +244,8 @@ def collect(study: str, rows: Sequence[FlatRow], *, device_type: str, ranks: int
         ranks: processes that took part.
         command: what to type to run it again; empty takes this process's command line.
     """
+    from sidelane_lab.harness import provenance  # it loads PyTorch, and declarations do without
+
     on_cpu = device_type == "cpu"
     device, count = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
     return Results(

@@ -1,14 +1,58 @@
-"""Files of predictions: their rows, and the numbers of the machine that they were made from."""
+"""Predictions of a study for a described machine: tables, pictures, and files with the numbers they were made from."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sidelane.cli.output import write_json
+from sidelane_lab.harness import report
+from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.study import Results, study_of
+from sidelane_lab.harness.table import Table
+from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
+from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
+
+
+def predict_study(
+    machine_name: str,
+    options: StudyOptions,
+    *,
+    further: Callable[[Machine], Sequence[Table]] = lambda machine: (),
+    draw: Callable[[Machine, Sequence[Any], Path], object] | None = None,
+) -> None:
+    """Predict the study that the options are of: print its tables, and write what the options ask for.
+
+    Args:
+        machine_name: name in the catalogue, or a TOML or JSON file.
+        options: options of the study, with where to write.
+        further: makes tables that are printed behind those of the rows.
+        draw: draws rows for a machine into the folder of a report, in place of the study's pictures.
+
+    Raises:
+        ValueError: no such machine, or the model does not speak to it or to these options.
+    """
+    study, machine, console = study_of(options.study), find(machine_name), tables_console(options.json)
+    assert study.predict is not None, study.name
+    with progress_console().status("simulating"):
+        rows = study.predict(machine, options)
+    console.print(f"{study.title}: predicted for {machine.title}", style="bold")
+    for table in (*study.tables(rows), *further(machine)):
+        console.print(table.to_rich())
+    numbers = [row.to_dict() for row in rows]
+    files = write_report(options.json, options.report, study.name, machine, numbers, f"{study.name}_predicted")
+    if options.report is not None:
+        with progress_console().status("drawing"):
+            if draw is not None:
+                draw(machine, rows, options.report)
+            else:  # as if they were of a file
+                about = (study.name, machine.name, machine.world_size, machine.title)
+                found = Results(*about, ranks=0, date="", commit="", command="", software={}, rows=tuple(rows))
+                report.draw(found, options.report)
+    say_written(files)
 
 
 def write_numbers(

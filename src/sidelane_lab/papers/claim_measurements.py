@@ -23,6 +23,7 @@ import rich.text
 
 from sidelane.cli.output import write_json
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.study import AS_GOOD
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.pairs.workload import Bound
@@ -31,7 +32,6 @@ from sidelane_lab.papers.claims import numbers, published, value_text
 from sidelane_lab.papers.conccl import CB, MB
 from sidelane_lab.papers.dma import NAMES, claimed_range
 from sidelane_lab.papers.measurements import (
-    AS_GOOD,
     BETWEEN_NODES,
     FIFTH,
     ChainReadings,

@@ -14,6 +14,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.cli.collectives import CollectiveOptions, PhasesOptions
 from sidelane_lab.harness.drawing import BLUE, VERMILLION
 from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, geomean, published_program
@@ -23,7 +24,7 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
-from sidelane_lab.papers.measurements import AS_GOOD, PRELAUNCHED, CollectiveReadings, PhaseReadings, ResultFile
+from sidelane_lab.papers.measurements import CollectiveReadings, PhaseReadings, ResultFile
 from sidelane_lab.papers.rows import ClaimReading, Marks, RowFigure, model_rows, size_places
 
 MI300X = "mi300x8"

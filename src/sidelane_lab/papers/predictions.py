@@ -11,17 +11,20 @@ from typing import Any
 from sidelane.c3.strategies import named, strategies
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.explain.nodes import predict_collectives
+from sidelane_lab.harness.study import FlatRow
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find
-from sidelane_lab.machines.numbers import write_report
+from sidelane_lab.machines.numbers import predict_study, write_report
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
 from sidelane_lab.model.engine_add import engine_add_tables
 from sidelane_lab.model.panels import draw_all, draw_timeline
 from sidelane_lab.model.strategies import Prediction, library_strategies, objection, predict
-from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
+from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name
 from sidelane_lab.pairs.workload import C3Class, Workload
 from sidelane_lab.papers import conccl, dma
 from sidelane_lab.sim import Interval, write_chrome_trace
@@ -33,39 +36,26 @@ TRACED_BYTES = 1 << 20
 """Bytes of the collective whose timelines are written."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PredictionOptions:
-    """Options of both commands.
-
-    Attributes:
-        machine: name in the catalogue, or a TOML or JSON file.
-        report: folder for figures, timelines and the numbers; None: none.
-        json: file for the numbers, or ``written.STDOUT``; None: none.
-        version: of the ConCCL paper where its two versions disagree (``000`` or ``002``); c3 only.
-        strategies: names, for pairs; empty takes all.
-    """
-
-    machine: str
-    report: Path | None = None
-    version: str = "000"
-    json: Path | None = None
-    strategies: tuple[str, ...] = ()
-
-
-def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> None:
+def c3_main(machine_name: str, options: C3Options, version: str, workloads: Sequence[Workload] = ()) -> None:
     """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
+
+    Args:
+        machine_name: name in the catalogue, or a TOML or JSON file.
+        options: strategies of pairs, and where to write.
+        version: version of the paper where its two versions disagree (``000`` or ``002``).
+        workloads: pairs; without any, the whole study.
 
     Raises:
         ValueError: no such machine, or version; or the whole study on several nodes.
     """
-    machine = find(options.machine)
+    machine = find(machine_name)
     console, progress = tables_console(options.json), progress_console()
     if workloads:
         numbers, tables = _pairs(machine, workloads, options.strategies)
     else:
         machine.refuse_nodes("c3 without pairs, which is the ConCCL paper's study")
         with progress.status("simulating") as status:
-            study = c3_study(machine, version=options.version, progress=status.update)
+            study = c3_study(machine, version=version, progress=status.update)
         by_kind = [[row for row in study.rows if row.workload.collective is kind] for kind in COLLECTIVES]
         tables = [*(pairs_table(machine, alike, pair_name) for alike in by_kind), averages_table(study)]
         numbers = [_flat(row) for row in study.rows]
@@ -74,7 +64,7 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> N
     files = write_report(options.json, options.report, "c3_predicted", machine, numbers)
     if options.report is not None and not workloads:
         with progress.status("drawing, over the plausible values of the machine's numbers"):
-            draw_all(conccl.figures(options.version), machine, options.report)
+            draw_all(conccl.figures(version), machine, options.report)
             workload = study.rows[-1].workload
             for strategy in ("c3_base", "c3_sp", "conccl"):
                 timeline = predict(machine, workload, strategy, record=True).timeline
@@ -83,7 +73,7 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> N
     say_written(files)
 
 
-def collective_main(options: PredictionOptions) -> None:
+def collective_main(machine_name: str, options: CollectiveOptions) -> None:
     """Predict the variants of the DMA collectives paper and the vendor library's collectives by size.
 
     Of several nodes: what a process group runs there, and the library's rings.
@@ -91,28 +81,23 @@ def collective_main(options: PredictionOptions) -> None:
     Raises:
         ValueError: no such machine.
     """
-    machine = find(options.machine)
+    machine = find(machine_name)
     if machine.nodes > 1:
         predict_collectives(machine, options.report, options.json)
-        return
-    console = tables_console(options.json)
-    study = dma_study(machine)
-    for kind in COLLECTIVES:
-        console.print(sizes_table(study, machine, kind).to_rich())
-    for table in engine_add_tables(machine):
-        console.print(table.to_rich())
-    files = write_report(options.json, options.report, "collectives_predicted", machine, dma_rows(study))
-    if options.report is not None:
-        with progress_console().status("drawing, over the plausible values of the machine's numbers"):
-            draw_all(dma.PAPER.figures, machine, options.report)
-            for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
-                timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
-                ends = ("host", "rank 0", f"rank {machine.gpus - 1}")
-                shown = [i for i in timeline if i.group in ends or i.lane.startswith("link 0 ")]
-                words = f"all_gather of {format_bytes(TRACED_BYTES)}, {variant}"
-                title = f"{words}: host, first and last rank, links of the first"
-                write_timeline(timeline, title, options.report, f"timeline-all_gather-{variant}", shown)
-    say_written(files)
+    else:
+        asked = dataclasses.replace(options, sizes=SIZES)
+        predict_study(machine_name, asked, further=engine_add_tables, draw=_draw_collectives)
+
+
+def _draw_collectives(machine: Machine, rows: Sequence[FlatRow], folder: Path) -> None:
+    draw_all(dma.PAPER.figures, machine, folder)
+    for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
+        timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
+        ends = ("host", "rank 0", f"rank {machine.gpus - 1}")
+        shown = [i for i in timeline if i.group in ends or i.lane.startswith("link 0 ")]
+        words = f"all_gather of {format_bytes(TRACED_BYTES)}, {variant}"
+        title = f"{words}: host, first and last rank, links of the first"
+        write_timeline(timeline, title, folder, f"timeline-all_gather-{variant}", shown)
 
 
 def write_timeline(
@@ -147,16 +132,6 @@ def _pairs(
         for name, reason in unknown
     ]
     return numbers, tables
-
-
-def dma_rows(study: DmaStudy) -> list[dict[str, Any]]:
-    """Return an object for each predicted time."""
-    times = [(*key, us) for key, us in study.dma_us.items()]
-    times += [(kind, "library", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
-    return [
-        {"collective": str(kind), "variant": variant, "prelaunch": prelaunched, "bytes": nbytes, "time_us": us}
-        for kind, variant, prelaunched, nbytes, us in times
-    ]
 
 
 def pairs_table(
@@ -213,20 +188,6 @@ def averages_table(study: C3Study) -> Table:
     columns = ("<strategy", "mean\nspeedup", "all", *(str(kind) for kind in COLLECTIVES), *(str(c) for c in C3Class))
     note = f"{len(TABLE_II)} pairs with {len(COLLECTIVES)} collectives; predicted"
     return Table("Percent of ideal by group", columns, (*lines, *best), (note,))
-
-
-def sizes_table(study: DmaStudy, machine: Machine, kind: Kind) -> Table:
-    """Make a table of time by size for the library and every variant; the fastest is starred."""
-    variants = [(variant, prelaunched) for variant in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
-    lines = []
-    for nbytes in SIZES:
-        times = [study.library_us[kind, nbytes], *(study.dma_us[kind, v, p, nbytes] for v, p in variants)]
-        cells = [f"{us:.1f}" + ("*" if us == min(times) else " ") for us in times]
-        variant, prelaunched = study.best(kind, nbytes)
-        lines.append(Line((format_bytes(nbytes), *cells, variant + ("+prelaunch" if prelaunched else ""))))
-    names = [variant + ("\n+pre-\nlaunch" if prelaunched else "") for variant, prelaunched in variants]
-    title = f"{kind} on {machine.title}: time in us, predicted (* fastest)"
-    return Table(title, ("bytes", "library", *names, "<DMA to take"), tuple(lines))
 
 
 def _flat(row: Prediction) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,14 +24,16 @@ from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import (
+    AS_GOOD,
     IMPLEMENTATIONS,
     MODEL,
     OF_LIBRARY,
+    PRELAUNCHED,
     SEPARATE,
     Allowed,
     FlatRow,
@@ -47,6 +49,7 @@ from sidelane_lab.harness.table import (
     number,
     place_of,
 )
+from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 
 if TYPE_CHECKING:
     from sidelane_lab.machines.spec import Machine
@@ -113,10 +116,15 @@ def bus_gbps(collective: str, nbytes: int, ranks: int, time_us: float) -> float:
     return nbytes / (time_us * 1e3) * shares.get(collective, (ranks - 1) / ranks)
 
 
+def variant_of(row: CollectiveRow) -> str:
+    """Return the name of a row's variant, which says whether it is prelaunched."""
+    return row.variant + (PRELAUNCHED if row.prelaunch and "prelaunch" not in row.variant else "")
+
+
 COLLECTIVE_COLUMNS: Mapping[str, Cell] = {
     "bytes": "bytes",
     "<implementation": "implementation",
-    "<variant": lambda row, _: row.variant + ("+prelaunch" if row.prelaunch and "prelaunch" not in row.variant else ""),
+    "<variant": lambda row, _: variant_of(row),
     "time\nus": "time_us",
     "p10-p90\nus": spread,
     "bus\nGB/s": "bus_gbps",
@@ -131,8 +139,12 @@ LIST_COLUMNS: tuple[str, ...] = (
 def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
     """One table for each way to call a collective, ordered by size as in nccl-tests; each size's fastest is set off.
 
-    Lists of tensors have one before these that holds them against separate calls and against the library.
+    Lists of tensors have one before these that holds them against separate calls and against the library. Predicted
+    rows have one for each collective, with a column for each way.
     """
+    predicted = [row for row in rows if row.launch == MODEL]
+    if predicted:
+        return [_predicted_table(alike) for _, alike in grouped(predicted, lambda row: row.collective, ordered=False)]
     listed = [row for row in rows if row.tensors > 1]
     calls = grouped(listed, lambda row: (row.collective, row.dtype, row.in_place, row.tensors))
     tables = [_list_summary(alike) for _, alike in calls]
@@ -140,6 +152,22 @@ def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
         title = way_to_call(alike[0])
         tables.append(table_of(title, alike, COLLECTIVE_COLUMNS, by=lambda row: row.bytes, ordered=True, keys=3))
     return tables
+
+
+def _predicted_table(rows: Sequence[CollectiveRow]) -> Table:
+    """Show the time of the library and of every variant by size; the fastest is starred."""
+    sizes = grouped(rows, lambda row: row.bytes)
+    lines = []
+    for nbytes, same in sizes:
+        us = {(row.implementation, row.variant, row.prelaunch): row.time_us or 0.0 for row in same}
+        cells = [f"{one:.1f}" + ("*" if one == min(us.values()) else " ") for one in us.values()]
+        # Of copy engines the fastest, but not prelaunched where that saves less than 2%.
+        best = min((row for row in same if row.implementation == "dma"), key=lambda row: row.time_us or 0.0)
+        plain = us["dma", best.variant, False] <= (best.time_us or 0.0) * AS_GOOD
+        lines.append(Line((format_bytes(nbytes), *cells, best.variant if plain else variant_of(best))))
+    names = [variant_of(row).replace(PRELAUNCHED, "\n+pre-\nlaunch") or "library" for row in sizes[0][1]]
+    title = f"{rows[0].collective}: time in us, predicted (* fastest)"
+    return Table(title, ("bytes", *names, "<DMA to take"), tuple(lines))
 
 
 def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
@@ -284,24 +312,16 @@ def measure_case(
     roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
-    meter, found = roster.meter, WayComparison[Entrant, ReadyCall]()
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-
-    def check(_: Entrant, call: ReadyCall) -> Problem | None:
-        problem = checked(meter, call, next(seeds), runs=2 if call.repeatable else 1)  # back to back where that can be
-        call.release()
-        return problem
-
-    with meter.on_stream():
-        for implementation in roster.implementations.values():
-            for candidate in wanted_candidates(implementation, case, options):
-                make = functools.partial(ReadyCall, candidate, case, implementation, calls)
-                found.add(candidate, ready(meter, make, next(seeds)))
-        found.rounds = time_candidates(meter, found.ready, case, options)
-        found.check_again(check)
-    for candidate, call, rounds, problem in found:
-        row = _row(case, candidate, rounds, problem)
-        yield row if call is None else dataclasses.replace(row, variant=call.variant)
+    makers = {
+        candidate: functools.partial(ReadyCall, candidate, case, implementation, calls)
+        for implementation in roster.implementations.values()
+        for candidate in wanted_candidates(implementation, case, options)
+    }
+    time = functools.partial(time_candidates, roster.meter, case=case, options=options)
+    for one in roster.meter.compare(makers, seeds, time):
+        variant = one.key.variant if one.way is None else one.way.variant
+        yield dataclasses.replace(_row(case, one.key, one.rounds, one.problem), variant=variant)
 
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
@@ -310,44 +330,6 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
-
-
-def ready(meter: Meter, make: Callable[[], ReadyCall], seed: int) -> ReadyCall | Problem:
-    """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
-    made: list[ReadyCall] = []
-    refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
-    if refused is not None:
-        for prepared in made:
-            prepared.release()
-        return Problem(refused)
-    (prepared,) = made
-    problem: Problem | None = None
-    if prepared.candidate.launch == "graph":
-        # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
-        # next, since a rank that cannot go on must not leave the others waiting on their devices.
-        problem = meter.run(prepared.label, functools.partial(_run, prepared, seed, 1))
-        if problem is None:
-            refused = meter.attempt(prepared.capture)
-            problem = None if refused is None else Problem(f"capture: {refused}")
-    if problem is None:
-        problem = checked(meter, prepared, seed)
-    if problem is not None:
-        prepared.release()
-        return problem
-    prepared.settle()
-    return prepared
-
-
-def checked(meter: Meter, prepared: ReadyCall, seed: int, *, runs: int = 1) -> Problem | None:
-    """Run on fresh input and poisoned output, and compare. Collective."""
-    run = functools.partial(_run, prepared, seed, runs)
-    return meter.check(prepared.label, run, lambda: prepared.error(seed))
-
-
-def _run(prepared: ReadyCall, seed: int, runs: int) -> None:
-    prepared.fill(seed)
-    for _ in range(runs):
-        prepared.run()
 
 
 def time_candidates(
@@ -403,8 +385,8 @@ def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[Collect
     from sidelane_lab.model.study import dma_study  # a measurement does not load the model
 
     study = dma_study(machine, options.sizes_on("cuda"))
-    times = [("dma", *key, us) for key, us in study.dma_us.items()]
-    times += [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
+    times = [("nccl", kind, "", False, nbytes, us) for (kind, nbytes), us in study.library_us.items()]
+    times += [("dma", *key, us) for key, us in study.dma_us.items()]
     return [
         CollectiveRow(
             *(kind, nbytes, options.dtype, False, MODEL, implementation, variant, prelaunched),

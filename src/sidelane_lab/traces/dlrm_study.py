@@ -25,9 +25,9 @@ from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import bands, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.model.panels import Panel, PublishedValue
+from sidelane_lab.model.plan import parse_nodes
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.fused import BATCHES, FUSED_WORDS, NORMALISED, SECTIONS, TABLES
-from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.dlrm import DlrmPass, DlrmTimes, dlrm_times
 
@@ -39,23 +39,6 @@ SWEPT_BATCHES, SWEPT_TABLES = (2, 8, 32, 128, 512), (1, 4, 16, 64, 256)
 """Samples and embedding tables of a node that the picture goes over."""
 FEW, MANY = 0.1, 0.8
 """Shares of the MLP layers that the bottom MLP is taken to have at least and at most."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DlrmOptions:
-    """Options of ``sidelane plan --model dlrm``.
-
-    Attributes:
-        machine: in the catalogue, or a file; nodes of one GPU.
-        nodes: number of them; empty: the machine's.
-        report: folder for the numbers, a picture and the graphs as traces of Chakra; None: none.
-        json: file for the numbers, or ``written.STDOUT``.
-    """
-
-    machine: str = MACHINE
-    nodes: str = ""
-    report: Path | None = None
-    json: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,30 +87,36 @@ class DlrmStudy:
         return min(found), max(found)
 
 
-def main(options: DlrmOptions) -> None:
+def main(name: str = MACHINE, nodes: str = "", report: Path | None = None, json: Path | None = None) -> None:
     """Print the pass at every shape, and what each assumption makes of the mean gain.
+
+    Args:
+        name: of a machine in the catalogue, or a file; nodes of one GPU.
+        nodes: number of them; empty: the machine's.
+        report: folder for the numbers, a picture and the graphs as traces of Chakra; None: none.
+        json: file for the numbers, or ``written.STDOUT``.
 
     Raises:
         ValueError: no such machine, nodes of several GPUs, or a number of nodes that its torus can not have.
     """
-    machine = find(options.machine)
-    counts = parse_nodes(options.nodes) if options.nodes else (machine.nodes,)
+    machine = find(name)
+    counts = parse_nodes(nodes) if nodes else (machine.nodes,)
     if len(counts) > 1:
-        raise ValueError(f"plan: --nodes (value={options.nodes!r}, allowed=one number with --model dlrm)")
+        raise ValueError(f"plan: --nodes (value={nodes!r}, allowed=one number with --model dlrm)")
     machine = with_nodes(machine, counts[0])
-    console = tables_console(options.json)
+    console = tables_console(json)
     with progress("simulating, over what the paper leaves open") as update:
         study = dlrm_study(machine, progress=update)
     for table in (shapes_table(machine, study), assumptions_table(study)):
         console.print(table.to_rich())
     for line in conclusions(study):
         say(console, line)
-    files = write_report(options.json, options.report, "dlrm", machine, rows_of(study), f"dlrm-{machine.nodes}")
-    if options.report is not None:
-        draw(machine, study, options.report)
+    files = write_report(json, report, "dlrm", machine, rows_of(study), f"dlrm-{machine.nodes}")
+    if report is not None:
+        draw(machine, study, report)
         one = study.shapes[max(study.shapes)]
-        for name, nodes in (("unfused", one.unfused), ("fused", one.fused)):
-            files.append(write_chakra(options.report / f"dlrm-{name}.et", nodes))
+        for word, graph in (("unfused", one.unfused), ("fused", one.fused)):
+            files.append(write_chakra(report / f"dlrm-{word}.et", graph))
     say_written(files)
 
 

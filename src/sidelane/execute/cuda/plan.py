@@ -26,7 +26,7 @@ from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, 
 from sidelane.execute.cuda.streams import Placed, RankStreams
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Copy, Flag, Program, Reduce, Signal, SignalOp, Stamp, Value, Wait, describe
-from sidelane.program.transform import flags_by_callers, held_by, release, waits_for
+from sidelane.program.transform import ended_by, flags_by_callers, held_by, release, waits_for
 
 
 def plan_calls(
@@ -51,10 +51,10 @@ def plan_calls(
     Raises:
         ValueError: the driver does not support a command of the program; the text names the first.
     """
-    trigger = None if captured else held_by(program, rank)
+    trigger, ended = (None, None) if captured else (held_by(program, rank), ended_by(program, rank))
     if program.prelaunched:
         program = release(program)
-    plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan(trigger)
+    plan = _Lowering(RankStreams(program, rank, captured), peer_writes, in_rows).plan(trigger, ended)
     if captured or not copy_batches:
         return plan
     return dataclasses.replace(plan, steps=batch_copies(plan.steps))
@@ -78,8 +78,8 @@ class _Lowering:
         self.batch_stream = 0
         self.signal_copies: list[Memcpy] = []  # behind the batch
 
-    def plan(self, trigger: Flag | None) -> StreamPlan:
-        """Lower all commands. ``trigger``: the flag for which stream 0, from which the others fork, waits first."""
+    def plan(self, trigger: Flag | None, ended: Flag | None) -> StreamPlan:
+        """Lower all commands. Stream 0, from which the others fork, waits for ``trigger`` first, and sets ``ended``."""
         streams, behind = self.streams, len(self.streams.commands)
         if trigger is not None:
             self._add(0, WaitValue(trigger, EPOCH))
@@ -96,6 +96,8 @@ class _Lowering:
         self._begin(behind)
         self._join_asides(behind)
         self._join(streams.joining)
+        if ended is not None:
+            self._add(0, WriteValue(ended, EPOCH))  # in front of the word of the host, which takes longer
         self._end(behind)
         self._flush()
         marks, arrivals = self._events_of_callers()

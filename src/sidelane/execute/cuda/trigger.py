@@ -149,8 +149,8 @@ class CudaTrigger(_FlagCalls):
         executor: executor of the rank.
         words: address of each flag, and its value. A kernel stores the value, 32 bits, with release at system scope.
         title: name of the program, for errors.
-        ended: address of a word of this rank in which the number of the last call that ended is kept; None if the
-            trigger does not fire a whole call.
+        ended: address of the flag that a program behind one trigger sets at its end (``transform.ended_by``); None of
+            other programs.
     """
 
     def __init__(
@@ -164,10 +164,9 @@ class CudaTrigger(_FlagCalls):
             ops.wait(ended, 0, equal=False)
             ops.write(executor.words[HostWord.STARTED], 0)  # a stream that waits for its trigger times out like others
             ops.wait(ended, 0, equal=False)
-            ops.write(ended, 0)
-            values += [EPOCH] * 4
+            values += [EPOCH] * 3
         self._fire, self._signal = slice(0, count + (ended is not None)), slice(0, count)
-        self._expect, self._follow, self._end = (slice(count + a, count + b) for a, b in ((1, 3), (2, 3), (3, 4)))
+        self._expect, self._follow = slice(count + 1, count + 3), slice(count + 2, count + 3)
         super().__init__(executor, ops, values, title)
 
     def fire(self, epoch: int, caller: CallerStream) -> None:
@@ -182,10 +181,6 @@ class CudaTrigger(_FlagCalls):
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once, without order behind a stream. Raises as :meth:`fire`."""
         self._submit("trigger_from_host", epoch, self._executor.internal, self._signal)
-
-    def end_behind(self, epoch: int, ahead: CallerStream) -> None:
-        """Note the end of the call behind the work of a stream, which runs it. Raises as :meth:`fire`."""
-        self._submit("arm", epoch, ahead[0], self._end)
 
     def follow(self, epoch: int, caller: CallerStream, *, fired: bool) -> None:
         """Let the next work of a stream follow the end of the call.

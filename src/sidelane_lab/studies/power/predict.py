@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -20,7 +21,7 @@ from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.table import Line, Table, number
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
-from sidelane_lab.machines.numbers import write_report
+from sidelane_lab.machines.numbers import predict_study, write_report
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, PREDICTED_VARIANTS
@@ -36,7 +37,7 @@ from sidelane_lab.model.power import (
     powered,
 )
 from sidelane_lab.pairs.workload import Workload, parse_gemm
-from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power, power_tables
+from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power
 
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 COLUMNS = (
@@ -61,33 +62,42 @@ def main(machine_name: str, options: PowerOptions) -> None:
     Raises:
         ValueError: no such machine, no power figures in its description, no such GEMM, or no model of a collective.
     """
+    if not options.gemms:
+        predict_study(machine_name, options, draw=_draw)
+        return
+    machine, console = find(machine_name), tables_console(options.json)
+    gemms = [parse_gemm(text.replace(",", "x")) for text in options.gemms]
+    numbers = []
+    for gemm, (kind, nbytes) in itertools.product(gemms, _asked(options)):
+        workload = Workload(gemm, kind, nbytes)
+        draws = [pair_power(machine, workload, strategy, ranges=True) for strategy in powered(machine)]
+        console.print(pair_table(machine, workload, draws).to_rich())
+        numbers += [_flat(workload, draw) for draw in draws]
+    say_written(write_report(options.json, options.report, "power_pairs", machine, numbers))
+
+
+def predicted_rows(machine: Machine, options: PowerOptions) -> list[PowerRow]:
+    """Return the rows of a machine that is described.
+
+    Raises:
+        ValueError: no power figures in its description, several nodes, or no model of a collective.
+    """
+    return [row for kind, nbytes in _asked(options) for row in predicted(machine, kind, nbytes)]
+
+
+def _asked(options: PowerOptions) -> Iterator[tuple[Kind, int]]:
+    """Return collectives and sizes."""
     for kind in options.collectives:
         if kind not in PREDICTED_VARIANTS:
             measured = "" if options.gemms else "; without --machine it is measured"
             allowed = f"{', '.join(PREDICTED_VARIANTS)}{measured}"
             raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
-    machine, console = find(machine_name), tables_console(options.json)
-    asked = itertools.product(options.collectives, options.sizes_on("cuda"))
-    if options.gemms:
-        gemms = [parse_gemm(text.replace(",", "x")) for text in options.gemms]
-        workloads = [Workload(gemm, kind, nbytes) for gemm, (kind, nbytes) in itertools.product(gemms, asked)]
-        numbers = []
-        for workload in workloads:
-            draws = [pair_power(machine, workload, strategy, ranges=True) for strategy in powered(machine)]
-            console.print(pair_table(machine, workload, draws).to_rich())
-            numbers += [_flat(workload, draw) for draw in draws]
-        say_written(write_report(options.json, options.report, "power_pairs", machine, numbers))
-        return
-    rows = [row for kind, nbytes in asked for row in predicted(machine, kind, nbytes)]
-    console.print(f"Power and energy predicted for {machine.title}", style="bold")
-    for table in power_tables(rows):
-        console.print(table.to_rich())
-    numbers = [row.to_dict() for row in rows]
-    files = write_report(options.json, options.report, "power", machine, numbers, "power_predicted")
-    if options.report is not None:
-        with mpl.rc_context(RC):
-            draw_power(rows, f"{machine.title}, predicted ({BANDS})", options.report, plausible(machine, rows))
-    say_written(files)
+    return itertools.product(options.collectives, options.sizes_on("cuda"))
+
+
+def _draw(machine: Machine, rows: Sequence[PowerRow], folder: Path) -> None:
+    with mpl.rc_context(RC):
+        draw_power(rows, f"{machine.title}, predicted ({BANDS})", folder, plausible(machine, rows))
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
