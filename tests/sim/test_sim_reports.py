@@ -108,6 +108,7 @@ def check_axes(figures):
             assert least <= 0 or marked, f"{name}: its axis begins at {least} without a mark"
 
 
+@pytest.mark.long  # pictures; test_cli_json runs the command each day
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
     sim_study.collective_main("mi300x8", CollectiveOptions(report=tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
