@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
-from ranks import RankPool, crew
+from ranks import RankPool
 
-from sidelane import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError
+from sidelane import CommunicatorClosedError, MismatchError
 from sidelane.errors import SidelaneError
 
 
@@ -72,21 +69,6 @@ def different_known_calls_in_debug(group: dist.ProcessGroup) -> str:
 def test_known_calls_are_compared_in_debug(pool: RankPool) -> None:
     for text in pool.run(different_known_calls_in_debug, 3):
         assert "rank 0: all_gather(3 ranks, 60 bytes" in text and "rank 1: all_gather(3 ranks, 108 bytes" in text
-
-
-def no_memory_without_all(group: dist.ProcessGroup) -> tuple[int, ...]:
-    with communicator(group, timeout_s=2) as comm:
-        if comm.rank == 1:
-            dist.barrier(group)  # until the others have given up
-            return ()
-        error = error_of(comm.empty, 100)
-        assert isinstance(error, PeerTimeoutError), error
-    dist.barrier(group)
-    return error.ranks
-
-
-def test_a_rank_that_does_not_allocate_is_named(pool: RankPool) -> None:
-    assert pool.run(no_memory_without_all, 3) == [(1,), (), (1,)]
 
 
 def far_ahead(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -155,60 +137,6 @@ def test_a_refused_known_call_is_an_error_on_the_peers(pool: RankPool) -> None:
     for rank in (0, 2):
         assert results[rank][0] == "PeerError"
         assert "rank 1" in results[rank][1] and "output must hold" in results[rank][1]
-
-
-def absent(group: dist.ProcessGroup, known: bool) -> tuple[str, tuple[int, ...], str, float]:
-    with communicator(group, timeout_s=2) as comm:
-        n = comm.world_size
-        out, shard = comm.empty(5 * n), torch.empty(5)
-        if known:
-            comm.all_gather(out, shard)
-        if comm.rank == 1:
-            dist.barrier(group)  # until the others have given up
-            return "", (), "", 0.0
-        begun = time.monotonic()
-        error = error_of(comm.all_gather, out, shard)
-        waited_s = time.monotonic() - begun
-    dist.barrier(group)
-    return type(error).__name__, getattr(error, "ranks", ()), str(error), waited_s
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_an_absent_peer_is_named_within_the_time_out(pool: RankPool, known: bool) -> None:
-    results = pool.run(absent, 4, known)
-    for rank in (0, 2, 3):
-        name, ranks, text, waited_s = results[rank]
-        assert (name, ranks) == ("PeerTimeoutError", (1,)), text
-        assert "rank 1" in text and "all_gather" in text
-        assert waited_s < 15, "a time-out of 2 s on a busy machine"
-
-
-def dies(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
-    comm = communicator(group, timeout_s=15)
-    n = comm.world_size
-    out, shard = comm.empty(5 * n), torch.full((5,), float(comm.rank))
-    for _ in range(3):
-        comm.all_gather(out, shard)
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = error_of(comm.all_gather, out, shard)
-    comm.close()
-    # The process goes on: the ranks that are left make a new communicator (torch needs a new group for that).
-    return type(error).__name__, getattr(error, "ranks", ()), str(error)
-
-
-def test_a_dead_peer_is_named_and_nothing_is_left(tmp_path: Any) -> None:
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    with crew(4) as ranks:
-        results = ranks.run(dies, 4, dying=(2,))
-        for rank in (0, 1, 3):
-            name, at_fault, text = results[rank]
-            assert issubclass({"PeerError": PeerError, "PeerTimeoutError": PeerTimeoutError}[name], PeerError)
-            assert at_fault == (2,), text
-            assert "rank 2" in text
-    if os.path.isdir("/dev/shm"):
-        left = [name for name in set(os.listdir("/dev/shm")) - before if "sidelane" in name]
-        assert not left
 
 
 def threads_and_files(group: dist.ProcessGroup) -> tuple[list[str], int]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_calls import communicator
+from cpu_calls import communicator, outcome
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
@@ -27,15 +27,6 @@ from sidelane.memory import host_shared
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.posts import RING_CALLS
-
-
-def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:
-    """Type, ranks at fault and text of the error; empty for none."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, getattr(error, "ranks", ()), str(error)
-    return "", (), ""
 
 
 def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:

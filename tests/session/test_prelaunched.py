@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import signal
 import time
 
 import pytest
@@ -14,11 +12,9 @@ import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
 from made_up_gpus import made_up_gpus
-from marks import long
-from ranks import RankPool, crew
+from ranks import RankPool
 
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.session.prelaunch import Prelaunched
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -77,67 +73,6 @@ def test_an_exception_before_the_trigger_reaches_the_peers(pool: RankPool) -> No
         assert results[rank][0] == "PeerError"
         assert "rank 1 left prelaunched all_gather" in results[rank][1]
         assert "KeyError: 'the producer'" in results[rank][1]
-
-
-def late(group: dist.ProcessGroup, arms: bool, host: bool) -> tuple[str, tuple[int, ...], str]:
-    with communicator(group, timeout_s=2) as comm:
-        n = comm.world_size
-        out, shard = torch.empty(4 * n), torch.ones(4)
-        handle = comm.prepare_all_gather(out, shard, host_trigger=host)
-        if comm.rank != 1 or arms:
-            handle.arm()
-        if comm.rank == 1:
-            dist.barrier(group)  # until the others have given up
-            if not arms:
-                return "", (), ""
-        error = error_of(_fire, handle, host)
-    if comm.rank != 1:
-        dist.barrier(group)
-    return type(error).__name__, getattr(error, "ranks", ()), str(error)
-
-
-def _fire(handle: Prelaunched, host: bool) -> None:
-    if host:
-        handle.trigger_from_host()
-        handle.wait()
-    else:
-        handle.trigger()
-
-
-@pytest.mark.parametrize(("arms", "host"), [(False, False), long(True, False), (True, True)])
-def test_a_rank_that_never_arms_or_fires_is_named(pool: RankPool, arms: bool, host: bool) -> None:
-    results = pool.run(late, 3, arms, host)
-    for rank in (0, 2):
-        name, ranks, text = results[rank]
-        assert (name, ranks) == ("PeerTimeoutError", (1,)), text
-        assert "rank 1" in text
-        assert "all_gather" in text
-    if arms:  # it hears of it when it comes
-        assert results[1][0] == "PeerTimeoutError"
-
-
-def dies(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str]:
-    comm = communicator(group, timeout_s=20)
-    n = comm.world_size
-    out, shard = comm.empty(5 * n), torch.full((5,), float(comm.rank))
-    with comm.prepare_all_gather(out, shard, variant="pcpy") as handle:
-        for _ in range(3):
-            handle.arm()
-            handle.trigger()
-        handle.arm()
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        error = error_of(handle.trigger)
-    comm.close()
-    return getattr(error, "ranks", ()), str(error)
-
-
-def test_a_dead_peer_is_named() -> None:
-    with crew(3) as ranks:
-        results = ranks.run(dies, 3, dying=(2,))
-    for rank in (0, 1):
-        assert results[rank][0] == (2,), results[rank][1]
-        assert "rank 2" in results[rank][1]
 
 
 def on_gpus(group: dist.ProcessGroup) -> list[str]:
