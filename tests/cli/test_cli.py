@@ -27,7 +27,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions, HostOptions
+from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
@@ -39,6 +39,7 @@ from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
 from sidelane_lab.papers import predictions as sim_study
+from sidelane_lab.studies.host import HostOptions
 from sidelane_lab.studies.tune import command as tune_command
 
 ROOT = Path(__file__).resolve().parents[2]

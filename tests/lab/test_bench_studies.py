@@ -32,16 +32,10 @@ from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import implementation_of, parse_workload
 from sidelane_lab.studies import collectives as collective_study
+from sidelane_lab.studies.c3.bench import is_done, rows_not_run, rows_of, too_large
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.study import (
-    C3Options,
-    is_done,
-    key_of_row,
-    rows_not_run,
-    rows_of,
-    too_large,
-)
+from sidelane_lab.studies.c3.study import C3Options, key_of_row
 from sidelane_lab.studies.collectives import (
     CollectiveOptions,
     CollectiveRow,
@@ -442,7 +436,7 @@ def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankP
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
-    from sidelane_lab.harness.measure import Problem
+    from sidelane_lab.harness.ways import Problem
     from sidelane_lab.pairs.comparison import judge
     from sidelane_lab.pairs.pair import GEMM
 
@@ -504,6 +498,6 @@ try: main("collective --device cpu --ranks 2 --collective all_gather --variants 
           " --max-bytes 1K --iterations 1 --warmup 0".split())
 except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
-assert len(names) <= 25, names
+assert len(names) <= 26, names
 """
     interpreter.run(script, tmp_path)

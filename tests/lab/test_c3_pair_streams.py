@@ -11,7 +11,8 @@ from made_up_device import FakeDevice
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
-from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.pair import Pair, Workers
 
 

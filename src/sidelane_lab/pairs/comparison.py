@@ -21,7 +21,8 @@ from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.selection import Selection
-from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job, Problem
 from sidelane_lab.pairs.heuristics import rule_of
 from sidelane_lab.pairs.pair import (
     GEMM,

@@ -41,7 +41,7 @@ from torch.nn import functional
 
 from sidelane.c3.partitions import DevicePartitions, PairStreams
 from sidelane.c3.strategies import Order, Strategy
-from sidelane_lab.harness.measure import Problem
+from sidelane_lab.harness.ways import Problem
 from sidelane_lab.pairs.spans import Beginning, ComputePart
 from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
 

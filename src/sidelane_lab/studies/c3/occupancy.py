@@ -23,15 +23,15 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.pair import GemmRun, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
+from sidelane_lab.studies.c3.bench import case_of, scaled_workload
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
-from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver

@@ -15,6 +15,9 @@ from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number
 
+NOT_RUN = "not run: "
+"""Begins the notes of rows of pairs that were left out."""
+
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 

@@ -23,7 +23,7 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
 from sidelane_lab.pairs.pair import GemmRun, Pair, Workers, check_launch, pair_streams, refusal, run_alone
 from sidelane_lab.pairs.workload import Gemm, implementation_of

@@ -21,32 +21,79 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sidelane.choice.candidate import DMA
 from sidelane.program.collective import Kind
 from sidelane.program.wraparound import as_int32
-from sidelane.session.prelaunch import Prelaunched
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall, Tensors, check_call
-from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
-from sidelane_lab.cli.prelaunch import CALL, HOST, KERNEL, STREAM, TRIGGERS, PrelaunchOptions
-from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
-from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.baselines.case_way import CaseWay
+from sidelane_lab.harness.options import (
+    LAUNCHES,
+    StudyOptions,
+    count,
+    implementations,
+    kinds,
+    names,
+    size_span,
+    study_command,
+)
 from sidelane_lab.harness.report import Cell, spread, tables_by
-from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Picture, Results, Study
 from sidelane_lab.harness.table import Table, grouped, place_of
-from sidelane_lab.studies.collectives import ready
+from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
 
-HIDDEN_US = 2 * HIDDEN_LAUNCH_US
+if TYPE_CHECKING:
+    import torch
+
+    from sidelane_lab.baselines.candidate import Entrant
+    from sidelane_lab.baselines.reference import Case
+    from sidelane_lab.baselines.roster import OwnDma, Roster
+    from sidelane_lab.harness.launch import Rank
+    from sidelane_lab.harness.measure import Meter
+    from sidelane_lab.harness.running import Sender
+
+CALL, STREAM, HOST, KERNEL = TRIGGERS = ("call", "stream", "host", "kernel")
+"""Beginnings of a collective: the call itself, or a write of the stream, the host or a kernel."""
+
+MOVING = ("all_gather", "all_to_all")
+
+
+HIDDEN_US = 200.0
 """Microseconds of the spin in front of a sample: arming has ended by then, and all is queued."""
 
 SWAP = "swap"
 FLOOR = "kernel alone"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrelaunchOptions(StudyOptions):
+    """Time prelaunched collectives from their trigger to their end, next to ordinary calls.
+
+    A call is armed outside of the time, and fired by the stream, by the host or by a running kernel. Next to it are the
+    same variant as an eager call and in a graph, and the library's in a graph.
+    """
+
+    study = "prelaunch"
+    examples = (
+        ("sidelane prelaunch --json prelaunch.json", "all variants, triggers and sizes"),
+        ("sidelane prelaunch --collective all_gather --variants b2b --max-bytes 1M", "one variant at small sizes"),
+    )
+
+    collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), MOVING)
+    sizes: tuple[int, ...] = size_span(gpus=("1K", "4G"), cpus=("1K", "64K"))
+    variants: tuple[str, ...] = names(
+        "--variants", ("pcpy", "bcst", "swap", "b2b"), "Of Sidelane's copy engines.", some=True
+    )
+    triggers: tuple[str, ...] = names(
+        "--triggers", TRIGGERS, "What begins the collective.", allowed=TRIGGERS, some=True
+    )
+    implementations: tuple[str, ...] = implementations()
+    warmup: int = count("--warmup", 3, "Rounds before the measured ones.", 0)
+    repeats: int = count("--repeats", 15, "Measured rounds.")
+
+
+prelaunch = study_command("prelaunch", PrelaunchOptions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,11 +138,8 @@ class WayKey:
     launch: str
     trigger: str
 
-    def __str__(self) -> str:
-        return f"{self.implementation} {self.variant} {self.launch} by {self.trigger}"
 
-
-class FiredCall:
+class FiredCall(CaseWay):
     """A prelaunched collective with the trigger that begins it.
 
     Args:
@@ -105,24 +149,21 @@ class FiredCall:
         trigger: ``stream``, ``host`` or ``kernel``.
 
     Attributes:
-        tensors: its output and input.
         arm_us: host time of each arming.
     """
 
     def __init__(self, own: OwnDma, case: Case, entrant: Entrant, trigger: str) -> None:
-        self.tensors: Tensors = own.tensors(case, entrant)
-        assert self.tensors.output is not None
+        super().__init__(case, own.tensors(case, entrant), f"{entrant} by {trigger}")
+        output, input = self.tensors.output, self.tensors.input
+        assert output is not None
         comm = own.communicator
         prepare = comm.prepare_all_gather if case.kind is Kind.ALL_GATHER else comm.prepare_all_to_all
-        self._handle: Prelaunched = prepare(
-            self.tensors.output, self.tensors.input, variant=entrant.variant, host_trigger=trigger == HOST
-        )
-        self._trigger = trigger
-        self._on_cpu = case.device.type == "cpu"
+        self._handle = prepare(output, input, variant=entrant.variant, host_trigger=trigger == HOST)
+        self.trigger = trigger
+        self.arm_us: list[float] = []
         if trigger == KERNEL:
             self.run_kernel_alone = functools.partial(_launch, _scratch(case.device), 0)
             self.run_kernel_alone()  # CUDA loads a kernel at its first launch, which would wait for what is armed
-        self.arm_us: list[float] = []
 
     def arm(self) -> None:
         began = time.perf_counter_ns()
@@ -132,10 +173,10 @@ class FiredCall:
     def fire(self) -> None:
         """Fire it, and order the current stream behind its end; on CPUs wait for that."""
         handle = self._handle
-        if self._trigger == STREAM:
+        if self.trigger == STREAM:
             handle.trigger()
             return
-        if self._trigger == HOST:
+        if self.trigger == HOST:
             handle.trigger_from_host()
         else:
             _launch(handle.trigger_address, as_int32(handle.trigger_value))
@@ -152,11 +193,13 @@ class FiredCall:
 
     def host_time_us(self, line_up: Callable[[], None]) -> float:
         """Arm it, line up with the peers, and return the microseconds from the host's store until it sees the end."""
+        import torch
+
         self.arm()
         line_up()
         began = time.perf_counter_ns()
         self.fire()
-        if not self._on_cpu:
+        if self.case.device.type != "cpu":
             end = torch.cuda.Event()
             end.record()
             while not end.query():
@@ -169,7 +212,7 @@ class FiredCall:
 
 def _launch(address: int, value: int) -> None:
     from sidelane.device.triton_interpreter import launch
-    from sidelane_lab.studies.prelaunch.firing import fire
+    from sidelane_lab.studies.firing import fire
 
     launch(fire, (1,), (address, value), {})
 
@@ -177,6 +220,8 @@ def _launch(address: int, value: int) -> None:
 @functools.cache
 def _scratch(device: torch.device) -> int:
     """Return the address of a word that nobody waits for."""
+    import torch
+
     words = torch.zeros(4, dtype=torch.int32, device=device)
     _kept.append(words)
     return words.data_ptr()
@@ -187,6 +232,9 @@ _kept: list[torch.Tensor] = []
 
 def _measure(rank: Rank, options: PrelaunchOptions, sender: Sender) -> Iterator[PrelaunchRow]:
     """Make the rows. Collective."""
+    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.roster import make_roster
+
     on_cpu = rank.device.type == "cpu"
     wanted = options.implementations or (("dma",) if on_cpu else ("nccl", "nccl_ce", "symm_mem", "dma"))
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
@@ -201,58 +249,58 @@ def _measure(rank: Rank, options: PrelaunchOptions, sender: Sender) -> Iterator[
     seeds = itertools.count(options.seed + 1)
     for case in cases:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)} from trigger to end")
-        with roster.meter.on_stream():
-            yield from _rows(roster, case, options, triggers, seeds)
+        yield from rows_of(roster, case, options, triggers, seeds)
     roster.close()
 
 
-def _rows(
+def rows_of(
     roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
 ) -> Iterator[PrelaunchRow]:
-    meter = roster.meter
-    calls, fired = _calls(roster, case, options, triggers, seeds), _fired(roster, case, options, triggers, seeds)
-    jobs: dict[WayKey | str, Job] = {key: call.job(HIDDEN_US) for key, call in calls.ready.items()}
-    jobs |= {key: one.job() for key, one in fired.ready.items() if key.trigger != HOST}
-    by_kernel = [one for key, one in fired.ready.items() if key.trigger == KERNEL]
-    if by_kernel:
-        jobs[FLOOR] = Job(by_kernel[0].run_kernel_alone, hide_launch_us=HIDDEN_US)
-    for one in fired.ready.values():
-        one.arm_us.clear()
-    timed = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats) if jobs else {}
-    floor = timed.pop(FLOOR, None)
-    rounds: dict[WayKey, Rounds] = {key: found for key, found in timed.items() if isinstance(key, WayKey)}
-    for key, one in fired.ready.items():
-        if key.trigger == HOST:
-            rounds[key] = _host_rounds(meter, one, options)
-        elif key.trigger == KERNEL and floor is not None:
-            rounds[key] = _less(rounds[key], floor.median_us)
-    calls.rounds = fired.rounds = rounds
-    arming = {key: _slowest_median(meter, one.arm_us[-options.repeats :]) for key, one in fired.ready.items()}
-    fired.check_again(lambda key, one: _check(meter, case, key, one, next(seeds)))
-    for key, _, found, problem in itertools.chain(calls, fired):
-        taken_off = f"{floor.median_us:.1f} us of the same kernel without a trigger are taken off" if floor else ""
-        note = taken_off if key.trigger == KERNEL else ""
+    """Measure all that takes part at one size. Collective."""
+    floor_us: list[float] = []
+
+    def timed(ready: dict[WayKey, Any]) -> Mapping[WayKey, Rounds]:
+        calls = {key: way for key, way in ready.items() if key.trigger == CALL}
+        fired: dict[WayKey, FiredCall] = {key: way for key, way in ready.items() if key.trigger != CALL}
+        jobs: dict[Any, Job] = {key: call.job(HIDDEN_US) for key, call in calls.items()}
+        jobs |= {key: one.job() for key, one in fired.items() if key.trigger != HOST}
+        by_kernel = [one for key, one in fired.items() if key.trigger == KERNEL]
+        if by_kernel:
+            jobs[FLOOR] = Job(by_kernel[0].run_kernel_alone, hide_launch_us=HIDDEN_US)
+        for one in fired.values():
+            one.arm_us.clear()
+        rounds = roster.meter.in_turns(jobs, options)
+        if by_kernel:
+            floor_us.append(rounds.pop(FLOOR).median_us)
+        for key, one in fired.items():
+            if key.trigger == HOST:
+                rounds[key] = _host_rounds(roster.meter, one, options)
+            elif key.trigger == KERNEL:
+                rounds[key] = _less(rounds[key], floor_us[0])
+            one.arm_us = [_slowest_median(roster.meter, one.arm_us[-options.repeats :])]
+        return rounds
+
+    makers = _calls(roster, case, options, triggers) | _fired(roster, case, options, triggers)
+    for found in roster.meter.compare(makers, seeds, timed):
+        key, way = found.key, found.way
+        taken_off = f"{floor_us[0]:.1f} us of the same kernel without a trigger are taken off" if floor_us else ""
         yield PrelaunchRow(
             collective=case.kind,
             bytes=case.nbytes,
             **dataclasses.asdict(key),
-            arm_us=arming.get(key),
-            **outcome(found, problem, note),
+            arm_us=way.arm_us[0] if isinstance(way, FiredCall) and found.rounds is not None else None,
+            **outcome(found.rounds, found.problem, taken_off if key.trigger == KERNEL else ""),
         )
-    for one in fired.ready.values():
-        one.close()
-    for call in calls.ready.values():
-        call.release()
 
 
 def _calls(
-    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
-) -> WayComparison[WayKey, ReadyCall]:
-    """Prepare what is not submitted ahead: Sidelane's variants, eager and in a graph, and the library's in a graph."""
-    found = WayComparison[WayKey, ReadyCall]()
-    if CALL not in triggers:
-        return found
-    for implementation in roster.implementations.values():
+    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str]
+) -> dict[WayKey, Callable[[], Way]]:
+    """Return what is not submitted ahead: Sidelane's variants, eager and in a graph, and the library's in a graph."""
+    from sidelane_lab.baselines.candidate import Entrant, ReadyCall
+
+    found: dict[WayKey, Callable[[], Way]] = {}
+    for implementation in roster.implementations.values() if CALL in triggers else ():
         own = implementation.name == DMA
         launches = [one for one in implementation.launches if own or one == "graph" or case.device.type == "cpu"]
         for in_place in (False, True):
@@ -260,41 +308,27 @@ def _calls(
             variants = [one for one in options.variants if one in names and in_place == (one == SWAP)] if own else names
             for variant, launch in itertools.product(variants, launches):
                 entrant = Entrant(implementation.name, variant, in_place, launch)
-                make = functools.partial(ReadyCall, entrant, case, implementation, 1)
                 key = WayKey(implementation.name, variant, in_place, launch, CALL)
-                found.add(key, ready(roster.meter, make, next(seeds)))
+                found[key] = functools.partial(ReadyCall, entrant, case, implementation, 1)
     return found
 
 
 def _fired(
-    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
-) -> WayComparison[WayKey, FiredCall]:
-    found = WayComparison[WayKey, FiredCall]()
+    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str]
+) -> dict[WayKey, Callable[[], Way]]:
+    from sidelane_lab.baselines.candidate import Entrant
+    from sidelane_lab.baselines.roster import OwnDma
+
     own = roster.implementations.get(DMA)
     if not isinstance(own, OwnDma):
-        return found
-    for variant, trigger in itertools.product(options.variants, triggers):
-        in_place = variant == SWAP
-        if trigger == CALL or variant not in own.variants(case.kind, in_place):
-            continue
-        key = WayKey(DMA, variant, in_place, "eager", trigger)
-        made: list[FiredCall] = []
-        entrant = Entrant(DMA, variant, in_place)
-
-        def make(made: list[FiredCall] = made, entrant: Entrant = entrant, trigger: str = trigger) -> None:
-            made.append(FiredCall(own, case, entrant, trigger))
-
-        refused = roster.meter.attempt(make)
-        problem = Problem(refused) if refused is not None else _check(roster.meter, case, key, made[0], next(seeds))
-        if problem is not None:
-            for one in made:
-                one.close()
-        found.add(key, problem or made[0])
-    return found
-
-
-def _check(meter: Meter, case: Case, key: WayKey, one: FiredCall, seed: int) -> Problem | None:
-    return check_call(meter, str(key), case, lambda: one.tensors, one.run, seed)
+        return {}
+    return {
+        WayKey(DMA, variant, variant == SWAP, "eager", trigger): functools.partial(
+            FiredCall, own, case, Entrant(DMA, variant, variant == SWAP), trigger
+        )
+        for variant, trigger in itertools.product(options.variants, triggers)
+        if trigger != CALL and variant in own.variants(case.kind, variant == SWAP)
+    }
 
 
 def _host_rounds(meter: Meter, one: FiredCall, options: PrelaunchOptions) -> Rounds:

@@ -17,12 +17,7 @@ from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.session.pools import pool
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.cli.process_group import OPERATIONS
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.studies.process_group.rows import ASYNC, ORDINARY, POOLED
-
-KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))
-
 
 PIECE_BYTES = 20 << 20
 """Bytes that torch takes at most beyond what a tensor in a pool wants."""
@@ -57,19 +52,17 @@ class GroupWay:
 
     Attributes:
         implementation: whose group.
-        tensors: in which memory.
         group: that the program has.
         pooled: an output and an input to take tensors from; None for tensors of torch's own.
     """
 
     implementation: str
-    tensors: str
     group: dist.ProcessGroup
     pooled: GroupTensors | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.implementation}, {self.tensors} tensors"
+        return f"{self.implementation}, {'ordinary' if self.pooled is None else 'pooled'} tensors"
 
     def buffers(self, case: Case) -> GroupTensors:
         """Tensors for a case."""
@@ -86,12 +79,14 @@ class GroupWay:
         return last.where, last.why.partition(":")[0] if last.where == SIDELANE else ""
 
 
-def plain_call(operation: str, group: dist.ProcessGroup, buffers: GroupTensors, launch: str) -> Callable[[], Any]:
-    """One call of a program that knows nothing of Sidelane; an asynchronous one is waited for."""
+def plain_call(
+    operation: str, group: dist.ProcessGroup, buffers: GroupTensors, *, async_op: bool = False
+) -> Callable[[], Any]:
+    """Return a call of a program that knows nothing of Sidelane; an asynchronous one is waited for."""
     output, input = buffers.output, buffers.input
     arguments = (output,) if operation == "all_reduce" else (output, input)
     function = getattr(dist, operation)
-    if launch != ASYNC:
+    if not async_op:
         return lambda: function(*arguments, group=group)
     return lambda: function(*arguments, group=group, async_op=True).wait()
 
@@ -117,21 +112,27 @@ class StudyGroups:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._made: dict[str, dist.ProcessGroup] = {}
+        self._refused: dict[tuple[str, bool], Exception] = {}
         self._room, self._pooled = (0, 0), list[GroupTensors]()
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         """Say how large pooled tensors are at most: they are made once."""
         self._room = output_bytes, input_bytes
 
-    def way(self, implementation: str, tensors: str) -> GroupWay:
-        """A way that names these."""
-        if implementation not in self._made:
-            self._made[implementation] = made = self.make(implementation)
-            if implementation == SIDELANE:
-                self.communicator_of(made)
-        return GroupWay(
-            implementation, tensors, self._made[implementation], self._in_pool() if tensors == POOLED else None
-        )
+    def way(self, implementation: str, *, pooled: bool) -> GroupWay:
+        """Return a group with a kind of memory. What could not be made, as a pool without room, is not tried again."""
+        key = implementation, pooled
+        if key in self._refused:
+            raise self._refused[key]
+        try:
+            if implementation not in self._made:
+                self._made[implementation] = made = self.make(implementation)
+                if implementation == SIDELANE:
+                    self.communicator_of(made)
+            return GroupWay(implementation, self._made[implementation], self._in_pool() if pooled else None)
+        except Exception as problem:
+            self._refused[key] = problem
+            raise
 
     def make(self, implementation: str) -> dist.ProcessGroup:
         """A new group of all ranks."""
@@ -155,10 +156,3 @@ class StudyGroups:
             with pool(self.communicator_of(self._made[SIDELANE]), room):
                 self._pooled.append(GroupTensors.of(*self._room, self._rank.device))
         return self._pooled[0]
-
-
-def wanted(names: tuple[str, ...], device_type: str) -> list[tuple[str, str]]:
-    """Implementations and memory of a study, the library first."""
-    library = library_of(device_type)
-    every = [(library, ORDINARY), *((SIDELANE, tensors) for tensors in (ORDINARY, POOLED))]
-    return [(name, tensors) for name, tensors in every if not names or name in names]
