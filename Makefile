@@ -53,7 +53,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
 	@PYTHONPATH=src $(BIN)/python tools/yardstick.py coverage --jobs 2 $(YARDSTICK)
 
+goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
+
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
 
@@ -112,7 +115,7 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 .venv-clients/.ready: tests/clients/requirements.txt tests/clients/requirements-alone.txt
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet $(TORCH_INSTALL)
-	@.venv-clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt
+	@.venv-clients/bin/python -m pip install --quiet -e . -e ./lab -r tests/clients/requirements.txt
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
 	@touch "$@"
 
@@ -135,7 +138,7 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
-wheel: $(READY) ## build the wheel and the sdist into dist, and run the wheel where there is no C compiler
+wheel: $(READY) ## build the sdist and the wheels into dist, and try them where there is no C compiler
 	@PYTHONPATH=src $(BIN)/python tools/release.py
 
 docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
@@ -177,7 +180,7 @@ format: $(READY) ## let ruff format the code and mend what it can
 
 venv: $(READY) ## make .venv and nothing else
 
-$(READY): pyproject.toml tools/lock.txt tools/make_venv.py
+$(READY): pyproject.toml lab/pyproject.toml tools/lock.txt tools/make_venv.py
 	@"$(PYTHON)" tools/make_venv.py --torch "$(TORCH_INSTALL)"
 	@touch "$@"
 

@@ -60,7 +60,7 @@ VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
     "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
-    *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/prelaunch/firing.py"),
+    *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/firing.py"),
     "sidelane_lab/studies/power/sensors.py",
 )
 
@@ -250,6 +250,9 @@ def loaded(): return {name for name in sys.modules if name.startswith("sidelane_
 assert not loaded(), loaded()
 study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
+study_of("c3")  # what measures, predicts and draws is loaded by those who do
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("sidelane_lab.")}
+assert not rooms & {"machines", "model", "sim", "papers"}, rooms
 assert [study_of(name).name for name in studies()] == list(studies())
 """
     interpreter.run(program, tmp_path)

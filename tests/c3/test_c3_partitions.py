@@ -17,8 +17,8 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.outcome import PairOutcome
-from sidelane_lab.pairs.run import Pairs, Workers, run_workload
+from sidelane_lab.pairs.comparison import PairOutcome, run_workload
+from sidelane_lab.pairs.pair import Pair, Workers
 from sidelane_lab.pairs.workload import parse_workload
 
 
@@ -132,7 +132,7 @@ def test_a_pair_runs_on_the_lanes_of_its_partition() -> None:
     work = SimpleNamespace(run=lambda: None, start=lambda: None)
     usual = PairStreams("gemm lane", "lane", "urgent lane")  # type: ignore[arg-type]
     with Workers() as workers:
-        pairs = Pairs(work, usual, workers, Parts())  # type: ignore[arg-type]
+        pairs = Pair(work, usual, workers, Parts())  # type: ignore[arg-type]
         seen: list[Any] = []
         pairs._on_streams = lambda strategy, run, streams: seen.append(streams)  # type: ignore[method-assign]
         for name, units in (("c3_rp", 8), ("c3_rp", 16), ("conccl_rp", 8), ("conccl_rp", 0), ("conccl", 0)):

@@ -13,7 +13,7 @@ import torch
 from sidelane.c3 import overlap
 from sidelane.c3.strategies import Mover, Order, Partition, named, strategies
 from sidelane.cli import main
-from sidelane_lab.pairs import run as runner
+from sidelane_lab.pairs.pair import YIELDING, Workers
 from sidelane_lab.pairs.workload import applies, implementation_of
 
 CPU = torch.device("cpu")
@@ -100,8 +100,8 @@ def test_a_priority_on_cpus_is_a_thread_that_yields() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    with runner.Workers() as workers:
+    with Workers() as workers:
         assert workers.of(named("c3_base")).submit(niceness).result(timeout=60) == before
         found = workers.of(named("priority")).submit(niceness).result(timeout=60)
-    assert found == min(19, before + runner.YIELDING)
+    assert found == min(19, before + YIELDING)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

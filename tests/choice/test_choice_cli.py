@@ -41,13 +41,6 @@ def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-@pytest.mark.parametrize("command", ["tune", "explain"])
-def test_help(command: str):
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
-
-
 def test_tune_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     seen = SimpleNamespace()
     monkeypatch.setattr(tune, "main", lambda options: setattr(seen, "options", options))
@@ -352,29 +345,6 @@ def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
     uses = info.look(probe=False).uses
     assert any(name == "choice" and "built-in table cpu" in text for name, text in uses)
     assert any("torch (0.1 there" in text for _, text in uses)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("all_gather", "64K", "--machine", "h201"), "h200x4"),
-        (("all_gather", "64K", "--machine", "h200x4", "--profile", "x.json"), "exclude each other"),
-        (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
-        (("all_gather", "0", "--machine", "h200x4"), "Error: explain: SIZE (value=0, allowed=1 byte and more)"),
-        (
-            ("all_gather", "1M", "--machine", "h200x4", "--world-size", "17"),
-            "world_size (value=17, allowed=1..16; more",
-        ),
-        (("gather", "64K", "--in-place"), "no in-place form"),
-        (("gather", "64K", "--tensors", "2"), "tensors of gather"),
-        (("all_gather", "64K", "--beside", "music"), "compute"),
-        (("all_gather", "64X"), "64X"),
-    ],
-)
-def test_refusals(arguments: tuple[str, ...], said: str):
-    result = run("explain", *arguments)
-    assert result.exit_code == 2, result.output
-    assert said in result.output
 
 
 def test_explain_says_what_a_dash_means():

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver
 from new_address_cases import WORKED_OUT, derived, prepared
-from test_repeated_calls import Rank, gather, group, make_rank
+from test_repeated_calls import Rank, gather, group, rank
 
 from sidelane import Communicator
 from sidelane.collectives import call_cache
@@ -18,18 +17,9 @@ from sidelane.collectives.call_cache import ShapeProgram
 from sidelane.execute.cuda import CudaExecutor
 from sidelane.memory.allocator import SEGMENT_BYTES
 
-__all__ = ["group"]  # a fixture
+__all__ = ["group", "rank"]  # fixtures
 
 NBYTES = 64
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    driver = FakeDriver()
-    made = make_rank(monkeypatch, driver)
-    yield made
-    made.comm.close()
-    driver.stop()
 
 
 def new_ones(count: int, nbytes: int = NBYTES, offset: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,33 +15,15 @@ import torch
 import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
+from made_up_gpus import made_up_gpus
+from native_driver import NativeDriver
 
-from sidelane.collectives import backend_cuda, call_cache, call_path, repeat
+from sidelane.collectives import call_cache, call_path, repeat
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
-from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
-from sidelane.session import communicator, making
 from sidelane.session.communicator import Communicator
-
-
-class Block:
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        self.addresses = (self.tensor.data_ptr(),)
-
-
-class Memory:
-    def __init__(self, owned: list[object]) -> None:
-        self._owned = owned
-
-    def allocate(self, nbytes: int) -> Block:
-        self._owned.append(block := Block(nbytes))
-        return block
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,45 +47,35 @@ class Rank:
         self.driver.synchronize()
 
 
-FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
+@contextlib.contextmanager
+def one_rank(driver: FakeDriver | None = None, **config: Any) -> Iterator[Rank]:
+    with (
+        made_up_gpus(finish=False, driver=driver) as driver,
+        Communicator(config=Config(profile="builtin", **config)) as comm,
+    ):
+        rank = Rank(comm, driver, [])
+        if comm._repeats is not None:
+            watch_repeats(rank)
+        yield rank
 
 
-def make_rank(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, **config: Any) -> Rank:
-    monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: Memory(driver.owned))
-    monkeypatch.setattr(backend_cuda, "probe", lambda *_: FEATURES)
-    monkeypatch.setattr(
-        backend_cuda,
-        "CudaExecutor",
-        lambda *arguments: CudaExecutor(*arguments, driver=driver),
-    )
-    monkeypatch.setattr(communicator, "make_backend", backend_cuda.CudaBackend)
-    monkeypatch.setattr(
-        backend_cuda.CudaBackend, "wait_for_stores", lambda backend: None
-    )  # torch's tensors are on the CPU
-    monkeypatch.setattr(making, "choose_device", lambda device: torch.device("cpu"))
-    driver.caller = driver.create_stream()
-    comm = Communicator(config=Config(profile="builtin", **config))
-    rank = Rank(comm, driver, [])
-    repeats = comm._repeats
-    if repeats is not None:
-        run = repeats.run
+def watch_repeats(rank: Rank) -> None:
+    """Note from now on whether C makes each call."""
+    repeats: Any = rank.comm._repeats
+    run = repeats.run
 
-        def seen(*arguments: Any) -> bool | None:
-            made = run(*arguments)
-            rank.native.append(made is True)
-            return made
+    def seen(*arguments: Any) -> bool | None:
+        made: bool | None = run(*arguments)
+        rank.native.append(made is True)
+        return made
 
-        repeats.run = seen
-    return rank
+    repeats.run = seen
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    driver = FakeDriver()
-    made = make_rank(monkeypatch, driver)
-    yield made
-    made.comm.close()
-    driver.stop()
+def rank() -> Iterator[Rank]:
+    with one_rank() as made:
+        yield made
 
 
 def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, *, variant: str = "b2b") -> None:
@@ -116,58 +89,70 @@ def gather(rank: Rank, output: torch.Tensor, input: torch.Tensor, *, variant: st
 
 def test_the_third_call_is_made_in_c(rank: Rank) -> None:
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    submitted, counted, versions = [], [], []
     for _ in range(80):  # once around the ring of posts
-        rank.driver.submitted.clear()
         gather(rank, output, input)
-        submitted.append(list(rank.driver.submitted))
-        counted.append((rank.comm.submitted().calls, rank.comm.last_submitted(), rank.comm.last_choice()))
-        versions.append(output._version)
     # Peers may still have to read the post of the first call when that of the 65th replaces it: Python waits for them.
     assert rank.native == [False] * 2 + [True] * 54 + [False] * 9 + [True] * 15
-    assert submitted[2:] == submitted[1:2] * 78, "the same commands"
-    calls, last, choice = counted[0]
-    assert counted == [((index + 1) * calls, last, choice) for index in range(80)]
-    assert {b - a for a, b in itertools.pairwise(versions)} == {versions[2] - versions[1]}
 
 
-def test_calls_in_c_and_in_python_take_turns(rank: Rank) -> None:
-    """Tensors, streams, captures and asynchronous calls change; each goes where it should, and is right."""
-    tensors = [torch.zeros(2, size, dtype=torch.uint8) for size in (16, 64, 256)]
-    other = rank.driver.create_stream()
-    first = rank.driver.caller
-    for turn in range(60):
-        output, input = tensors[turn % 3]
-        rank.driver.caller = other if turn % 7 == 3 else first
-        if turn % 5 == 4:
-            input.random_(0, 250)
-            work = rank.comm.all_to_all(output, input, variant="b2b")
-            assert work is None
+def walk(seed: int, driver: FakeDriver | None = None, **config: Any) -> tuple[list[object], list[bool]]:
+    """Make random calls on few tensors: what the driver, the ledger and autograd were told of each, and who made it."""
+    draw, told = random.Random(seed), list[object]()
+    with one_rank(driver, **config) as rank:
+        comm, driver = rank.comm, rank.driver
+        sizes = (16, 64, 256)
+        outputs, inputs = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+        spare = torch.zeros(8), torch.ones(8)
+        streams = driver.caller, driver.create_stream()
+
+        def batch(output: Any, input: Any, variant: str) -> None:
+            with comm.batch() as both:
+                both.all_to_all(output, input)
+                both.all_gather(*spare)
+
+        def captured(output: Any, input: Any, variant: str) -> None:
+            driver.begin_capture()
+            comm.all_gather(output, input, variant=variant)
+            driver.replay(driver.end_capture())
+
+        calls = {
+            "gather": lambda *tensors, variant: comm.all_gather(*tensors, variant=variant),
+            "exchange": lambda *tensors, variant: comm.all_to_all(*tensors, variant=variant),
+            "captured": captured,
+            "batch": batch,
+        }
+        for step in range(120):
+            which = draw.randrange(5)
+            output, input = (outputs, inputs) if which > 2 else (outputs[which], inputs[which])
+            if which == 4:
+                output, input = output[::-1], input[::-1]
+            name = draw.choices([*calls], (10, 10, 1, 1))[0]
+            if draw.random() < 0.1:
+                driver.caller = draw.choice(streams)
+            if draw.random() < 0.05:
+                comm.empty(16)
+            for tensor in (*inputs, *outputs):
+                tensor.random_(0, 250)
+            versions = [tensor._version for tensor in outputs]
+            driver.submitted.clear()
+            calls[name](output, input, variant=draw.choice(("b2b", "pcpy")))
             rank.finish()
-            assert torch.equal(output, input)
-        gather(rank, output, input)
-    assert 5 < sum(rank.native) < len(rank.native) - 5
+            assert all(map(torch.equal, output, input)) if which > 2 else output.equal(input), (step, name)
+            rose = [tensor._version - version for tensor, version in zip(outputs, versions, strict=True)]
+            told.append((name, [*driver.submitted], rose, comm.submitted(), comm.last_submitted(), comm.last_choice()))
+    return told, rank.native
 
 
-def test_lists_are_made_in_c_too(rank: Rank) -> None:
-    sizes = (16, 64, 256)
-    outputs, inputs = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
-    for turn in range(12):
-        for tensor in inputs:
-            tensor.random_(0, 250)
-        changed = turn in (5, 9)
-        given = (outputs[::-1], inputs[::-1]) if changed else (outputs, inputs)
-        versions = [tensor._version for tensor in outputs]
-        rank.comm.all_to_all(*given, variant="pcpy" if turn % 2 else "b2b")
-        rank.finish()
-        assert all(map(torch.equal, outputs, inputs))
-        assert [tensor._version for tensor in outputs] == [version + 1 for version in versions]
-        assert rank.native[-1] == (turn > 3 and not changed)
-        assert "3 tensors" in rank.comm.last_submitted().collective
-    with rank.comm.batch() as batch:
-        batch.all_to_all(outputs, inputs)
-    rank.finish()  # before the tensors go
-    assert len(rank.native) == 12, "several kinds go by Python"
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_are_the_same_whoever_makes_them(seed: int) -> None:
+    """Compiled code that calls C functions or Python's, and Python alone, whether it compares all calls or not."""
+    told, native = walk(seed)
+    assert len(native) / 3 < sum(native) < len(native) - 10
+    for driver, config in ((NativeDriver(), {}), (None, {"native": False}), (None, {"debug": True})):
+        others, made = walk(seed, driver, **config)
+        for step, (one, other) in enumerate(zip(told, others, strict=True)):
+            assert one == other, (step, config)
+        assert made == (native if driver else [])
 
 
 def test_lists_that_come_and_go_are_forgotten(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,37 +267,21 @@ def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkey
 
 
 def test_code_that_is_compiled_meanwhile_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, real_load = FakeDriver(), call_path.load_replays_soon
+    real_load = call_path.load_replays_soon
     monkeypatch.setattr(call_path, "load_replays_soon", lambda: None)
-    rank = make_rank(monkeypatch, driver)
     output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    for _ in range(4):
-        gather(rank, output, input)
-    assert rank.comm._repeats is None
-    monkeypatch.setattr(call_path, "load_replays_soon", real_load)
-    for _ in range(3):
-        gather(rank, output, input)
-    repeats: Any = rank.comm._repeats
-    monkeypatch.setattr(call_path, "load_replays_soon", lambda: pytest.fail("asked again"))
-    made, run = [], repeats.run
-    repeats.run = lambda *arguments: made.append(run(*arguments)) or made[-1]
-    for _ in range(3):
-        gather(rank, output, input)
-    assert made == [True] * 3
-    rank.comm.close()
-    driver.stop()
-
-
-@pytest.mark.parametrize("config", [{"native": False}, {"debug": True}], ids=["switched off", "debug"])
-def test_where_python_makes_every_call(monkeypatch: pytest.MonkeyPatch, config: dict[str, bool]) -> None:
-    driver = FakeDriver()
-    rank = make_rank(monkeypatch, driver, **config)
-    assert rank.comm._repeats is None
-    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    for _ in range(4):
-        gather(rank, output, input)
-    rank.comm.close()
-    driver.stop()
+    with one_rank() as rank:
+        for _ in range(4):
+            gather(rank, output, input)
+        assert rank.comm._repeats is None
+        monkeypatch.setattr(call_path, "load_replays_soon", real_load)
+        for _ in range(3):
+            gather(rank, output, input)
+        monkeypatch.setattr(call_path, "load_replays_soon", lambda: pytest.fail("asked again"))
+        watch_repeats(rank)
+        for _ in range(3):
+            gather(rank, output, input)
+        assert rank.native == [True] * 3
 
 
 def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:

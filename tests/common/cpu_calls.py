@@ -23,6 +23,15 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
     raise AssertionError("no error was raised")
 
 
+def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:
+    """Type, ranks at fault and text of the error; empty for none."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, getattr(error, "ranks", ()), str(error)
+    return "", (), ""
+
+
 def in_a_forked_copy(function: Any, patience_s: float = 60) -> str:
     """Run a function in a copy of this process; its text. A copy that hangs is killed: a loaded one takes seconds."""
     reading, writing = os.pipe()

@@ -27,6 +27,9 @@ class FakeDevice:
             def wait_event(self, event: Any) -> None:
                 device.log.append(f"{self.name}: wait {event.name}")
 
+            def synchronize(self) -> None:
+                pass
+
             def wait_stream(self, other: Any) -> None:
                 device.log.append(f"{self.name}: join {other.name}")
 

@@ -16,7 +16,7 @@ CUDA_ONLY = {
     "test_device_kernels": _KERNELS,
     "test_device_crowd": _KERNELS,
     "test_lists::test_lists_by_kernels": _KERNELS,
-    "test_device_overlap::test_kernels_move_the_bytes": _KERNELS,
+    "test_overlap::test_kernels_move_the_bytes": _KERNELS,
     "test_device_repeats": "it counts launches of collectives in kernels, which communicators lack on AMD GPUs",
     "test_device_choice": _WAITS,
     "test_device_executor::test_moving_collectives_launch_no_kernel": _WAITS,

@@ -15,9 +15,9 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from monitor import Monitor
 from ranks import shared_memory
 
-from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cpu import CpuExecutor, CpuProgram, Invocation
 from sidelane.memory.control import ControlBlock
@@ -35,11 +35,10 @@ class LocalWorld:
     """``n`` executors in this process, with memory that all of them address."""
 
     def __init__(self, n: int, timeout_s: float = 20.0, delays: Mapping[int, Delay] | None = None) -> None:
-        self.state = LocalState(n)
+        self.monitor = Monitor(n)
         self.flags = [torch.zeros(FLAGS, dtype=torch.int32) for _ in range(n)]
         self.executors = [
-            CpuExecutor(rank, LocalMonitor(self.state, rank), timeout_s, delay=(delays or {}).get(rank))
-            for rank in range(n)
+            CpuExecutor(rank, self.monitor.of(rank), timeout_s, delay=(delays or {}).get(rank)) for rank in range(n)
         ]
 
     def load(self, program: Program) -> LoadedEverywhere:
@@ -84,61 +83,6 @@ class LoadedEverywhere:
         self.run(epoch)
         for rank in range(collective.world_size):
             check(collective, rank, epoch, self.memory[rank, Buffer.INPUT], self.memory[rank, Buffer.OUTPUT])
-
-
-class LocalState:
-    """What the monitors of a local world share."""
-
-    def __init__(self, n: int) -> None:
-        self.lock = threading.Lock()
-        self.begun, self.ended = [0] * n, [0] * n
-        self.notes: list[tuple[int, int, str]] = []
-        self.aborts: list[tuple[int, str, tuple[int, ...], bool]] = []
-        self.dead: set[int] = set()
-
-
-class LocalMonitor:
-    """A ControlBlock without shared memory."""
-
-    def __init__(self, state: LocalState, rank: int) -> None:
-        self.state, self.rank = state, rank
-
-    def begin(self, call: int, step: str) -> None:
-        self.state.begun[self.rank] = call
-
-    def note(self, call: int, step: str) -> None:
-        with self.state.lock:
-            self.state.notes.append((self.rank, call, step))
-
-    def end(self, call: int) -> None:
-        self.state.ended[self.rank] = call
-
-    def check(self, call: int) -> None:
-        with self.state.lock:
-            if self.state.aborts:
-                rank, message, ranks, timed_out = self.state.aborts[0]
-                raise (PeerTimeoutError if timed_out else PeerError)(f"rank {rank} gave up: {message}", ranks)
-            if self.state.dead:
-                raise PeerError(f"ranks {self.state.dead} died", sorted(self.state.dead))
-
-    def check_present(self, call: int) -> None:
-        self.check(call)
-
-    def absent(self, call: int) -> Sequence[int]:
-        return [rank for rank, begun in enumerate(self.state.begun) if begun < call]
-
-    def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
-        return ranks
-
-    def lasts(self, call: int, title: str, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        pass
-
-    def describe(self, rank: int, call: int = 0) -> str:
-        return f"rank {rank} (in call {self.state.begun[rank]})"
-
-    def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
-        with self.state.lock:
-            self.state.aborts.append((self.rank, message, tuple(ranks) or (self.rank,), timed_out))
 
 
 class Rig:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fusion_cases
-import group_cases
+import process_groups
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
 
 def by_our_group(context: Context, name: str) -> Any:
     """A case of the compiler pass as on CPUs, by our group: functional collectives of Gloo end the process on GPUs."""
-    with on_the_device(context), group_cases.sidelane_group(dist.group.WORLD) as ours:
+    with on_the_device(context), process_groups.sidelane_group(dist.group.WORLD) as ours:
         return getattr(fusion_cases, name)(ours)
 
 

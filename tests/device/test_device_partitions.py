@@ -16,10 +16,10 @@ import torch
 from sidelane.c3.partitions import DevicePartitions
 from sidelane.c3.strategies import named
 from sidelane_lab.harness import running
+from sidelane_lab.pairs.comparison import run_workload
 from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.isolated import isolated_of
-from sidelane_lab.pairs.run import pair_streams, run_workload
-from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.pairs.pair import orders_of, pair_streams
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.shaping.shape import OPT1, OPT2, TUNED
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions

@@ -1,4 +1,4 @@
-"""The process group on GPUs: what CPU ranks do in tests/integrations/test_process_group.py, streams and graphs."""
+"""Process groups on GPUs whose memory is registered, whose ranks leave, and as programs under torchrun."""
 
 from __future__ import annotations
 
@@ -8,32 +8,72 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from device_context import Context
 from device_pool import Ranks
+
+import sidelane
 
 PROGRAM = Path(__file__).with_name("group_program.py")
 
 
-def test_every_collective_is_as_gloos(ranks: Ranks) -> None:
-    ranks.run("group_device_cases.of", "like_gloo", timeout_s=120)
+def registers_pools(context: Context, allocator: str) -> list[list[str]]:
+    """Calls on memory of torch's or NCCL's allocator that the group has registered, eager and in a graph, and again
+    behind its registration: how peers reach the tensors."""
+    sidelane.register()
+    device, said = context.device, []
+    ours = dist.new_group(backend="sidelane")
+    try:
+        backend = ours._get_backend(device)
+        size, rank, count = ours.size(), ours.rank(), 3 << 18
+        try:
+            pool = torch.cuda.MemPool(backend.mem_allocator if allocator == "nccl" else None)
+        except RuntimeError as error:  # NCCL has none where a GPU has no multicast
+            return [[str(error)]]
+        with torch.cuda.use_mem_pool(pool):
+            gathered, part = torch.empty(size, count, device=device), torch.empty(count, device=device)
+            total = torch.empty(7 << 20, dtype=torch.bfloat16, device=device)
+        backend.register_mem_pool(pool, symm=True)
+        tensors = gathered, part, total
+        comm = ours.communicator(device)
 
+        def calls(step: float) -> None:
+            part.fill_(step + rank), total.fill_(step + rank), gathered.fill_(-1)
+            dist.all_gather_into_tensor(gathered, part, group=ours)
+            dist.all_reduce(total, group=ours)
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("alike", "averages", "more_dtypes", "many_back_to_back", "coalesced", "functional_collectives", "compiled"),
-        *("distributed_tensors", "trains_ddp", "joins_ddp", "hooks_of_ddp", "refused_in_graphs", "trains_fsdp"),
-        "memory_for_fsdp",
-        "memory_without_a_line",
-        "lends_its_communicator",
-    ],
-)
-def test_it_works_as_torch_expects(ranks: Ranks, name: str) -> None:
-    ranks.run("group_device_cases.of", name, timeout_s=120)
+        def check(step: float) -> None:
+            assert torch.equal(gathered[:, 5], torch.arange(step, step + size, device=device)), step
+            assert torch.equal(gathered.amin(1), gathered.amax(1)), step
+            assert (total == sum(step + peer for peer in range(size))).all(), step
+
+        def several() -> None:
+            for step in range(8):
+                calls(step)
+                check(step)
+            said.append([str(comm.reach(tensor)) for tensor in tensors])
+
+        several()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls(3.0)
+        for _ in range(5):
+            gathered.zero_()
+            graph.replay()
+            check(3.0)
+        torch.cuda.synchronize()
+        dist.barrier(group=ours)
+        del graph
+        backend.deregister_mem_pool(pool)
+        several()
+        return said
+    finally:
+        dist.destroy_process_group(ours)
 
 
 @pytest.mark.parametrize("allocator", ["torch", "nccl"])
 def test_registered_pools_need_no_staging(ranks: Ranks, allocator: str) -> None:
-    for said in ranks.run("group_device_cases.registers_pools", allocator, timeout_s=120):
+    for said in ranks.run(registers_pools, allocator, timeout_s=120):
         if len(said) == 1 and allocator == "nccl":
             pytest.skip(said[0][0])
         registered, behind = said
@@ -79,28 +119,6 @@ def test_a_rank_that_leaves_before_its_first_collective_is_named(tmp_path: Path,
             process.kill()
             process.communicate()
     assert said.startswith("PeerError (1,) "), said
-
-
-def test_streams(ranks: Ranks) -> None:
-    ranks.run("group_device_cases.streams", timeout_s=120)
-
-
-def test_memory_of_asynchronous_calls(ranks: Ranks) -> None:
-    ranks.run("group_device_cases.memory_of_asynchronous_calls", timeout_s=60)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
-def test_batches_of_sends_and_receives(ranks: Ranks) -> None:
-    ranks.run("group_device_cases.batches_by_nccl", timeout_s=60)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
-def test_ranks_of_two_worlds(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run("group_device_cases.joins_worlds", str(tmp_path), timeout_s=60)
-
-
-def test_in_a_graph(ranks: Ranks) -> None:
-    ranks.run("group_device_cases.in_a_graph", timeout_s=60)
 
 
 @pytest.mark.parametrize("backend", ["sidelane", "cuda:sidelane,cpu:gloo"])

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_world import programs, world_of
+from cuda_world import world_of
+from small_programs import programs
 
 from sidelane.choice.candidate import find
 from sidelane.collectives.agreement import Agreement, CallPart

@@ -8,8 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from cuda_world import FLAGS, SUM, World, programs, world_of
+from cuda_world import FLAGS, World, world_of
 from fake_driver import Stream
+from small_programs import SUM, programs
 from started import start
 
 from sidelane.errors import CommunicatorClosedError, UnavailableError

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_world import FLAGS, World, expected_outputs, world_of
+import torch
+from cuda_world import FLAGS, World, world_of
 from fake_driver import LEGACY, Stream
-from test_cuda_calls import of_type
+from worlds import check, fill
 
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, StreamCall, WaitValue, WriteValue
+from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, Operand, StreamCall
 from sidelane.execute.cuda.copy_batches import CopyFootprint, batch_copies
-from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch, parts_of
 from sidelane.program.builders import Transport, build_batch
-from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction, Span
+from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program
 from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify
@@ -32,29 +33,6 @@ def program_of(parts: list[Collective], transports: list[Transport], variant: st
 
 def gathers(n: int, count: int) -> Program:
     return program_of([define.all_gather([64 + k] * n, in_place=True) for k in range(count)], [Transport.PUSH] * count)
-
-
-def test_one_entry_one_call_for_all_copies_one_exit() -> None:
-    program = gathers(4, 20)
-    plan = plan_calls(program, 1)
-    assert [type(call) for call in plan.calls()] == [MemOps, MemcpyBatch, MemOps]
-    entry, copies, exit = plan.calls()
-    assert [type(op) for op in entry.ops] == [WriteValue] * 4 + [WaitValue] * 3
-    assert [copy.dst.rank for copy in copies.copies] == [2] * 20 + [3] * 20 + [0] * 20
-    assert [type(op) for op in exit.ops] == [WriteValue] * 3 + [WaitValue] * 3 + [WriteValue]
-    assert (plan.streams, plan.events) == (1, 0)
-
-
-def test_in_a_graph_copies_are_single_and_handshakes_are_not() -> None:
-    plan = plan_calls(freeze(gathers(4, 5)), 1, captured=True)
-    assert [type(call) for call in plan.calls()] == [MemOps, *[Memcpy] * 15, MemOps]
-
-
-def test_tensors_that_are_pushed_and_pulled_go_in_one_call() -> None:
-    parts = [define.all_gather([64] * 3, in_place=True), define.all_gather([50] * 3)]
-    plan = plan_calls(program_of(parts, [Transport.PUSH, Transport.PULL]), 0)
-    (batch,) = of_type(plan, MemcpyBatch)
-    assert [(copy.dst.rank, copy.src.rank) for copy in batch.copies] == [(1, 0), (0, 1), (2, 0), (0, 2)]
 
 
 def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_writes() -> None:
@@ -133,30 +111,20 @@ class Lists:
         return Pieces(*zip(*rows, strict=True)) if rows else Pieces((), (), ())
 
     def run_checked(self, seed: int) -> None:
-        draw = np.random.default_rng(seed)
-        for array in self.pieces.values():
-            array[:] = draw.integers(0, 256, len(array))
-        expected = []
-        for number, (part, _) in enumerate(parts_of(self.batch)):
-            inputs = [self.view(number, part.input_span(r, 0, part.input_bytes(r))).copy() for r in self.everyone]
-            expected.append(expected_outputs(part, inputs))
+        self.each(fill, seed)
         if self.graphs:
             self.world.replay(self.graphs)
         else:
             self.world.start(self.ranks)
             self.world.synchronize()
+        self.each(check, seed)
+
+    def each(self, function: Callable[..., None], seed: int) -> None:
+        """Call ``fill`` or ``check`` for the tensors of each rank."""
         for number, (part, _) in enumerate(parts_of(self.batch)):
-            for rank in self.everyone:
-                have = self.view(number, part.output_span(rank, 0, part.output_bytes(rank)))
-                want = expected[number][rank]
-                assert np.array_equal(have[want >= 0], want[want >= 0]), (number, rank)
-
-    @property
-    def everyone(self) -> range:
-        return range(self.world.world_size)
-
-    def view(self, number: int, span: Span) -> np.ndarray:
-        return self.pieces[span.rank, span.buffer, number][span.offset : span.end]
+            for rank in range(self.world.world_size):
+                pieces = (self.pieces[rank, buffer, number] for buffer in (Buffer.INPUT, Buffer.OUTPUT))
+                function(part, rank, 100 * seed + number, *map(torch.from_numpy, pieces))
 
 
 def mixture(n: int) -> Program:

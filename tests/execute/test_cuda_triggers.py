@@ -132,7 +132,7 @@ def test_a_trigger_that_nobody_fires_is_named() -> None:
                 executor.synchronize()
             assert caught.value.ranks == (0,), caught.value
             # Rank 0 waits for its trigger, rank 1 for what rank 0 would send: all hear of who came first.
-            own, peers = ("wait flag 1",), ("rank 1 waited", "wait flag 4", "rank 0 has not signalled")
+            own, peers = ("wait flag 1",), ("rank 1 waited", "wait flag 4", "rank 0 (in call 1) has not signalled")
             said = str(caught.value)
             assert any(all(words in said for words in waits) for waits in (own, peers)), said
 

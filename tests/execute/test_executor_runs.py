@@ -81,7 +81,7 @@ def test_a_rank_without_queues_is_done_at_once() -> None:
         (pending, _) = world.load(program).start(3)
         pending.wait()
         assert pending.done()
-        assert world.state.ended == [3, 3]
+        assert world.monitor.ended_calls == [3, 3]
 
 
 def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
         assert "all_gather(3 ranks, 192 bytes, out of place) pcpy, invocation 4: rank" in original
         assert re.search(r"queue dma:\d command \d \(wait flag 1 >= epoch\) waited \d+\.\d s;", original)
         assert original.endswith("rank 1 (in call 0) has not come")
-        assert any(call == 4 and "(wait flag 1 >= epoch)" in text for _, call, text in world.state.notes)
+        assert any(call == 4 and "(wait flag 1 >= epoch)" in text for _, call, text in world.monitor.notes)
         # It comes late: it is told what happened, and moves nothing.
         with pytest.raises(PeerTimeoutError, match="gave up") as late:
             loaded.ranks[1].start(4)
@@ -138,11 +138,11 @@ def test_a_dead_peer_fails_the_wait_before_the_time_out() -> None:
         loaded = world.load(build(all_gather([NBYTES] * 2), "b2b"))
         pending = loaded.ranks[0].start(1)
         assert not pending.done()
-        world.state.dead.add(1)
+        world.monitor.dead.add(1)
         with pytest.raises(PeerError) as caught:
             pending.wait()
         assert caught.value.ranks == (1,)
-        assert not world.state.aborts, "everybody can see that for himself"
+        assert world.monitor.aborted is None, "everybody can see that for himself"
 
 
 def test_an_error_in_an_engine_is_raised_here_and_names_its_place_to_the_peers() -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from armed import Armed
-from cuda_world import programs
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 from marks import long
+from small_programs import programs
 from started import start
 
 from sidelane.collectives.backend_hip import HipBackend

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from cuda_world import Monitor, RankMonitor
 from fake_driver import FakeDriver, Stream
+from monitor import Monitor, RankMonitor
 from started import start
 
 from sidelane.device import layout

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cuda_world import SUM, world_of
+from cuda_world import world_of
+from small_programs import SUM
 
 from sidelane.execute.cuda.calls import Route, counts_of
 from sidelane.execute.cuda.plan import plan_calls

@@ -1,79 +1,669 @@
-"""The process group on CPU ranks: the same results as Gloo's, through every door that torch has."""
+"""The process group by CPU ranks and on GPUs: the same results as Gloo's, through every door that torch has."""
 
 from __future__ import annotations
 
-import group_cases as cases
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
-from marks import long
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import two_worlds
+from on_ranks import default_stream, on_ranks
+from process_groups import data, ended, on_cpu, sidelane_group
 from ranks import RankError, RankPool
+from torch.distributed import distributed_c10d as c10d
 
-ALONE = [
-    cases.averages,
-    cases.more_dtypes,
-    cases.objects,
-    cases.many_back_to_back,
-    cases.callbacks,
-    cases.coalesced,
-    cases.strided_elsewhere,
-    cases.alike,
-    cases.batches,
-    cases.functional_collectives,
-    cases.compiled,
-    long(cases.compiled_as_gloos),
-    cases.distributed_tensors,
-    cases.trains_ddp,
-    cases.joins_ddp,
-    cases.profiled,
-    cases.hooks_of_ddp,
-    cases.refused_in_graphs,
-    cases.memory_for_fsdp,
-    cases.memory_without_a_line,
-    cases.lends_its_communicator,
-    cases.trains_fsdp,
-]
+import sidelane
+from sidelane.integrations import dispatch, ledger, torch_world
+from sidelane.integrations.process_group import SidelaneGroup
+
+BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
+NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
+REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+SIZES = (1, 7, 1000)
+Sum = dist.ReduceOp
 
 
-@pytest.mark.parametrize("ranks", [1, 2, (5, 1, 3)])
-def test_every_collective_is_as_gloos(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
-    pool.run(cases.like_gloo, ranks)
+Collective = Callable[[dist.ProcessGroup, torch.dtype, int, bool], list[torch.Tensor]]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
-def test_it_works_as_torch_expects(pool: RankPool, case: object) -> None:
-    pool.run(case, 2)  # type: ignore[arg-type]
+def all_gather_into_tensor(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(group.size() * n, dtype=dtype)
+    ended(dist.all_gather_into_tensor(output, data(n, dtype, group.rank()), group, a), a)
+    in_place = torch.zeros(group.size() * n, dtype=dtype)
+    part = in_place.split(n)[group.rank()].copy_(data(n, dtype, group.rank() + 50))
+    ended(dist.all_gather_into_tensor(in_place, part, group, a), a)
+    return [output, in_place]
 
 
-@pytest.mark.long  # Inductor compiles C++
-def test_inductor_leaves_a_group_alone(pool: RankPool) -> None:
-    pool.run(cases.compiled_as_gloos, 2, "inductor", timeout_s=200)
+def all_gather(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    outputs = [torch.zeros(n, 2, dtype=dtype) for _ in range(group.size())]
+    ended(dist.all_gather(outputs, data(2 * n, dtype, group.rank()).view(n, 2), group, a), a)
+    row = list(torch.zeros(group.size(), n, dtype=dtype).unbind())
+    ended(dist.all_gather(row, data(n, dtype, group.rank()), group, a), a)
+    strided = list(torch.zeros(n, group.size(), dtype=dtype).unbind(1)) if group.size() > 1 else []
+    if strided and type(group) is not dist.ProcessGroup:  # Gloo wants contiguous ones
+        ended(dist.all_gather(strided, data(n, dtype, group.rank()), group, a), a)
+        assert all(map(torch.equal, strided, row))
+    return [*outputs, *row]
 
 
-def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(pool: RankPool) -> None:
-    for rows in pool.run(cases.elsewhere, 3):
-        found = {(operation, where) for operation, where, _ in rows}
-        assert {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")} >= found
-        whys = {why for _, _, why in rows}
-        assert {"max of bool", "operation product", "Sidelane has no such operation"} == whys
+def all_to_all_single(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank = group.size(), group.rank()
+    even = torch.zeros(size * n, dtype=dtype)
+    ended(dist.all_to_all_single(even, data(size * n, dtype, rank), group=group, async_op=a), a)
+    sent = [(rank + 2 * other) % 5 * n for other in range(size)]
+    received = [(other + 2 * rank) % 5 * n for other in range(size)]
+    uneven = torch.zeros(sum(received), 3, dtype=dtype)
+    given = data(3 * sum(sent), dtype, rank).view(-1, 3)
+    ended(dist.all_to_all_single(uneven, given, received, sent, group=group, async_op=a), a)
+    return [even, uneven]
 
 
-def test_large_exchanges_of_ordinary_tensors_are_left_to_nccl(pool: RankPool) -> None:
-    for rows in pool.run(cases.slower_staged, 2, False):
-        assert sorted({where for where, _ in rows}) == ["nccl", "sidelane"]
-        (why,) = {why for where, why in rows if where == "nccl"}
-        assert why.startswith("ordinary tensors of ") and "sidelane.pool" in why
+def all_to_all(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank = group.size(), group.rank()
+    inputs = [data(n + rank + 2 * other, dtype, rank) for other in range(size)]
+    outputs = [torch.zeros(n + other + 2 * rank, dtype=dtype) for other in range(size)]
+    if type(group) is dist.ProcessGroup:  # Gloo takes lists of equal sizes only
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
+        whole = torch.cat(outputs)
+        dist.all_to_all_single(whole, torch.cat(inputs), *sizes, group=group)
+        return list(whole.split(sizes[0]))
+    ended(dist.all_to_all(outputs, inputs, group=group, async_op=a), a)
+    return outputs
+
+
+def broadcast(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    tensors = [data(n, dtype, group.rank()) for _ in range(group.size())]
+    for root, tensor in enumerate(tensors):
+        ended(dist.broadcast(tensor, group=group, async_op=a, group_src=root), a)
+    return tensors
+
+
+def scatter(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    root, output = group.size() - 1, torch.zeros(n, dtype=dtype)
+    parts = [data(n, dtype, part) for part in range(group.size())] if group.rank() == root else None
+    ended(dist.scatter(output, parts, group=group, async_op=a, group_src=root), a)
+    return [output]
+
+
+def gather(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    root = group.size() - 1
+    parts = [torch.zeros(n, dtype=dtype) for _ in range(group.size())] if group.rank() == root else None
+    ended(dist.gather(data(n, dtype, group.rank()), parts, group=group, async_op=a, group_dst=root), a)
+    return parts or []
+
+
+MOVING = (all_gather_into_tensor, all_gather, all_to_all_single, all_to_all, broadcast, scatter, gather)
+
+
+def all_reduce(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    found = []
+    for op in (Sum.SUM, Sum.MIN, Sum.MAX):
+        tensor = data(n, dtype, group.rank())
+        ended(dist.all_reduce(tensor, op, group, a), a)
+        found.append(tensor)
+    return found
+
+
+def reduce_scatter_tensor(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(n, dtype=dtype)
+    ended(dist.reduce_scatter_tensor(output, data(group.size() * n, dtype, group.rank()), group=group, async_op=a), a)
+    return [output]
+
+
+def reduce_scatter(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    output = torch.zeros(n, dtype=dtype)
+    inputs = [data(n, dtype, group.rank() + part) for part in range(group.size())]
+    ended(dist.reduce_scatter(output, inputs, group=group, async_op=a), a)
+    return [output]
+
+
+REDUCING = (all_reduce, reduce_scatter_tensor, reduce_scatter)
+
+
+@on_ranks(1, 2, (5, 1, 3), gpu=default_stream)
+def test_every_collective_is_as_gloos(group: dist.ProcessGroup) -> None:
+    """Every collective, dtype and size, synchronous and not, has the bytes that Gloo's has."""
+    with sidelane_group(group) as ours:
+        chosen = [(function, dtype) for function in MOVING for dtype in BYTES]
+        chosen += [(function, dtype) for function in REDUCING for dtype in REDUCED]
+        cases = [(*pair, SIZES[number % len(SIZES)], number % 2 == 0) for number, pair in enumerate(chosen)]
+        for function, dtype, numel, is_async in cases:
+            expected = on_cpu(functools.partial(function, group, dtype, numel, is_async))
+            found = function(ours, dtype, numel, is_async)
+            for one, other in zip(expected, found, strict=True):
+                assert torch.equal(one, other.cpu()), (function.__name__, dtype, numel, is_async)
+        where = {(row.operation, row.where) for row in sidelane.report().rows}
+        assert where == {(function.__name__, "sidelane") for function in (*MOVING, *REDUCING)}, where
+
+
+@on_ranks(2, gpu=default_stream)
+def test_dtypes_that_gloo_does_not_have(group: dist.ProcessGroup) -> None:
+    """Bytes are bytes: dtypes that Gloo refuses."""
+    with sidelane_group(group) as ours:
+        rank, size = ours.rank(), ours.size()
+        for dtype in NOT_GLOOS:
+            parts = [data(5, dtype, each) for each in range(size)]
+            outputs = [torch.zeros(5, dtype=dtype) for _ in range(size)]
+            dist.all_gather(outputs, parts[rank], ours)
+            mine, told = torch.zeros(5, dtype=dtype), data(5, dtype, rank)
+            dist.scatter(mine, parts if rank == 1 else None, group=ours, group_src=1)
+            dist.broadcast(told, group=ours, group_src=1)
+            for found, expected in [*zip(outputs, parts, strict=True), (mine, parts[rank]), (told, parts[1])]:
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), dtype
+        assert {row.where for row in sidelane.report().rows} == {"sidelane"}
+
+
+@on_ranks(2, gpu=default_stream)
+def test_averages(group: dist.ProcessGroup) -> None:
+    """The average, which Gloo has not for all dtypes: against the sum."""
+    with sidelane_group(group) as ours:
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor, output = data(24, dtype, ours.rank()), torch.zeros(24 // ours.size(), dtype=dtype)
+            sums = tensor.float().cpu().clone()
+            dist.all_reduce(sums, group=group)
+            sums = sums.to(tensor.device)
+            dist.reduce_scatter_tensor(output, tensor[: output.numel() * ours.size()], Sum.AVG, ours)
+            dist.all_reduce(tensor, Sum.AVG, ours)
+            expected = (sums / ours.size()).to(dtype)
+            assert torch.allclose(tensor, expected)
+            assert torch.allclose(output, expected.split(output.numel())[ours.rank()])
+            # FSDP2's division by a factor of its caller's own, which Gloo has not. Calls of one kind have two factors.
+            for factor in (0.25, 0.5, 1.0, 0.25):
+                scaled = dist._make_nccl_premul_sum(factor)
+                given = data(24, dtype, ours.rank())
+                whole, parts, several = given.clone(), torch.zeros_like(output), torch.zeros_like(output)
+                ended(dist.all_reduce(whole, scaled, ours, async_op=factor == 0.5), factor == 0.5)
+                dist.reduce_scatter_tensor(parts, given[: output.numel() * ours.size()], scaled, ours)
+                dist.reduce_scatter(several, [*given[: output.numel() * ours.size()].chunk(ours.size())], scaled, ours)
+                expected = (sums * factor).to(dtype)
+                assert torch.equal(whole, expected), factor
+                assert torch.equal(parts, expected.split(output.numel())[ours.rank()])
+                assert torch.equal(several, parts)
+        assert {row.where for row in sidelane.report().rows} == {"sidelane"}
+
+
+@on_ranks(3)
+def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.ProcessGroup) -> None:
+    """What Sidelane does not do goes to Gloo, in between, with the same result on all ranks."""
+    with sidelane_group(group) as ours:
+        rank, size = ours.rank(), ours.size()
+        for _ in range(3):
+            work = dist.all_reduce(torch.ones(5), group=ours, async_op=True)
+            flag = torch.tensor([rank == 1, False])
+            dist.all_reduce(flag, Sum.MAX, ours)
+            assert flag.tolist() == [size > 1, False]
+            product = torch.full((3,), 2.0, dtype=torch.float64)
+            dist.all_reduce(product, Sum.PRODUCT, ours)
+            assert product.tolist() == [2.0**size] * 3
+            double = torch.full((2,), float(rank), dtype=torch.float64)
+            dist.reduce(double, group=ours, group_dst=0)
+            assert rank or double.tolist() == [sum(range(size))] * 2
+            sent, received = torch.full((4,), float(rank)), torch.empty(4)
+            requests = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=ours, group_peer=(rank + 1) % size),
+                    dist.P2POp(dist.irecv, received, group=ours, group_peer=(rank - 1) % size),
+                ]
+            )
+            for request in requests:
+                request.wait()
+            assert received.tolist() == [(rank - 1) % size] * 4
+            if rank == 0:
+                token = torch.empty(1)
+                assert dist.recv(token, None, group=ours) in dist.get_process_group_ranks(ours)
+            elif rank == 1:
+                dist.send(torch.ones(1), group=ours, group_dst=0)
+            assert work is not None
+            work.wait()
+        rows = [row for row in sidelane.report().rows if row.where != "sidelane"]
+    gloos = {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")}
+    assert {(row.operation, row.where) for row in rows} <= gloos
+    assert {row.why for row in rows} == {"max of bool", "operation product", "Sidelane has no such operation"}
+
+
+def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
+    """Large exchanges of ordinary tensors, which the other backend makes as if it were NCCL, and of pooled ones; what
+    the report says of each. ``mixes``: rank 1 comes with pooled tensors where the others have ordinary ones."""
+    with sidelane_group(group) as wrapped:
+        pass
+    ours = dist.split_group(wrapped, [list(range(group.size()))])
+    assert isinstance(ours, SidelaneGroup)
+    size, rank, count = ours.size(), ours.rank(), 5000
+    ledger.reset()
+    with (
+        mock.patch.object(dispatch, "STAGED_BYTES", 20_000),
+        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
+    ):
+        pool = sidelane.pool(ours.communicator(torch.get_default_device()), 1 << 20)
+        for step, pooled, numel in [
+            (0, False, count),
+            (1, False, count),
+            (2, True, count),
+            (3, False, 10),
+            (4, False, 3000),
+        ]:
+            with pool if pooled or (mixes and rank == 1) else contextlib.nullcontext():
+                output, input = torch.empty(size, numel), torch.empty(size, numel)
+            input.copy_(torch.arange(size)[:, None] + 10.0 * rank + 100 * step)
+            dist.all_to_all_single(output, input, group=ours)
+            assert torch.equal(output, (rank + 10.0 * torch.arange(size) + 100 * step)[:, None].expand(size, numel)), (
+                step
+            )
+    return [(row.where, row.why) for row in sidelane.report().rows if row.operation == "all_to_all_single"]
+
+
+@on_ranks(2)
+def test_large_exchanges_of_ordinary_tensors_are_left_to_nccl(group: dist.ProcessGroup) -> None:
+    rows = exchange_large(group, mixes=False)
+    assert {where for where, _ in rows} == {"nccl", "sidelane"}
+    (why,) = {why for where, why in rows if where == "nccl"}
+    assert why.startswith("ordinary tensors of ") and "sidelane.pool" in why
 
 
 def test_ranks_whose_memory_differs_are_told(pool: RankPool) -> None:
     with pytest.raises(
         RankError, match="ranks made different calls: rank 0: all_to_all_single of 40000 bytes of ordinary"
     ):
-        pool.run(cases.slower_staged, 2, True)
+        pool.run(exchange_large, 2, True)
 
 
-def test_an_existing_group_is_wrapped_and_stays(pool: RankPool) -> None:
-    for rows in pool.run(cases.wrapped, 2):
-        assert rows == [
-            "all_reduce float32 sidelane 3",
-            "all_reduce bool gloo 1",
-            "all_reduce float32 sidelane 1",
-        ]
+@on_ranks(2)
+def test_objects(group: dist.ProcessGroup) -> None:
+    with sidelane_group(group) as ours:
+        rank, size = ours.rank(), ours.size()
+        everything: list[Any] = [None] * size
+        dist.all_gather_object(everything, {"rank": rank, "text": "x" * 100 * rank}, group=ours)
+        assert [each["rank"] for each in everything] == list(range(size))
+        gathered: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object(rank, gathered, group=ours, group_dst=0)
+        assert rank or gathered == list(range(size))
+        told = [("from", 1)] if rank == 1 else [None]
+        dist.broadcast_object_list(told, group=ours, group_src=1)
+        assert told == [("from", 1)]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, [f"for {each}" for each in range(size)], group=ours, group_src=0)
+        assert mine == [f"for {rank}"]
+
+
+@on_ranks(2, gpu=default_stream)
+def test_many_back_to_back(group: dist.ProcessGroup) -> None:
+    """Calls under way together, fulfilled in order; futures and their callbacks, which may make calls themselves."""
+    with sidelane_group(group) as ours:
+        size = ours.size()
+        tensors = [torch.full((50 + number % 7,), float(ours.rank() + number)) for number in range(40)]
+        works = [dist.all_reduce(tensor, group=ours, async_op=True) for tensor in tensors]
+        for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            assert work is not None and work.wait(timedelta(seconds=20))
+            assert tensor.eq(sum(range(size)) + size * number).all()
+        late = torch.ones(3)
+
+        def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            doubled = future.value()[0] * 2
+            inner = dist.all_reduce(doubled, group=ours, async_op=True)
+            assert inner is not None
+            return inner.get_future().wait()[0]
+
+        work = dist.all_reduce(late, group=ours, async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).wait().tolist() == [2.0 * size * size] * 3
+        assert work.is_success() and work.exception() is None and work.result()[0] is late
+        dist.barrier(ours)
+        waiting = dist.barrier(ours, async_op=True)
+        assert waiting is not None
+        waiting.wait()
+
+
+@on_ranks(2)
+def test_callbacks(group: dist.ProcessGroup) -> None:
+    """Callbacks wait for later calls, and for later callbacks; they raise, and end their group."""
+    ended = sidelane.wrap(group)
+    with sidelane_group(group) as ours, sidelane.Communicator(group, device="cpu") as comm:
+        size = ours.size()
+
+        def start(maker: Any, tensor: torch.Tensor) -> dist.Work:
+            if isinstance(maker, dist.ProcessGroup):
+                return dist.all_reduce(tensor, group=maker, async_op=True)  # type: ignore[return-value]
+            return maker.all_reduce(tensor, async_op=True)
+
+        for maker in (group, ours, comm):
+            tensors = [torch.full((9,), float(number)) for number in range(5)]
+            works = [start(maker, tensor) for tensor in tensors]
+            then = works[0].get_future().then(lambda done, last=works[-1]: last.wait() and done.value()[0] + 1)
+            assert then.wait().eq(1).all() and tensors[4].eq(4 * size).all()
+        for maker in (ours, comm):
+            order: list[int] = []
+            futures: list[Any] = [None] * 5
+
+            def sums(
+                done: torch.futures.Future[list[torch.Tensor]], number: int, order: list[int], futures: list[Any]
+            ) -> torch.Tensor:
+                order.append(number)
+                return done.value()[0] + (futures[number + 1].wait() if number < 4 else 0)
+
+            works = [start(maker, torch.ones(9)) for _ in futures]
+            for number in reversed(range(5)):
+                later = functools.partial(sums, number=number, order=order, futures=futures)
+                futures[number] = works[number].get_future().then(later)
+            assert futures[0].wait().eq(5 * size).all()
+            assert sorted(order) == list(range(5))
+            bad = start(maker, torch.ones(9)).get_future().then(lambda done: done.value()[0].view(2))
+            with pytest.raises(RuntimeError, match="shape"):
+                bad.wait()
+        work = start(ended, torch.ones(9))
+        assert work.get_future().then(lambda _: dist.destroy_process_group(ended)).wait() is None
+        until = time.monotonic() + 20
+        while any(thread.name == "sidelane-callbacks" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def strided_elsewhere(members: dist.ProcessGroup) -> None:
+    """Columns of matrices in calls that Gloo makes: the right numbers, and nothing else written (pytorch 192920)."""
+    rank, size, n = members.rank(), members.size(), 5
+    own = [float(rank + each) for each in range(n)]
+    summed = [float(sum(range(each, each + size))) for each in range(n)]
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        matrices.append(torch.full((n, 3), -7, dtype=dtype))
+        return matrices[-1][:, 1].copy_(torch.tensor(values, dtype=dtype))
+
+    def end(*works: dist.Work | None) -> None:
+        for work in works:
+            if work is None:
+                continue
+            if how == "future":
+                work.get_future().wait()
+            while how == "polled" and not work.is_completed():
+                time.sleep(1e-3)
+            if how in ("at once", "waited"):
+                work.wait()
+
+    with sidelane_group(members) as group:
+        for how in ("at once", "waited", "polled", "future"):
+            matrices: list[torch.Tensor] = []
+            a = how != "at once"
+            total, product, at_root = column(own), column([2.0] * n, torch.float32), column(own)
+            end(dist.all_reduce(total, group=group, async_op=a))
+            end(dist.all_reduce(product, dist.ReduceOp.PRODUCT, group, a))
+            end(dist.reduce(at_root, group_dst=0, group=group, async_op=a))
+            assert (total.tolist(), product.tolist()) == (summed, [2.0**size] * n)
+            assert rank > 0 or at_root.tolist() == summed
+            assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
+            if how in ("polled", "future"):  # in Gloo, what follows has neither an end without a wait nor a future
+                continue
+            scattered, given = column([0.0] * n), torch.tensor(own * size, dtype=torch.float64).repeat(2, 1).T[:, 0]
+            end(dist.reduce_scatter_tensor(scattered, given, group=group, async_op=a))
+            assert scattered.tolist() == summed
+            came = column([0.0] * n)
+            sent = dist.isend(column(own), group_dst=(rank + 1) % size, group=group)
+            end(dist.irecv(came, group_src=(rank - 1) % size, group=group), sent)
+            assert came.tolist() == [float((rank - 1) % size + each) for each in range(n)]
+            assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
+        row = torch.arange(12, dtype=torch.float64).view(3, 4)
+        mine = row.clone() if rank == 0 else row.T.clone().T  # of one shape, in memory of two orders
+        dist.all_reduce(mine, group=group)
+        assert torch.equal(mine, row * size)
+        with dist._coalescing_manager(group):
+            dist.all_reduce(total, group=group)
+        assert total.tolist() == [size * each for each in summed]
+
+
+@on_ranks(2, gpu=default_stream)
+def test_tensors_that_are_not_contiguous_or_not_resolved(group: dist.ProcessGroup) -> None:
+    """Calls like ones before, but for strides, signs, classes, dtypes, operations or roots."""
+    shapes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.view(-1, 4).t().contiguous().t(),  # of other strides
+        lambda x: torch.nn.Parameter(x),
+        lambda x: torch.complex(x, -x).conj().imag if x.dtype == torch.float32 else x,  # negated where it lies
+        lambda x: x.requires_grad_() if x.is_floating_point() else x,
+        lambda x: x,
+    ]
+    with sidelane_group(group) as ours, torch.no_grad():
+        rank, size = ours.rank(), ours.size()
+        before = {row.operation: row.calls for row in sidelane.report().rows}
+        assert not before
+        made = 0
+        for number, (shape, dtype) in enumerate(
+            itertools.product(shapes, (torch.float32, torch.int32, torch.bfloat16))
+        ):
+            given = [data(8 * size, dtype, 100 * number + peer) for peer in range(size)]
+            if shape is shapes[2] and not dtype.is_floating_point:
+                continue
+            made += 1
+            own = shape(given[rank].clone())
+            whole = torch.empty(size * 8 * size, dtype=dtype)
+            dist.all_gather_into_tensor(whole, own.flatten() if own.dim() > 1 else own, ours)
+            assert torch.equal(whole.cpu(), torch.cat([_flat(shape, each) for each in given]).cpu()), number
+            for op, reduce in ((Sum.SUM, torch.sum), (Sum.MAX, torch.amax)):
+                total = shape(given[rank].clone())
+                dist.all_reduce(total, op, ours)
+                expected = reduce(torch.stack([shape(each.clone()).detach().resolve_neg() for each in given]), 0)
+                assert torch.equal(total.resolve_neg(), expected.to(dtype)), (number, op)
+            for root in range(size):
+                sent = shape(given[rank].clone())
+                dist.broadcast(sent, root, ours)
+                assert torch.equal(sent.resolve_neg(), shape(given[root].clone()).resolve_neg()), (number, root)
+            part, swapped = torch.empty(8, dtype=dtype), torch.empty(8 * size, dtype=dtype)
+            dist.reduce_scatter_tensor(part, given[rank].clone(), group=ours)
+            assert torch.equal(part, torch.stack(given).sum(0).to(dtype)[8 * rank : 8 * rank + 8])
+            dist.all_to_all_single(swapped, given[rank].clone(), group=ours)
+            assert torch.equal(swapped, torch.cat([each[8 * rank : 8 * rank + 8] for each in given]))
+        calls = {}
+        for row in sidelane.report().rows:
+            assert row.where == "sidelane", row
+            calls[row.operation] = calls.get(row.operation, 0) + row.calls
+        assert calls == {
+            "all_gather_into_tensor": made,
+            "all_reduce": 2 * made,
+            "broadcast": size * made,
+            "reduce_scatter_tensor": made,
+            "all_to_all_single": made,
+        }
+        last = sidelane.report().last
+        assert last is not None and (last.operation, last.nbytes) == ("all_to_all_single", 8 * size * 2)
+        with torch.autograd.profiler.profile() as profile:
+            dist.all_reduce(torch.ones(5), group=ours)
+        assert any(event.name == "sidelane:all_reduce" for event in profile.function_events)
+        with pytest.raises(ValueError, match="all_gather: output must hold"):
+            dist.all_gather_into_tensor(torch.empty(3), torch.empty(2), ours)
+
+
+def _flat(shape: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    return shape(given.clone()).detach().resolve_neg().flatten()
+
+
+@on_ranks(2, gpu=default_stream)
+def test_coalesced_calls(group: dist.ProcessGroup) -> None:
+    with sidelane_group(group) as ours:
+        rank, size = ours.rank(), ours.size()
+        for device, is_async in itertools.product((None, torch.get_default_device()), (False, True)):
+            tensors = [torch.full((4 + number,), float(rank)) for number in range(3)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=ours)
+            if is_async:
+                manager.wait()
+            assert all(tensor.eq(sum(range(size))).all() for tensor in tensors)
+            outputs = [torch.empty(size * (2 + number)) for number in range(3)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for output in outputs:
+                    part = torch.full((output.numel() // size,), float(rank))
+                    dist.all_gather_into_tensor(output, part, ours)
+            if is_async:
+                manager.wait()
+            for output in outputs:
+                assert output.view(size, -1).eq(torch.arange(size).view(-1, 1)).all()
+            results = [torch.empty(3), torch.empty(5)]
+            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
+                for result in results:
+                    dist.reduce_scatter_tensor(result, torch.ones(size * result.numel()), group=ours)
+            if is_async:
+                manager.wait()
+            assert all(result.eq(size).all() for result in results)
+
+
+@on_ranks(2)
+def test_batches_of_sends_and_receives(group: dist.ProcessGroup) -> None:
+    """As where NCCL makes those of a batch together."""
+    as_one = mock.patch.object(torch_world, "made_as_one", return_value=True)
+    with sidelane_group(group) as ours, as_one:
+        exchange_batches(ours, {(ours.rank() + 1) % ours.size(), (ours.rank() - 1) % ours.size()})
+
+
+def exchange_batches(ours: dist.ProcessGroup, peers: set[int]) -> None:
+    """All sends come before all receives."""
+    rank = ours.rank()
+    for step in range(3):
+        sent = {peer: torch.full((5 + peer,), float(10 * rank + peer + step)) for peer in peers}
+        received = {peer: torch.full((5 + rank,), -1.0) for peer in peers}
+        operations = [dist.P2POp(dist.isend, sent[peer], group=ours, group_peer=peer) for peer in peers]
+        operations += [dist.P2POp(dist.irecv, received[peer], group=ours, group_peer=peer) for peer in peers]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert all(received[peer].eq(10 * peer + rank + step).all() for peer in peers)
+
+
+@on_ranks(2)
+def test_an_existing_group_is_wrapped_and_stays(group: dist.ProcessGroup) -> None:
+    """A group with Sidelane in front of it, and the group itself, in turn."""
+    ours, again = sidelane.wrap(group), sidelane.wrap(group)
+    assert ours.group_name != again.group_name and dist.get_backend(ours) == "sidelane", dist.get_backend(ours)
+    ledger.reset()
+    for each_group in (ours, group, again, ours):
+        tensor = torch.ones(9)
+        dist.all_reduce(tensor, group=each_group)
+        assert tensor.eq(group.size()).all()
+    flag = torch.tensor([True])
+    dist.all_reduce(flag, Sum.MIN, ours)
+    x = functional.all_reduce(torch.ones(3), "sum", ours)
+    assert x.eq(group.size()).all()
+    dist.destroy_process_group(ours)
+    dist.destroy_process_group(again)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)  # which is still there
+    assert [f"{row.operation} {row.dtype} {row.where} {row.calls}" for row in sidelane.report().rows] == [
+        "all_reduce float32 sidelane 3",
+        "all_reduce bool gloo 1",
+        "all_reduce float32 sidelane 1",
+    ]
+
+
+@on_ranks(gpu=default_stream)
+def test_streams(group: dist.ProcessGroup) -> None:
+    """Asynchronous and synchronous calls between kernels, on streams of the caller: each sees what came before it."""
+    with sidelane_group(group) as ours:
+        size, side = ours.size(), torch.cuda.Stream()
+        for number in range(50):
+            first, second = torch.zeros(1 << 18), torch.zeros(1 << 18)
+            torch.cuda._sleep(200_000 * (number % 3))
+            first += ours.rank() + number
+            work = dist.all_reduce(first, group=ours, async_op=True)
+            side.wait_stream(torch.cuda.current_stream())  # for its zeros
+            with torch.cuda.stream(side):
+                second += 1
+                dist.all_reduce(second, group=ours)
+                second *= 2
+            assert work is not None
+            work.wait()
+            doubled = first * 2
+            torch.cuda.current_stream().wait_stream(side)
+            assert doubled.eq(2 * (sum(range(size)) + size * number)).all() and second.eq(2 * size).all()
+            del first, second
+
+
+@on_ranks(gpu=default_stream)
+def test_memory_of_asynchronous_calls(group: dist.ProcessGroup) -> None:
+    """A tensor that is freed while peers are late keeps its bytes; behind a wait, these are the next tensor's."""
+    side, reused = torch.cuda.Stream(), dict.fromkeys(("behind", "elsewhere", "never"), 0)
+    with sidelane_group(group) as ours:
+        size, rank = ours.size(), ours.rank()
+        for numel in (1 << 10, 1 << 22):
+            expected = torch.arange(float(size)).repeat_interleave(numel)
+            for way in reused:
+                for number in range(12):
+                    source, result = torch.full((numel,), float(rank + number)), torch.empty(size * numel)
+                    address = source.data_ptr()
+                    if rank == number % size:
+                        torch.cuda._sleep(3_000_000)
+                    work = dist.all_gather_into_tensor(result, source, ours, async_op=True)
+                    assert work is not None
+                    if way != "never":
+                        with torch.cuda.stream(side if way == "elsewhere" else None):
+                            work.wait()
+                    del work, source
+                    other = torch.full((numel,), -1.0)
+                    reused[way] += other.data_ptr() == address
+                    torch.cuda.synchronize()
+                    assert torch.equal(result, expected + number), (numel, way, number)
+                    del other, result
+    print(reused)
+    assert reused["behind"] > 12
+
+
+@on_ranks(gpu=default_stream)
+def test_in_a_graph(group: dist.ProcessGroup) -> None:
+    """Collectives of the group, captured: replays are calls; what a graph cannot hold is refused, never dropped."""
+    stream = torch.cuda.Stream()
+    with sidelane_group(group) as ours, torch.cuda.stream(stream):
+        tensor, output = torch.ones(3000), torch.empty(3000 * ours.size())
+
+        def step() -> None:
+            dist.all_reduce(tensor, group=ours)
+            work = dist.all_gather_into_tensor(output, tensor, ours, async_op=True)
+            assert work is not None
+            work.wait()
+            tensor.div_(ours.size())
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for number in range(5):
+            tensor.fill_(ours.rank() + number)
+            graph.replay()
+            expected = sum(range(ours.size())) + ours.size() * number
+            assert output.eq(expected).all() and tensor.eq(expected / ours.size()).all(), number
+        torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+@on_ranks(gpu=default_stream)
+def test_batches_of_sends_and_receives_by_nccl(group: dist.ProcessGroup) -> None:
+    """Between all ranks, to oneself too: made one by one they would wait for ever."""
+    sidelane.register()
+    ours = dist.new_group(backend="sidelane")
+    try:
+        exchange_batches(ours, set(range(group.size())))
+    finally:
+        dist.destroy_process_group(ours)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+@on_ranks(gpu=default_stream)
+def test_ranks_of_two_worlds(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """A group without a list of ranks, in which each rank has another number than in the default group."""
+    sidelane.register()
+    size, rank = group.size(), group.size() - 1 - group.rank()
+    store = dist.FileStore(str(tmp_path / "joint"), size)
+    ours, _ = c10d._new_process_group_helper(
+        size, rank, [], dist.Backend("sidelane"), store, group_name=str(tmp_path), timeout=two_worlds.TIMEOUT
+    )
+    c10d._world.pg_group_ranks[ours] = {each: each for each in range(size)}
+    try:
+        two_worlds.check_calls(ours, size)
+    finally:
+        dist.destroy_process_group(ours)

@@ -22,9 +22,8 @@ from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.chain import study as chain_study
-from sidelane_lab.studies.chain import ways as chain_ways
-from sidelane_lab.studies.chain.study import CALLS, ChainOptions, ChainRow
+from sidelane_lab.studies import chain as chain_study
+from sidelane_lab.studies.chain import CALLS, ChainOptions, ChainRow
 
 CPU = torch.device("cpu")
 ROUNDS = 2
@@ -48,7 +47,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
         Rows; the steps of prelaunched chains; what each handle says to being armed once more.
     """
     torch.set_num_threads(1)
-    chain_ways.WIDTH = chain_ways.CONSUMED = 16
+    chain_study.WIDTH = chain_study.CONSUMED = 16
     steps: list[str] = []
     handles: list[Prelaunched] = []
     with communicator(group) as comm:
@@ -118,7 +117,7 @@ def test_one_rank_that_fails_at_a_prelaunched_chain_leaves_nobody_hanging(broken
         if broken == "produce":
             assert failed.note == "rank 1: RuntimeError: out of something"
         else:
-            assert failed.note.startswith("prepare: rank 0: PeerError")
+            assert failed.note.startswith("rank 0: PeerError")
         assert all(row.correct and row.time_us for row in ours.values()), ours
         assert all("the handle was closed" in text for text in closed)
 

@@ -16,9 +16,9 @@ from ranks import crew
 from sidelane_lab.cli.clients import ClientOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Problem
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.harness.ways import Problem
 from sidelane_lab.studies.clients import programs, study
 from sidelane_lab.studies.clients.programs import MODELS, ClientCase, fitted
 from sidelane_lab.studies.clients.study import ClientRow, ClientTimes

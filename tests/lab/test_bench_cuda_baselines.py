@@ -201,7 +201,7 @@ def test_a_graph_to_time_holds_all_calls_and_a_graph_to_check_one(recorder: Reco
     job.run()
     prepared.run()
     assert recorder.log == ["replay", "replay"]
-    prepared.release()
+    prepared.close()
     prepared.run()
     assert recorder.log[-1] == "call"
 

@@ -11,7 +11,6 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS
-from sidelane_lab.studies import gemms as study
 from sidelane_lab.studies.gemms import (
     COLD_BYTES,
     FITTED,
@@ -19,6 +18,7 @@ from sidelane_lab.studies.gemms import (
     SEEN,
     GemmOptions,
     GemmRow,
+    LinearLayers,
     calls_of,
     projections,
 )
@@ -49,9 +49,11 @@ def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "mm", wrong)
     gemm = projections(("llama-70b/8",), "float32")[5].gemm.scaled(16)
-    layers = study._Layers(gemm, 1, torch.device("cpu"), 0)
+    layers = LinearLayers(gemm, torch.device("cpu"), 0)
     layers.run()
-    assert not layers.correct()
+    assert layers.error(0) == "the result differs from that in float64"
+    layers.fill(1)
+    assert layers.error(0), "nothing has run"
 
 
 def test_shapes() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
@@ -15,12 +18,11 @@ from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness import running
-from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.studies import host as host_study
-from sidelane_lab.studies.host import BLOCKS, HostOptions, HostRow, HostWay, ways_of
+from sidelane_lab.studies.host import BLOCKS, HostCall, HostOptions, HostRow, HostWay, calls_of, row_of
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}
@@ -70,30 +72,29 @@ class Spoilt(Gloo):
         return super().start(case, tensors, variant) if self.calls < 3 else lambda: None
 
 
-def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list[int]]:
+def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list[float]]:
     """Every call waits for its own end: there is no device behind which it could be queued."""
-    spins: list[int] = []
-    torch.cuda._sleep, kept = spins.append, torch.cuda._sleep
-    try:
-        rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
-        study = host_study._Study(Meter(CPU, group=group), rank, HostOptions(**QUICK, calls=3))
-        study._on_cpu = False
-        case = Case(Kind.ALL_GATHER, 1024, torch.bfloat16, rank.rank, rank.world_size, CPU)
-        implementations = (Gloo(group), Slow(group), Spoilt(group))
-        for implementation in implementations:
-            implementation.reserve(1024, 1024)
-        rows = []
-        for way in ways_of(implementations, ("b2b",), case):
-            way.call = until_done(implementations, way, case)
-            rows.append(study.row(case, way))
-        return rows, spins
-    finally:
-        torch.cuda._sleep = kept
+    spins: list[float] = []
+    implementations = (Gloo(group), Slow(group), Spoilt(group))
+    case = Case(Kind.ALL_GATHER, 1024, torch.bfloat16, dist.get_rank(group), dist.get_world_size(group), CPU)
+    for implementation in implementations:
+        implementation.reserve(1024, 1024)
+    by_name = {implementation.name: implementation for implementation in implementations}
 
+    def made(call: HostCall, make: Callable[[], HostWay]) -> HostWay:
+        way = make()
+        way.blocks = False
+        way._call = lambda: by_name[call.implementation].start(case, way.tensors, "")()
+        return way
 
-def until_done(implementations: tuple[Gloo, ...], way: HostWay, case: Case) -> Callable[[], None]:
-    (found,) = (one for one in implementations if one.name == way.implementation)
-    return lambda: found.start(case, way.tensors, way.variant)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_study, "_spin", lambda device, us: spins.append(us))
+        meter, options, seeds = Meter(CPU, group=group), HostOptions(**QUICK, calls=3), itertools.count(1)
+        rows = [
+            row_of(meter, options, case, call, functools.partial(made, call, make), seeds)
+            for call, make in calls_of(implementations, ("b2b",), case)
+        ]
+    return rows, spins
 
 
 def test_the_slowest_rank_counts_and_a_wrong_output_has_no_time(pool: RankPool):
@@ -108,4 +109,4 @@ def test_the_slowest_rank_counts_and_a_wrong_output_has_no_time(pool: RankPool):
     assert "output bytes are wrong" in spoilt.note
     spins = by_rank[0][1]
     assert len(spins) == 3 * (QUICK["warmup"] + QUICK["repeats"]), "one in front of every batch"
-    assert min(spins[4:6]) >= 2 * 3 * slow.best_us, "long enough for what the batches before took"
+    assert min(spins[4:6]) >= 2 * 3 * 1e6 * WAIT_S, "long enough for what the batches before took"

@@ -20,13 +20,14 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
+from sidelane_lab.pairs.comparison import judge
 from sidelane_lab.pairs.heuristics import units_for
 from sidelane_lab.pairs.isolated import isolated_file, isolated_of, isolated_times
-from sidelane_lab.pairs.outcome import GEMM, judge
+from sidelane_lab.pairs.pair import GEMM
 from sidelane_lab.pairs.sweep import HeuristicRow
 from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
+from sidelane_lab.studies.c3.bench import is_bound_by_memory, rows_of
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
-from sidelane_lab.studies.c3.study import is_bound_by_memory, rows_of
 from sidelane_lab.studies.tune import isolated_measure
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of

@@ -11,13 +11,18 @@ import torch.distributed as dist
 from ranks import RankPool
 from sweeps import communicator
 
-from sidelane_lab.cli.layouts import LayoutOptions, parse_shape
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.layouts.rows import CONTIGUOUS, LAYOUTS, LayoutRow
-from sidelane_lab.studies.layouts.study import shapes_of
-from sidelane_lab.studies.layouts.ways import LayoutCase, LayoutExchanges
+from sidelane_lab.studies.layout_exchanges import LayoutCase, LayoutExchanges
+from sidelane_lab.studies.layouts import (
+    CONTIGUOUS,
+    LAYOUTS,
+    LayoutOptions,
+    LayoutRow,
+    parse_shape,
+    shapes_of,
+)
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [
@@ -64,7 +69,8 @@ def wrong_bytes_are_found(group: dist.ProcessGroup) -> list[str | None]:
     with communicator(group) as comm:
         case = LayoutCase((2, 8, 4, 4), 2, comm.rank, comm.world_size, comm.device)
         found: list[str | None] = []
-        for way in LayoutExchanges(comm, case).ways(LAYOUTS, "nothing"):
+        for make in LayoutExchanges(comm, case).ways(LAYOUTS, "nothing").values():
+            way = make("eager")
             if way.implementation == "auto":
                 way.fill(3)
                 way.run()

@@ -19,7 +19,6 @@ from ranks import RankPool
 
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.baselines import baselines_cuda
 from sidelane_lab.baselines import candidate as candidates
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
@@ -297,10 +296,8 @@ def test_names_that_take_no_lists_are_refused_with_those_that_do() -> None:
 
 def test_a_study_of_lists_says_what_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    monkeypatch.setattr("sidelane_lab.baselines.roster.Meter", lambda *_, **__: None)
+    monkeypatch.setattr("sidelane_lab.baselines.roster.make_meter", lambda *_: None)
     monkeypatch.setattr(Roster, "add", lambda self, name, make: made.append(name))
-    monkeypatch.setattr(baselines_cuda, "device_barrier", lambda device: None)
     rank: Any = SimpleNamespace(device=torch.device("cuda"), rank=0)
     roster = make_roster(rank, listed=True)
     assert made == ["nccl", "nccl_ce", "dma", "auto", "sm"]

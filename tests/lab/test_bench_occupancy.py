@@ -19,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
 from sidelane_lab.model import pipeline as model
-from sidelane_lab.pairs.run import Workers
+from sidelane_lab.pairs.pair import Workers
 from sidelane_lab.pairs.spans import Trace, shared_share
 from sidelane_lab.shaping.shape import OPT1, OPT2
 from sidelane_lab.studies.c3 import occupancy

@@ -23,8 +23,9 @@ from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
+from sidelane_lab.pairs.beside import RoundTimes
 from sidelane_lab.pairs.workload import parse_workload
-from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
+from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import make_ways
@@ -78,7 +79,7 @@ def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
         meter = Meter(CPU, group=group)
         roster, ways = make_ways(rank, meter, 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
-        parts = Parts(meter, ways, 0, 2, itertools.count(1))
+        parts = Parts(meter, ways, OrdinaryOptions(**{**QUICK, "repeats": 2}), itertools.count(1))
         rows = [*parts.alone(case), *parts.pair(workload, case, None)]
         roster.close()
     return rows

@@ -18,7 +18,8 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, Tensors, candidates_of, views
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.harness.measure import Job, Meter, Rounds
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job, Rounds
 from sidelane_lab.studies.collectives import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnDma, Roster
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.pairs import PairPower

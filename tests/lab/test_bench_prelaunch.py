@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.prelaunch import PrelaunchOptions
 from sidelane_lab.harness import running
-from sidelane_lab.harness.measure import Rounds
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.prelaunch import study
-from sidelane_lab.studies.prelaunch.study import PrelaunchRow
+from sidelane_lab.harness.ways import Rounds
+from sidelane_lab.studies import prelaunch as study
+from sidelane_lab.studies.prelaunch import PrelaunchOptions, PrelaunchRow
 
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,25 @@ from ranks import RankPool
 
 import sidelane
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.cli import process_group as command
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.process_group import study as group_study
-from sidelane_lab.studies.process_group.rows import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
-from sidelane_lab.studies.process_group.study import GroupOptions
-from sidelane_lab.studies.process_group.ways import KINDS, GroupWay
+from sidelane_lab.studies import process_group as group_study
+from sidelane_lab.studies.process_group import (
+    FIRST_CALLS,
+    FIRST_STEP,
+    KINDS,
+    OPERATIONS,
+    GroupOptions,
+    GroupRow,
+    rows_of,
+)
+from sidelane_lab.studies.torch_groups import GroupWay
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
-WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
+WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "pooled"))]
 CPU = torch.device("cpu")
 
 
@@ -48,7 +55,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     titles = [table.title for table in tables_of(results)]
     assert titles == [*OPERATIONS, "First use, seconds from begin to end"]
     assert "Calls of torch.distributed" in (tmp_path / "report" / "index.html").read_text()
-    (asked,) = (option.default for option in command.pg.params if option.name == "operations")
+    (asked,) = (option.default for option in group_study.pg.params if option.name == "operations")
     assert tuple(str(asked).split(",")) == OPERATIONS
 
 
@@ -58,10 +65,10 @@ class Two:
     def __init__(self, gloo: dist.ProcessGroup, ours: dist.ProcessGroup) -> None:
         self._groups = {"gloo": gloo, "sidelane": ours}
 
-    def way(self, implementation: str, tensors: str) -> GroupWay:
-        if tensors == "pooled":
+    def way(self, implementation: str, *, pooled: bool) -> GroupWay:
+        if pooled:
             raise sidelane.UnavailableError("no room")
-        return GroupWay(implementation, tensors, self._groups[implementation])
+        return GroupWay(implementation, self._groups[implementation])
 
 
 def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupRow]:
@@ -79,9 +86,8 @@ def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupR
     case = Case(KINDS["all_gather_into_tensor"], 4096, torch.bfloat16, rank.rank, rank.world_size, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_into_tensor", wrong)
-        patch.setattr(group_study, "wanted", lambda *_: [*WAYS[:2], WAYS[3]])
-        study = group_study._Study(rank, Meter(CPU, group=group), Two(group, ours), GroupOptions(**QUICK))
-        return list(study.rows("all_gather_into_tensor", case))
+        groups, options, seeds = Two(group, ours), GroupOptions(**QUICK), itertools.count(1)
+        return list(rows_of(Meter(CPU, group=group), groups, options, "all_gather_into_tensor", case, seeds))
 
 
 @pytest.mark.parametrize("raises", [False, True])

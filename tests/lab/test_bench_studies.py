@@ -29,19 +29,13 @@ from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import implementation_of, parse_workload
 from sidelane_lab.studies import collectives as collective_study
+from sidelane_lab.studies.c3.bench import is_done, rows_not_run, rows_of, too_large
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.study import (
-    C3Options,
-    is_done,
-    key_of_row,
-    rows_not_run,
-    rows_of,
-    too_large,
-)
+from sidelane_lab.studies.c3.study import C3Options, key_of_row
 from sidelane_lab.studies.collectives import (
     CollectiveOptions,
     CollectiveRow,
@@ -191,16 +185,16 @@ class WrongGemm:
 
 
 def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
-    from sidelane_lab.pairs import run as c3_run
+    from sidelane_lab.pairs.pair import GemmRun
 
-    gemms: list[c3_run.GemmRun] = []
-    make = c3_run.GemmRun.__init__
+    gemms: list[GemmRun] = []
+    make = GemmRun.__init__
 
-    def remember(self: c3_run.GemmRun, *args: Any) -> None:
+    def remember(self: GemmRun, *args: Any) -> None:
         make(self, *args)
         gemms.append(self)
 
-    c3_run.GemmRun.__init__ = remember  # type: ignore[method-assign]
+    GemmRun.__init__ = remember  # type: ignore[method-assign]
     try:
         workload = parse_workload("32x32x32_1K", Kind.ALL_GATHER, "float32")
         roster = roster_of(group, Gloo(group))
@@ -210,7 +204,7 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         instruments = Instruments(roster.meter, warmup=0, repeats=1)
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)
     finally:
-        c3_run.GemmRun.__init__ = make  # type: ignore[method-assign]
+        GemmRun.__init__ = make  # type: ignore[method-assign]
     return [(result.strategy, result.failure) for result in outcome.results]
 
 
@@ -442,8 +436,9 @@ def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankP
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
-    from sidelane_lab.harness.measure import Problem
-    from sidelane_lab.pairs.outcome import GEMM, judge
+    from sidelane_lab.harness.ways import Problem
+    from sidelane_lab.pairs.comparison import judge
+    from sidelane_lab.pairs.pair import GEMM
 
     class Way:
         implementation, label, in_place = "dma", "dma auto", False
@@ -503,6 +498,6 @@ try: main("collective --device cpu --ranks 2 --collective all_gather --variants 
           " --max-bytes 1K --iterations 1 --warmup 0".split())
 except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
-assert len(names) <= 25, names
+assert len(names) <= 26, names
 """
     interpreter.run(script, tmp_path)

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from sidelane.c3.strategies import named, strategies
-from sidelane_lab.harness.measure import Problem
-from sidelane_lab.pairs.outcome import GEMM, judge, pair_label
+from sidelane_lab.harness.ways import Problem
+from sidelane_lab.pairs.comparison import judge, pair_label
+from sidelane_lab.pairs.pair import GEMM
 from sidelane_lab.pairs.workload import C3Class, ideal_speedup, parse_workload, percent_of_ideal, speedup
 
 PAIR = parse_workload("cb1_896M")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from sidelane.c3.strategies import named
-from sidelane_lab.pairs.run import WORTH, aliases_of, lasting, narrowed
+from sidelane_lab.pairs.comparison import WORTH, aliases_of, lasting, narrowed
 
 
 @dataclasses.dataclass(frozen=True)

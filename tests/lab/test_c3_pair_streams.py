@@ -11,8 +11,9 @@ from made_up_device import FakeDevice
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
-from sidelane_lab.harness.measure import Job, Meter
-from sidelane_lab.pairs.run import Pairs, Workers
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job
+from sidelane_lab.pairs.pair import Pair, Workers
 
 
 class Work:
@@ -28,7 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def launched(device: FakeDevice, strategy: str) -> list[str]:
     streams = PairStreams(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
     with Workers() as workers:
-        pairs = Pairs(Work(device.queue("gemm")), streams, workers)  # type: ignore[arg-type]
+        pairs = Pair(Work(device.queue("gemm")), streams, workers)  # type: ignore[arg-type]
         pairs.launch(named(strategy), Work(device.queue("collective")))()  # type: ignore[arg-type]
     return device.log
 
@@ -70,7 +71,9 @@ def meter(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Meter:
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: None)
     monkeypatch.setattr(Meter, "finish", lambda self, what: device.log.append(f"finish {what}"))
-    return Meter(torch.device("cuda:0"), device_barrier=device.queue("barrier"))
+    made = Meter(torch.device("cuda:0"), device_barrier=device.queue("barrier"))
+    device.log.clear()  # what it runs for the first time
+    return made
 
 
 def test_a_sample_lines_the_ranks_up_behind_the_spin(device: FakeDevice, meter: Meter) -> None:

@@ -12,11 +12,11 @@ import torch
 from test_c3_judged import KNOWN
 
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.pair import orders_of, small_of
 from sidelane_lab.pairs.sweep import LAUNCH_ORDERS, judge
-from sidelane_lab.pairs.thirds import orders_of, small_of
 from sidelane_lab.pairs.workload import Gemm, parse_workload
+from sidelane_lab.studies.c3.bench import rows_not_run
 from sidelane_lab.studies.c3.heuristics import sweeps_of
-from sidelane_lab.studies.c3.study import rows_not_run
 
 PAIR = parse_workload("8x6x4_1K", Kind.ALL_REDUCE, "float32")
 NAMES = ("gemm", "small gemm", "all_reduce")

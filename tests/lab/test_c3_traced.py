@@ -7,7 +7,7 @@ from made_up_device import FakeDevice
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
-from sidelane_lab.pairs.run import Pairs, Workers
+from sidelane_lab.pairs.pair import Pair, Workers
 from sidelane_lab.pairs.spans import Traced
 
 
@@ -21,7 +21,7 @@ def test_stamps_are_on_the_lane_of_each_operation(monkeypatch: pytest.MonkeyPatc
     streams = PairStreams(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
     traced = Traced(Work(device, "gemm"), Work(device, "collective"), on_cpu=False)
     with Workers() as workers:
-        traced.launched(Pairs(traced, streams, workers).launch(named("conccl"), traced))()
+        traced.launched(Pair(traced, streams, workers).launch(named("conccl"), traced))()
     assert device.log[0] == "caller: record e1", "what the others count from"
     comm = [line for line in device.log if line.startswith("comm_lane")]
     assert [line.partition(" ")[2].partition(" ")[0] for line in comm] == [

@@ -12,7 +12,7 @@ from sidelane.cli.tool import main
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.pair_classes import pairs_by_class
-from sidelane_lab.pairs.run import BAG_READS, GemmRun
+from sidelane_lab.pairs.pair import BAG_READS, GemmRun
 from sidelane_lab.pairs.workload import CPU_GEMM_BYTES, MEMORY_KERNELS, parse_workload
 from sidelane_lab.studies.c3.prediction import workload_of
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables

@@ -14,19 +14,14 @@ from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
 from sidelane_lab.cli.clients import ClientOptions
 from sidelane_lab.cli.collectives import (
-    ChainOptions,
     CollectiveOptions,
     FusedOptions,
-    HostOptions,
     PhasesOptions,
     PowerOptions,
 )
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
-from sidelane_lab.cli.gemms import GemmOptions
-from sidelane_lab.cli.layouts import LayoutOptions
 from sidelane_lab.cli.ordinary import OrdinaryOptions
-from sidelane_lab.cli.process_group import GroupOptions
 from sidelane_lab.cli.tuning import IsolatedOptions, TuneOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.options import (
@@ -42,6 +37,11 @@ from sidelane_lab.harness.options import (
     study_command,
 )
 from sidelane_lab.harness.study import studies
+from sidelane_lab.studies.chain import ChainOptions
+from sidelane_lab.studies.gemms import GemmOptions
+from sidelane_lab.studies.host import HostOptions
+from sidelane_lab.studies.layouts import LayoutOptions
+from sidelane_lab.studies.process_group import GroupOptions
 
 COMMANDS: dict[str, type[StudyOptions]] = {
     "c3": C3Options,

@@ -18,7 +18,7 @@ from sidelane_lab.harness import running as study
 from sidelane_lab.harness import study as results
 from sidelane_lab.harness.study import Results, collect, read, write
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.chain import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
 from sidelane_lab.studies.host import STUDY, HostRow
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_calls import communicator
+from cpu_calls import communicator, outcome
 from ranks import RankPool, crew, shared_memory
-from test_call_refusals import outcome
 
 import sidelane
 from sidelane import MismatchError, PeerError, PeerTimeoutError, config, version

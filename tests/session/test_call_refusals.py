@@ -5,40 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_calls import communicator
+from cpu_calls import communicator, outcome
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import Interpreter
-from sidelane import Communicator, CommunicatorClosedError, PeerError, UnavailableError
+from sidelane import Communicator, CommunicatorClosedError, UnavailableError
 from sidelane.collectives.calls import compare
 from sidelane.memory import host_shared
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.posts import RING_CALLS
-
-
-def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:
-    """Type, ranks at fault and text of the error; empty for none."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, getattr(error, "ranks", ()), str(error)
-    return "", (), ""
 
 
 def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
@@ -63,105 +51,6 @@ def test_who_repeats_a_refusal_is_not_at_fault(pool: RankPool) -> None:
     different = "call 2: ranks made different calls: rank 0: all_gather of 4; rank 1: all_gather of 5"
     assert first == [refused, ("MismatchError", (), different)]
     assert late == [refused, refused, ("MismatchError", (), different), ("PeerError", (1,), different)]
-
-
-def calls_that_differ(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...], str]:
-    with communicator(group) as comm:
-        odd = comm.rank
-        calls: dict[str, Callable[[], object]] = {
-            "shape": lambda: comm.all_reduce(torch.ones(4 + odd)),
-            "dtype": lambda: comm.all_reduce(torch.ones(4, dtype=(torch.bfloat16, torch.int32)[odd])),
-            "op": lambda: comm.all_reduce(torch.ones(4), op=("sum", "max")[odd]),
-            "list": lambda: comm.all_gather([torch.empty(2, 3 + odd)], [torch.ones(3 + odd)]),
-            "splits": lambda: comm.all_to_all(
-                torch.ones(4 + odd), torch.ones(4), output_split_sizes=[2, 2 + odd], input_split_sizes=[2, 2]
-            ),
-        }
-        return outcome(calls[what])
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("shape", ("of 4 float32", "of 5 float32")),
-        ("dtype", ("of 4 bfloat16", "of 4 int32")),
-        ("op", ("sum float32", "max float32")),
-        ("list", ("of 6 float32", "of 8 float32")),
-        ("splits", ("rank 1 sends 2 float32 to rank 1, which expects 3",)),
-    ],
-)
-def test_calls_that_differ_are_named_by_what_users_wrote(pool: RankPool, what: str, words: tuple[str, ...]) -> None:
-    """Elements and dtypes; the digests by which ranks compare say nothing to a reader."""
-    for name, _, text in pool.run(calls_that_differ, 2, what):
-        assert name == "MismatchError" and all(word in text for word in words), text
-        assert not re.search(r"#[0-9a-f]{12}", text), text
-
-
-def roots_and_splits(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
-    found = []
-    with communicator(group) as comm:
-        n = comm.world_size
-        for root in (0.5, 1.0, "1", None):
-            found.append(outcome(comm.broadcast, torch.ones(3), root=root))
-        for splits in ([1.0] * n, n, "abc"):
-            found.append(
-                outcome(
-                    comm.all_to_all, torch.ones(n), torch.ones(n), output_split_sizes=splits, input_split_sizes=[1] * n
-                )
-            )
-        # What counts as a whole number elsewhere does here, on one rank and not on another.
-        tensor = torch.full((3,), float(comm.rank))
-        comm.broadcast(tensor, root=np.int64(1) if comm.rank else 1)
-        assert tensor.tolist() == [1.0] * 3
-        sizes = (np.ones(n, dtype=np.int64), torch.ones(n, dtype=torch.int64), [1] * n)[comm.rank]
-        output = torch.empty(n)
-        comm.all_to_all(output, torch.arange(n) + 10.0 * comm.rank, output_split_sizes=sizes, input_split_sizes=sizes)
-        assert output.tolist() == [10.0 * src + comm.rank for src in range(n)]
-    return found
-
-
-def test_roots_and_splits_are_whole_numbers(pool: RankPool) -> None:
-    for found in pool.run(roots_and_splits, 3):
-        assert [name for name, _, _ in found] == ["TypeError"] * 7
-        assert [text for _, _, text in found[:2]] == [
-            "broadcast: root (value=0.5, allowed=0..2)",
-            "broadcast: root (value=1.0, allowed=0..2)",
-        ]
-        assert found[4][2] == "all_to_all: output_split_sizes (value=[1.0, 1.0, 1.0], allowed=3 whole numbers)"
-
-
-def tensors_without_memory(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
-    found = []
-    with communicator(group) as comm:
-        n = comm.world_size
-        for how in ("freed", "shrunk", "fake", "traced", "grad"):
-            tensor = torch.ones(4096)
-            if comm.rank == 1:
-                if how == "traced":
-                    call = make_fx(lambda traced: comm.all_reduce(traced), tracing_mode="fake")
-                    found.append(outcome(call, tensor))
-                    continue
-                if how == "grad":
-                    found.append(outcome(torch.func.grad(lambda traced: comm.all_reduce(traced)), tensor))
-                    continue
-                if how == "fake":
-                    with FakeTensorMode():
-                        tensor = torch.ones(4096)
-                else:
-                    tensor.untyped_storage().resize_(0 if how == "freed" else 64)
-            found.append(outcome(comm.all_reduce, tensor))
-        total = torch.ones(3)
-        comm.all_reduce(total)
-        assert total.tolist() == [n] * 3
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_a_tensor_without_memory_is_refused(pool: RankPool) -> None:
-    peer, wrong = pool.run(tensors_without_memory, 2)
-    assert [name for name, _, _ in wrong] == ["ValueError"] * 5
-    assert all("has no memory for its elements" in text for _, _, text in wrong)
-    assert all((name, ranks) == ("PeerError", (1,)) for name, ranks, _ in peer)
 
 
 class Seeing(TorchDispatchMode):
@@ -239,43 +128,6 @@ def calls_of_a_rank_in_a_mode(group: dist.ProcessGroup) -> list[list[str]]:
 def test_the_modes_of_a_caller_are_not_those_of_a_call(pool: RankPool) -> None:
     for own, gloo in pool.run(calls_of_a_rank_in_a_mode, 2):
         assert own == [name for name in gloo if not name.startswith("c10d.")]
-
-
-def wrong_signatures(group: dist.ProcessGroup) -> list[str]:
-    """A call that does not even fit the method, on one rank: it has its place in the order all the same."""
-    found = []
-    with communicator(group) as comm:
-        n, wrong = comm.world_size, comm.rank == 1
-        total = torch.ones(3)
-        comm.all_reduce(total)
-        for name, few, enough in (
-            ("all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
-            ("all_reduce", (), (torch.ones(5),)),
-            ("empty", (), (4,)),
-            ("prepare_all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
-        ):
-            method = getattr(comm, name)
-            more = {"colour": "blue"} if wrong and name == "empty" else {}
-            found.append(outcome(method, *(few if wrong and name != "empty" else enough), **more)[0])
-            total = torch.full((2,), float(comm.rank))
-            comm.all_reduce(total)
-            assert total[0] == sum(range(n))
-        try:
-            with comm.batch() as batch:
-                batch.all_reduce(torch.ones(7))
-                if wrong:
-                    batch.all_gather(torch.empty(n))  # type: ignore[call-arg]
-        except (TypeError, PeerError) as error:
-            found.append(type(error).__name__)
-        comm.all_reduce(total)
-        assert total[0] == n * sum(range(n))
-    return found
-
-
-def test_a_call_that_does_not_fit_its_method_is_refused_on_all(pool: RankPool) -> None:
-    first, wrong, last = pool.run(wrong_signatures, 3)
-    assert wrong == ["TypeError"] * 5
-    assert first == last == ["PeerError"] * 5
 
 
 def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
@@ -428,29 +280,6 @@ def test_who_goes_on_hears_that_its_peer_does_not(pool: RankPool) -> None:
     assert [name for name, _, _ in zero] == ["PeerError", "CommunicatorClosedError"]
     assert [name for name, _, _ in one] == ["ValueError", "PeerError"]
     assert one[1][1] == (1,) and "rank 0 gave up: rank 1 refused call 2" in one[1][2]
-
-
-def odd_batches(group: dist.ProcessGroup) -> None:
-    with communicator(group) as comm:
-        n, tensor = comm.world_size, torch.ones(3)
-        batch = comm.batch()
-        with pytest.raises(RuntimeError, match="without a with block"):
-            batch.all_reduce(tensor)
-        with batch:
-            batch.all_reduce(tensor)
-        with pytest.raises(RuntimeError, match="entered a second time"), batch:
-            pass
-        assert tensor.tolist() == [n] * 3
-        comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))
-        assert tensor.tolist() == [n * n] * 3
-        with pytest.raises(TypeError, match=r"variant \(value=None, allowed=auto, "):
-            comm.all_reduce(tensor, variant=None)
-        with pytest.raises(ValueError, match=r"pcpy\): one_shot is for other machines"):
-            comm.all_reduce(tensor, variant="one_shot")
-
-
-def test_batches_are_made_once_inside_their_block(pool: RankPool) -> None:
-    pool.run(odd_batches, 2)
 
 
 def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:

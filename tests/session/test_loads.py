@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from typing import Any
 
@@ -84,27 +82,6 @@ def test_texts_mean_what_they_say_and_memory_that_there_is_not_is_refused(pool: 
 def test_ranks_that_load_different_programs(pool: RankPool) -> None:
     for texts in pool.run(loads.different, 3):
         assert all(text.startswith("MismatchError") for text in texts), texts
-
-
-def die(group: dist.ProcessGroup) -> str:
-    with communicator(group, timeout_s=60) as comm:
-        case = loads.Case(comm, loads.handover(comm.world_size))
-        case.run()
-        comm.barrier()
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            while True:
-                case.run()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-
-def test_a_dead_peer_is_named() -> None:
-    with crew(3) as ranks:
-        first, _, last = ranks.run(die, dying=(1,))
-    for text in (first, last):
-        assert text.startswith("PeerError") and "rank 1" in text and "died" in text, text
 
 
 def left(group: dist.ProcessGroup, error: type[BaseException] | None) -> float:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import signal
 import time
-from typing import Any
 
 import pytest
 import sweeps
@@ -15,11 +12,9 @@ import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
 from made_up_gpus import made_up_gpus
-from marks import long
-from ranks import RankPool, crew
+from ranks import RankPool
 
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.session.prelaunch import Prelaunched
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -33,84 +28,6 @@ def test_many_rounds_back_to_back(pool: RankPool) -> None:
 
 def test_staging_may_move_between_two_calls(pool: RankPool) -> None:
     pool.run(sweeps.prelaunched_staging, 3)
-
-
-def misuse(group: dist.ProcessGroup) -> list[str]:
-    """Everything that is refused, none of which may move a byte or put the ranks out of step."""
-    texts = []
-    with communicator(group) as comm:
-        n = comm.world_size
-        out, shard = torch.full((4 * n,), -1.0), torch.full((4,), float(comm.rank))
-        other = torch.empty(2 * n)
-        with comm.prepare_all_gather(out, shard) as handle, comm.prepare_all_to_all(other, other.clone()) as second:
-            wrong: list[Any] = [handle.trigger, handle.trigger_from_host, handle.wait, lambda: handle.trigger_value]
-            texts += [str(error_of(call)) for call in wrong]
-            handle.arm()
-            assert handle.armed
-            assert handle.trigger_value > 0
-            wrong = [
-                handle.arm,
-                second.arm,
-                lambda: comm.all_gather(out, shard),
-                lambda: comm.all_reduce(shard),
-                lambda: comm.all_to_all(other, other.clone(), output_split_sizes=[2] * n, input_split_sizes=[2] * n),
-                lambda: comm.empty(3),
-                comm.barrier,
-                comm.synchronize,
-                lambda: comm.prepare_all_gather(out, shard),
-                handle.wait,
-            ]
-            for call in wrong:
-                error = error_of(call)
-                assert type(error) is RuntimeError, error
-                texts.append(str(error))
-            texts.append(str(error_of(handle.trigger_from_host)))
-            assert (out == -1).all(), "bytes moved before the trigger"
-            handle.trigger()
-            assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
-            texts.append(str(error_of(handle.trigger)))
-        texts.append(str(error_of(handle.arm)))
-        handle.close()
-        for arguments, variant in (((out, shard), "auto"), ((out, shard), "swap"), ((out, torch.empty(5)), "b2b")):
-            error = error_of(comm.prepare_all_gather, *arguments, variant=variant)
-            assert isinstance(error, ValueError), error
-            texts.append(str(error))
-        assert isinstance(error_of(comm.prepare_all_gather, None, shard), TypeError)
-        error = error_of(comm.prepare_all_gather, out, shard, variant="bcst")  # found when all ranks had agreed
-        assert isinstance(error, ValueError), error
-        total = torch.ones(3)
-        comm.all_reduce(total)
-        assert total.tolist() == [n] * 3
-    return texts
-
-
-def test_misuse_is_refused_and_breaks_nothing(pool: RankPool) -> None:
-    for texts in pool.run(misuse, 3):
-        assert all("never armed" in text for text in (texts[0], texts[1], texts[3]))
-        assert "nothing to wait for" in texts[2]
-        assert "armed already, and its trigger must come first (value=call" in texts[4]
-        assert all("another call while a prelaunched one waits for its trigger" in text for text in texts[5:13])
-        assert "prelaunched all_gather(3 ranks" in texts[6]
-        assert "not fired" in texts[13]
-        assert "host_trigger=True" in texts[14]
-        assert "fired" in texts[15] and "was closed" in texts[16]
-        assert "(value='auto', allowed=b2b, striped, bcst" in texts[17]
-
-
-def one_rank_is_wrong(group: dist.ProcessGroup) -> tuple[str, str]:
-    with communicator(group) as comm:
-        n = comm.world_size
-        out = torch.full((5 * n,), -1.0)
-        error = error_of(comm.prepare_all_gather, out, torch.empty(6 if comm.rank == 1 else 5))
-        second = error_of(comm.prepare_all_gather, out, torch.empty(5), variant="pcpy" if comm.rank == 1 else "b2b")
-        comm.barrier()
-        return type(error).__name__, f"{error} {type(second).__name__} {second}"
-
-
-def test_one_ranks_mistake_is_an_error_on_all(pool: RankPool) -> None:
-    results = pool.run(one_rank_is_wrong, 3)
-    assert [name for name, _ in results] == ["PeerError", "ValueError", "PeerError"]
-    assert all("MismatchError" in text and "variant pcpy" in text for _, text in results)
 
 
 def cancelled(group: dist.ProcessGroup) -> None:
@@ -149,21 +66,6 @@ def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
     return "", ""
 
 
-def from_host_without_asking(group: dist.ProcessGroup) -> str:
-    with communicator(group) as comm:
-        out, shard = torch.empty(4 * comm.world_size), torch.ones(4)
-        with comm.prepare_all_gather(out, shard) as handle:
-            handle.arm()
-            text = str(error_of(handle.trigger_from_host))
-            handle.trigger()
-        assert bool((out == 1).all())
-        return text
-
-
-def test_what_gpus_refuse_of_a_host_trigger_cpus_refuse_too(pool: RankPool) -> None:
-    assert all("prepared with host_trigger=True" in text for text in pool.run(from_host_without_asking, 2))
-
-
 def test_an_exception_before_the_trigger_reaches_the_peers(pool: RankPool) -> None:
     results = pool.run(left_by_an_error, 3)
     assert results[1] == ("KeyError", "'the producer'")
@@ -171,67 +73,6 @@ def test_an_exception_before_the_trigger_reaches_the_peers(pool: RankPool) -> No
         assert results[rank][0] == "PeerError"
         assert "rank 1 left prelaunched all_gather" in results[rank][1]
         assert "KeyError: 'the producer'" in results[rank][1]
-
-
-def late(group: dist.ProcessGroup, arms: bool, host: bool) -> tuple[str, tuple[int, ...], str]:
-    with communicator(group, timeout_s=2) as comm:
-        n = comm.world_size
-        out, shard = torch.empty(4 * n), torch.ones(4)
-        handle = comm.prepare_all_gather(out, shard, host_trigger=host)
-        if comm.rank != 1 or arms:
-            handle.arm()
-        if comm.rank == 1:
-            dist.barrier(group)  # until the others have given up
-            if not arms:
-                return "", (), ""
-        error = error_of(_fire, handle, host)
-    if comm.rank != 1:
-        dist.barrier(group)
-    return type(error).__name__, getattr(error, "ranks", ()), str(error)
-
-
-def _fire(handle: Prelaunched, host: bool) -> None:
-    if host:
-        handle.trigger_from_host()
-        handle.wait()
-    else:
-        handle.trigger()
-
-
-@pytest.mark.parametrize(("arms", "host"), [(False, False), long(True, False), (True, True)])
-def test_a_rank_that_never_arms_or_fires_is_named(pool: RankPool, arms: bool, host: bool) -> None:
-    results = pool.run(late, 3, arms, host)
-    for rank in (0, 2):
-        name, ranks, text = results[rank]
-        assert (name, ranks) == ("PeerTimeoutError", (1,)), text
-        assert "rank 1" in text
-        assert "all_gather" in text
-    if arms:  # it hears of it when it comes
-        assert results[1][0] == "PeerTimeoutError"
-
-
-def dies(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str]:
-    comm = communicator(group, timeout_s=20)
-    n = comm.world_size
-    out, shard = comm.empty(5 * n), torch.full((5,), float(comm.rank))
-    with comm.prepare_all_gather(out, shard, variant="pcpy") as handle:
-        for _ in range(3):
-            handle.arm()
-            handle.trigger()
-        handle.arm()
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        error = error_of(handle.trigger)
-    comm.close()
-    return getattr(error, "ranks", ()), str(error)
-
-
-def test_a_dead_peer_is_named() -> None:
-    with crew(3) as ranks:
-        results = ranks.run(dies, 3, dying=(2,))
-    for rank in (0, 1):
-        assert results[rank][0] == (2,), results[rank][1]
-        assert "rank 2" in results[rank][1]
 
 
 def on_gpus(group: dist.ProcessGroup) -> list[str]:
@@ -352,21 +193,6 @@ def prepared_beside(group: dist.ProcessGroup, setting: str, beside: str | None) 
 )
 def test_handles_know_what_runs_next_to_them(pool: RankPool, setting: str, beside: str | None, alone: bool) -> None:
     assert pool.run(prepared_beside, 2, setting, beside) == [[alone] * 2] * 2
-
-
-def prepared_unlike(group: dist.ProcessGroup) -> list[str]:
-    """Ranks that say different things, and one that says what there is not."""
-    rank = dist.get_rank(group)
-    with communicator(group) as comm:
-        tensors = torch.empty(16), torch.ones(8)
-        return [
-            type(error_of(lambda beside=beside: comm.prepare_all_gather(*tensors, beside=beside))).__name__
-            for beside in ((NOTHING, COMPUTE)[rank], "music")
-        ]
-
-
-def test_ranks_say_the_same_of_what_runs_next_to_a_handle(pool: RankPool) -> None:
-    assert pool.run(prepared_unlike, 2) == [["MismatchError", "ValueError"]] * 2
 
 
 def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:

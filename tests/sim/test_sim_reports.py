@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -27,11 +26,9 @@ from sidelane_lab.papers import conccl, operator_results, overlap
 from sidelane_lab.papers import fused as fused_paper
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.claims import published
-from sidelane_lab.sim import scale as sim_scale
 from sidelane_lab.studies.fused import predict as sim_fused
 
 MACHINE = named("mi300x8")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
@@ -111,6 +108,7 @@ def check_axes(figures):
             assert least <= 0 or marked, f"{name}: its axis begins at {least} without a mark"
 
 
+@pytest.mark.long  # pictures; test_cli_json runs the command each day
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
     sim_study.collective_main("mi300x8", CollectiveOptions(report=tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
@@ -176,36 +174,6 @@ def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there
         assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
     words = [text.get_text() for text in drawn["c3-conccl"].axes[0].get_legend().get_texts()]
     assert any("published" in word for word in words) == there
-
-
-def test_scale_rows_count_commands():
-    rows = sim_scale.measure((16, 32))
-    assert [row.ranks for row in rows] == [16, 32]
-    assert rows[1].commands > rows[0].commands and rows[0].seconds > 0 and rows[0].peak_mb > 0
-
-
-def test_scale_is_recorded_with_its_command(tmp_path):
-    path = tmp_path / "deep" / "scale.json"
-    sim_scale.record(path, sim_scale.measure((16,)))
-    ours = json.loads(path.read_text())
-    recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
-    assert ours["command"] == "python -m sidelane_lab.sim.scale scale.json"
-    assert recorded["command"].endswith(".scale scale.json")
-    assert set(ours) == set(recorded) and set(ours["rows"][0]) == set(recorded["rows"][0])
-    assert tuple(row["ranks"] for row in recorded["rows"]) == sim_scale.RANKS
-    first, last = recorded["rows"][0], recorded["rows"][-1]
-    # Near-linear in commands, of which the last has 150 times as many.
-    assert last["seconds"] / first["seconds"] < 2 * last["commands"] / first["commands"]
-    assert last["peak_mb"] / first["peak_mb"] < 2 * last["commands"] / first["commands"]
-
-
-def test_the_recorded_scale_is_that_of_this_simulator():
-    recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
-    again = sim_scale.measure((64,))[0]
-    assert (again.commands, again.simulated_us) == (
-        recorded["rows"][0]["commands"],
-        pytest.approx(recorded["rows"][0]["simulated_us"], rel=1e-3),
-    )
 
 
 @pytest.mark.long

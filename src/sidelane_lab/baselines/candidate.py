@@ -19,15 +19,15 @@ import torch.distributed as dist
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
-from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.harness.study import SEPARATE
+from sidelane_lab.harness.ways import Job, Way
 
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CALLS_AHEAD = 2
-"""Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
+"""Eager calls that a sample makes in front of the clock: see ``ways.Job``."""
 
 HIDDEN_LAUNCH_US = 100.0
 """Microseconds. Calls that take as long are timed without their launches, as graphs are: behind a spin so long."""
@@ -178,7 +178,7 @@ def library_call(kind: Kind, output: torch.Tensor, input: torch.Tensor, **option
     return partial(dist.broadcast, output, group_src=ROOT, **options)
 
 
-class ReadyCall:
+class ReadyCall(Way):
     """A candidate bound to a case.
 
     Args:
@@ -196,6 +196,7 @@ class ReadyCall:
 
     def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
         self.candidate, self.variant, self.case, self.calls = candidate, candidate.variant, case, calls
+        self.label, self.as_graph = str(candidate), candidate.launch == "graph"
         self._implementation = implementation
         self._one_variant = in_one_call(candidate.variant)
         one = dataclasses.replace(candidate, variant=self._one_variant)
@@ -213,10 +214,6 @@ class ReadyCall:
     @property
     def in_place(self) -> bool:
         return self.candidate.in_place
-
-    @property
-    def label(self) -> str:
-        return str(self.candidate)
 
     @property
     def repeatable(self) -> bool:
@@ -264,6 +261,11 @@ class ReadyCall:
     def run(self) -> None:
         """Make one run from beginning to end."""
         self.start()()
+
+    def run_again(self) -> None:
+        """Make two runs back to back, where that can be."""
+        for _ in range(2 if self.repeatable else 1):
+            self.run()
 
     def settle(self) -> None:
         """Note what was chosen, after a first call (and the capture, if there is one), where that is the question."""
@@ -314,38 +316,9 @@ class ReadyCall:
                 return f"number {number} in the list: {wrong}" if self.case.sizes else wrong
         return None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Drop the graphs and what they hold."""
         self._one_call = self._all_calls = None
-
-
-def check_call(
-    meter: Meter, label: str, case: Case, tensors: Callable[[], Any], call: Callable[[], object], seed: int
-) -> Problem | None:
-    """Make a call on fresh input and poisoned output, and compare. Collective.
-
-    Args:
-        meter: of this rank.
-        label: name of the call, for errors.
-        case: what it does.
-        tensors: returns its ``output`` and ``input``; called first.
-        call: makes it, from beginning to end.
-        seed: of the input.
-    """
-    places: list[Any] = []
-
-    def run() -> None:
-        places.append(tensors())
-        if places[0].output is not None:
-            poison(places[0].output)
-        fill_input(case, places[0].input, seed)
-        call()
-
-    def compare() -> str | None:
-        output = places[0].output
-        return "there is no output" if output is None else output_error(case, output, seed)
-
-    return meter.check(label, run, compare)
 
 
 def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:

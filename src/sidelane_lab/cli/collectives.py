@@ -14,7 +14,6 @@ from sidelane_lab.harness.options import (
     MOST_TENSORS,
     StudyOptions,
     count,
-    either,
     file_read,
     folder,
     implementations,
@@ -24,7 +23,6 @@ from sidelane_lab.harness.options import (
     names,
     option,
     places,
-    size_list,
     size_span,
     study_command,
     word,
@@ -180,50 +178,6 @@ class PowerOptions(StudyOptions):
             )
 
 
-PRELAUNCHED = "prelaunched"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOptions(StudyOptions):
-    """Measure a GEMM, an all-gather of its result and a GEMM that reads that, with no host between."""
-
-    study = "chain"
-    examples = (
-        ("sidelane chain", "every implementation, launched in every way"),
-        ("sidelane chain --launch prelaunched --variants b2b", "copies that are armed ahead of the first GEMM"),
-    )
-
-    sizes: tuple[int, ...] = size_span(gpus=("1M", "256M"), cpus=("1M", "4M"))
-    variants: tuple[str, ...] = names("--variants", (), "Of Sidelane's: b2b, pcpy, one_shot, ...", shown="all")
-    launches: tuple[str, ...] = either(
-        "--launch",
-        (*LAUNCHES, PRELAUNCHED),
-        "prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
-        every="all",
-    )
-    implementations: tuple[str, ...] = implementations()
-    warmup: int = 3
-    repeats: int = 11
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions(StudyOptions):
-    """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
-
-    study = "host"
-    examples = (
-        ("sidelane host", "what repeated calls take the host"),
-        ("sidelane host --bytes 1K --variants b2b,striped", "two variants at one size"),
-    )
-
-    sizes: tuple[int, ...] = size_list("--bytes", "Gathered size, such as 64K. May be repeated.", ("1K", "64K"))
-    variants: tuple[str, ...] = names("--variants", ("one_shot", "b2b", "striped"), "Of Sidelane's, that are measured.")
-    calls: int = count("--calls", 40, "Calls in a batch.")
-    repeats: int = count("--batches", 50, "Batches that are measured.")
-    implementations: tuple[str, ...] = implementations()
-    warmup: int = 5
-
-
 FUSED_OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
     *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
@@ -309,6 +263,11 @@ WRITTEN = ("json", "report")
 collective = study_command("collective", CollectiveOptions, _collective, WRITTEN, MEASURE)
 phases = study_command("phases", PhasesOptions, beside=("operations", *SIZES, "variants", *WRITTEN))
 power = study_command("power", PowerOptions, _power, ("gemms", "collectives", *SIZES, *WRITTEN))
-chain = study_command("chain", ChainOptions)
-host = study_command("host", HostOptions)
 fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "occupancy", "late_us", "results", *WRITTEN))
+
+
+def __getattr__(name: str) -> object:
+    """Return commands that entry points of older installations look for here."""
+    if name not in ("chain", "host"):
+        raise AttributeError(name)
+    return getattr(loaded(f"studies.{name}"), name)

@@ -5,7 +5,7 @@ rank's host can be late); record an event; run; record an event. Jobs take turns
 with another job, so that clocks, power and heat hit all alike. Nothing is exchanged between ranks in the timed rounds
 but the barrier; one maximum over all ranks at the end gives the slowest rank's time of every round, and the fastest's.
 
-Short jobs run many times in a sample (:class:`Job`). Their data then come from the caches, as they do in nccl-tests:
+Short jobs run many times in a sample (``ways.Job``). Their data then come from the caches, as they do in nccl-tests:
 with 20 calls on the same 1 MB, every implementation finds its input in L2. That favours none of them, but a cold
 collective of that size takes longer.
 """
@@ -13,19 +13,18 @@ collective of that size takes longer.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import random
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from sidelane.errors import PeerTimeoutError
+from sidelane_lab.harness.ways import Job, K, Problem, Rounds, W, Way, WayOutcome
 
-K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 SPIN_CYCLES_PER_US = 2000
@@ -36,118 +35,6 @@ POLLED_S = 1e-3
 
 MOST_HIDDEN_US = 8000.0
 ERROR_BYTES = 512
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """The work of a sample.
-
-    Attributes:
-        run: does the work, or queues it on the current stream.
-        repeats: times that a sample calls ``run``.
-        calls: operations in all of them (a graph may hold several); the time is divided by it.
-        ahead: times that a sample calls ``run`` and waits for it before all else. What ran last has the host's caches:
-            without, every implementation would pay in its first calls for the one before it.
-        hide_launch_us: hold the device back that long, so that the host has queued everything before the clock
-            starts. 0: what the host takes is part of the time, as it is in an eager program.
-        before: called ahead of all that, uncounted: what switches over from another job.
-    """
-
-    run: Callable[[], object]
-    repeats: int = 1
-    calls: int = 1
-    ahead: int = 0
-    hide_launch_us: float = 0.0
-    before: Callable[[], object] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rounds:
-    """Times of one job, one a round, in microseconds a call; the slowest rank's.
-
-    Attributes:
-        times_us: in the order of the rounds.
-        late: rounds in which some rank's host had not queued everything when the clock started.
-        apart_us: by how much the ends of the ranks lie apart, each counted from the barrier that lines them up.
-    """
-
-    times_us: tuple[float, ...]
-    late: int = 0
-    apart_us: tuple[float, ...] = ()
-
-    @property
-    def median_us(self) -> float:
-        return float(np.median(self.times_us))
-
-    @property
-    def skew_us(self) -> float | None:
-        """Median of ``apart_us``."""
-        return float(np.median(self.apart_us)) if self.apart_us else None
-
-    @property
-    def p10_us(self) -> float:
-        return float(np.percentile(self.times_us, 10))
-
-    @property
-    def p90_us(self) -> float:
-        return float(np.percentile(self.times_us, 90))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """Why something has no time. ``wrong``: it ran, and its output was wrong."""
-
-    text: str
-    wrong: bool = False
-
-
-def outcome(rounds: Rounds | None, problem: Problem | None, said: str = "") -> dict[str, Any]:
-    """Columns of a row: its times, unless there is a problem; whether it is right; and a note.
-
-    Args:
-        rounds: the times; None where there are none.
-        problem: what is wrong; None: nothing.
-        said: the note where nothing is.
-    """
-    usable = None if problem is not None else rounds
-    return {
-        "time_us": None if usable is None else usable.median_us,
-        "p10_us": None if usable is None else usable.p10_us,
-        "p90_us": None if usable is None else usable.p90_us,
-        "correct": True if problem is None else False if problem.wrong else None,
-        "note": said if problem is None else problem.text,
-    }
-
-
-class WayComparison(Generic[K, T]):
-    """Ways to do one thing: each is prepared and checked, those that are right are timed, and checked once more.
-
-    Attributes:
-        ready: ways that are right, by their keys.
-        problems: why others have no time, by their keys.
-        rounds: times, by the keys of the ways.
-    """
-
-    def __init__(self) -> None:
-        self.ready: dict[K, T] = {}
-        self.problems: dict[K, Problem] = {}
-        self.rounds: Mapping[K, Rounds] = {}
-
-    def add(self, key: K, found: T | Problem | None) -> None:
-        """Take a way in, or what is wrong with it."""
-        if isinstance(found, Problem):
-            self.problems[key] = found
-        elif found is not None:
-            self.ready[key] = found
-
-    def check_again(self, check: Callable[[K, T], Problem | None]) -> None:
-        """Check every way that was right once more: after hundreds of calls, what a first one does not show."""
-        for key, way in self.ready.items():
-            self.add(key, check(key, way))
-
-    def __iter__(self) -> Iterator[tuple[K, T | None, Rounds | None, Problem | None]]:
-        for key in dict.fromkeys((*self.ready, *self.problems)):
-            yield key, self.ready.get(key), self.rounds.get(key), self.problems.get(key)
 
 
 class Meter:
@@ -246,6 +133,73 @@ class Meter:
             return problem
         wrong = self.attempt(compare)
         return None if wrong is None else Problem(wrong, wrong=True)
+
+    def compare(
+        self,
+        makers: Mapping[K, Callable[[], W]],
+        seeds: Iterator[int],
+        time: Callable[[dict[K, W]], Mapping[Any, Rounds]],
+    ) -> list[WayOutcome[K, W]]:
+        """Make and check all ways, time those that are right, and check these once more. Collective.
+
+            make | fill, run, capture | fill, run, error | times in turns | fill, run again, error | close
+                 only what is to be a graph
+
+        Every rank compares the same ways in the same order, and all agree on a step before the next one: a rank at
+        which something fails leaves no other waiting.
+
+        Args:
+            makers: functions that make the ways, by what the study calls them by.
+            seeds: gives seeds, the same on every rank.
+            time: times the ways that are right, by their keys.
+
+        Returns:
+            The ways in their order, closed.
+        """
+        ways: dict[K, W] = {}
+        problems: dict[K, Problem] = {}
+        with self.on_stream():
+            for key, make in makers.items():
+                made: list[W] = []
+                refused = self.attempt(_appends(made, make))
+                problem = self._begun(made[0], next(seeds)) if refused is None else Problem(refused)
+                if refused is None:
+                    ways[key] = made[0]
+                if problem is not None:
+                    problems[key] = problem
+                    for way in made:
+                        way.close()
+            ready = {key: way for key, way in ways.items() if key not in problems}
+            rounds = time(ready)
+            for key, way in ready.items():
+                # After hundreds of runs: what a first one does not show.
+                problem = self._checked(way, way.run_again, next(seeds))
+                if problem is not None:
+                    problems[key] = problem
+                way.close()
+        return [WayOutcome(key, ways.get(key), rounds.get(key), problems.get(key)) for key in makers]
+
+    def in_turns(self, jobs: Mapping[K, Job], options: Any) -> dict[K, Rounds]:
+        """Time jobs in as many rounds as the options of a study say (``warmup`` and ``repeats``). Collective."""
+        return self.rounds(jobs, warmup=options.warmup, repeats=options.repeats) if jobs else {}
+
+    def _begun(self, way: Way, seed: int) -> Problem | None:
+        """Check a way for the first time, as a graph if it is to be one. Collective."""
+        if way.as_graph:
+            # A first run outside of a capture: libraries connect and allocate in it.
+            problem = self.run(way.label, functools.partial(_run, way, way.run, seed))
+            if problem is not None:
+                return problem
+            refused = self.attempt(way.capture)
+            if refused is not None:
+                return Problem(f"capture: {refused}")
+        return self._checked(way, way.run, seed)
+
+    def _checked(self, way: Way, run: Callable[[], None], seed: int) -> Problem | None:
+        problem = self.check(way.label, functools.partial(_run, way, run, seed), lambda: way.error(seed))
+        if problem is None:
+            way.settle()
+        return problem
 
     def of_all_ranks(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank; all ranks have as many. Collective."""
@@ -367,3 +321,12 @@ class Meter:
             self._hidden_factor = min(2 * self._hidden_factor, MOST_HIDDEN_US / job.hide_launch_us)
         self.finish(label)
         return start.elapsed_time(end) * 1e3 / job.calls, late
+
+
+def _appends(made: list[W], make: Callable[[], W]) -> Callable[[], None]:
+    return lambda: made.append(make())
+
+
+def _run(way: Way, run: Callable[[], None], seed: int) -> None:
+    way.fill(seed)
+    run()

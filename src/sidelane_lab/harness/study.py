@@ -16,16 +16,17 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from sidelane.cli.output import write_json
 from sidelane.machine.inventory import machine_name
 from sidelane.user_files import json_of
-from sidelane_lab.harness import provenance
 from sidelane_lab.harness.files import text_of
-from sidelane_lab.harness.launch import LaunchTarget
 from sidelane_lab.harness.options import require
 from sidelane_lab.harness.table import Table
+
+if TYPE_CHECKING:
+    from sidelane_lab.harness.launch import LaunchTarget
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 MODEL = "model"
@@ -243,6 +244,8 @@ def collect(study: str, rows: Sequence[FlatRow], *, device_type: str, ranks: int
         ranks: processes that took part.
         command: what to type to run it again; empty takes this process's command line.
     """
+    from sidelane_lab.harness import provenance  # it loads PyTorch, and declarations do without
+
     on_cpu = device_type == "cpu"
     device, count = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
     return Results(

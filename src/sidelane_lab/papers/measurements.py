@@ -17,13 +17,13 @@ from typing import Any, Self
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
 from sidelane_lab.harness.files import text_of
 from sidelane_lab.harness.study import AS_GOOD, MODEL, PRELAUNCHED, studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means
 from sidelane_lab.pairs.workload import TABLE_I, Gemm, ideal_speedup
 from sidelane_lab.studies.fused.shapes import HALF
+from sidelane_lab.studies.prelaunch import CALL, KERNEL, STREAM
 
 Row = Mapping[str, Any]
 FIFTH = 64 / 304

@@ -46,8 +46,7 @@ from sidelane_lab.papers.row_predictions import (
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 from sidelane_lab.studies.c3.prediction import OUT_OF_PLACE, predict_together
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
-from sidelane_lab.studies.chain.study import ChainRow
-from sidelane_lab.studies.chain.ways import chain_gemms
+from sidelane_lab.studies.chain import ChainRow, chain_gemms
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.fsdp.cases import SHORT
 from sidelane_lab.studies.fsdp.rows import FsdpRow, case_of

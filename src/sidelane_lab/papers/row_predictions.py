@@ -19,7 +19,7 @@ from sidelane_lab.model.power import dma_power, hybrid_power, library_power
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
-from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.chain import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 from sidelane_lab.studies.power.rows import PowerRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +24,7 @@ from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.running import Sender
@@ -49,6 +49,7 @@ from sidelane_lab.harness.table import (
     number,
     place_of,
 )
+from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 
 if TYPE_CHECKING:
     from sidelane_lab.machines.spec import Machine
@@ -311,24 +312,16 @@ def measure_case(
     roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
-    meter, found = roster.meter, WayComparison[Entrant, ReadyCall]()
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-
-    def check(_: Entrant, call: ReadyCall) -> Problem | None:
-        problem = checked(meter, call, next(seeds), runs=2 if call.repeatable else 1)  # back to back where that can be
-        call.release()
-        return problem
-
-    with meter.on_stream():
-        for implementation in roster.implementations.values():
-            for candidate in wanted_candidates(implementation, case, options):
-                make = functools.partial(ReadyCall, candidate, case, implementation, calls)
-                found.add(candidate, ready(meter, make, next(seeds)))
-        found.rounds = time_candidates(meter, found.ready, case, options)
-        found.check_again(check)
-    for candidate, call, rounds, problem in found:
-        row = _row(case, candidate, rounds, problem)
-        yield row if call is None else dataclasses.replace(row, variant=call.variant)
+    makers = {
+        candidate: functools.partial(ReadyCall, candidate, case, implementation, calls)
+        for implementation in roster.implementations.values()
+        for candidate in wanted_candidates(implementation, case, options)
+    }
+    time = functools.partial(time_candidates, roster.meter, case=case, options=options)
+    for one in roster.meter.compare(makers, seeds, time):
+        variant = one.key.variant if one.way is None else one.way.variant
+        yield dataclasses.replace(_row(case, one.key, one.rounds, one.problem), variant=variant)
 
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
@@ -337,44 +330,6 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
-
-
-def ready(meter: Meter, make: Callable[[], ReadyCall], seed: int) -> ReadyCall | Problem:
-    """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
-    made: list[ReadyCall] = []
-    refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
-    if refused is not None:
-        for prepared in made:
-            prepared.release()
-        return Problem(refused)
-    (prepared,) = made
-    problem: Problem | None = None
-    if prepared.candidate.launch == "graph":
-        # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
-        # next, since a rank that cannot go on must not leave the others waiting on their devices.
-        problem = meter.run(prepared.label, functools.partial(_run, prepared, seed, 1))
-        if problem is None:
-            refused = meter.attempt(prepared.capture)
-            problem = None if refused is None else Problem(f"capture: {refused}")
-    if problem is None:
-        problem = checked(meter, prepared, seed)
-    if problem is not None:
-        prepared.release()
-        return problem
-    prepared.settle()
-    return prepared
-
-
-def checked(meter: Meter, prepared: ReadyCall, seed: int, *, runs: int = 1) -> Problem | None:
-    """Run on fresh input and poisoned output, and compare. Collective."""
-    run = functools.partial(_run, prepared, seed, runs)
-    return meter.check(prepared.label, run, lambda: prepared.error(seed))
-
-
-def _run(prepared: ReadyCall, seed: int, runs: int) -> None:
-    prepared.fill(seed)
-    for _ in range(runs):
-        prepared.run()
 
 
 def time_candidates(

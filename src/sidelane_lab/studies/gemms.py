@@ -8,21 +8,24 @@ random numbers, since a GEMM of zeros draws less power and runs faster.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
-from sidelane.machine import local
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
-from sidelane_lab.cli.gemms import GemmOptions
-from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
-from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.options import StudyOptions, count, names, require_all, study_command
 from sidelane_lab.harness.report import Cell, tables_by
-from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import FlatRow, Results, Study
+from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
+
+if TYPE_CHECKING:
+    import torch
+
+    from sidelane_lab.harness.launch import Rank
+    from sidelane_lab.harness.measure import Meter
+    from sidelane_lab.harness.running import Sender
 
 COLD_BYTES = 256 << 20
 """Matrices of a sample together: five times the last-level cache of the largest GPU here."""
@@ -39,6 +42,27 @@ FITTED = ("llama-8b", "llama-70b/8")
 
 SEEN = ("qwen-32b/4", "llama-405b/8", "deepseek-v3")
 """Models whose times were looked at before the rules of ``model/gemm.py`` went in. Those of the others are held out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmOptions(StudyOptions):
+    """Time the GEMMs of language models alone, for predictions to be compared with.
+
+    `sidelane claims --machine` compares them with what the machine's description predicts.
+    """
+
+    study = "gemms"
+    examples = (
+        ("sidelane gemms --json gemms.json", "the layers of eight models, on one GPU"),
+        ("sidelane gemms --device cpu --models llama-8b", "those of one model, divided to suit a CPU core"),
+    )
+
+    models: tuple[str, ...] = names("--models", (), "Models whose GEMMs are timed.", shown="all")
+    warmup: int = count("--warmup", 2, "Samples before the measured.", 0)
+    repeats: int = count("--repeats", 9, "Measured samples.")
+
+
+gemms = study_command("gemms", GemmOptions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +186,9 @@ def main(options: GemmOptions) -> Results | None:
     Raises:
         ValueError: more than one rank, or options that do not fit this machine.
     """
+    from sidelane.machine import local
+    from sidelane_lab.harness.running import run_study
+
     if options.ranks not in (None, 1):
         raise ValueError(f"gemms: ranks (value={options.ranks}, allowed=1: nothing runs beside a GEMM here)")
     device = options.device
@@ -173,17 +200,21 @@ def main(options: GemmOptions) -> Results | None:
 
 def _measure(rank: Rank, options: GemmOptions, sender: Sender) -> Iterator[GemmRow]:
     """Make the rows."""
+    from sidelane_lab.harness.measure import Meter
+
     on_cpu = rank.device.type == "cpu"
     asked = projections(options.models, "float32" if on_cpu else "bfloat16")
     sender.steps = len(asked)
     if on_cpu:
         sender.note("a CPU core takes GEMMs with every dimension divided, as the table says")
         asked = tuple(dataclasses.replace(one, gemm=_divided(one.gemm)) for one in asked)
-    meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s)
-    for seed, projection in enumerate(asked, options.seed):
+    meter, seeds = (
+        Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s),
+        itertools.count(options.seed),
+    )
+    for projection in asked:
         sender.step(f"{projection.model} {projection.layer} {projection.gemm.name}")
-        with meter.on_stream():
-            yield _row(meter, projection, options, seed)
+        yield row_of(meter, projection, options, seeds)
 
 
 def _divided(gemm: Gemm) -> Gemm:
@@ -199,21 +230,16 @@ def calls_of(gemm: Gemm) -> int:
     return min(MOST_CALLS, max(1, cold, round(SAMPLE_FLOPS / gemm.flops)))
 
 
-def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) -> GemmRow:
+def row_of(meter: Meter, projection: Projection, options: GemmOptions, seeds: Iterator[int]) -> GemmRow:
+    """Check the layers, time them and check them again."""
     gemm = projection.gemm
-    layers = _Layers(gemm, 1 if meter.device.type == "cpu" else calls_of(gemm), meter.device, seed)
-    layers.run()
-    meter.finish("the first run")
-    correct = layers.correct()
-    job = Job(layers.run)
-    if meter.device.type != "cpu":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            layers.run()
-        job = Job(graph.replay, calls=len(layers), hide_launch_us=HIDDEN_LAUNCH_US)
-    rounds = meter.rounds({"gemm": job}, warmup=options.warmup, repeats=options.repeats)["gemm"]
-    correct = layers.correct() and correct
-    columns = outcome(rounds, None if correct else Problem("the result differs from that in float64", wrong=True))
+    make = functools.partial(LinearLayers, gemm, meter.device, next(seeds))
+
+    def timed(ready: dict[str, LinearLayers]) -> Mapping[str, Rounds]:
+        return meter.in_turns({label: layers.job() for label, layers in ready.items()}, options)
+
+    (one,) = meter.compare({gemm.name: make}, itertools.count(), timed)
+    columns = outcome(one.rounds, one.problem)
     time_us = columns["time_us"]
     return GemmRow(
         model=projection.model,
@@ -228,45 +254,69 @@ def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) 
     )
 
 
-class _Layers:
-    """Linear layers of one shape, each with its own matrices."""
+class LinearLayers(Way):
+    """Linear layers of one shape, each with its own matrices, whose inputs stay: one on a CPU, a sample on a GPU."""
 
-    def __init__(self, gemm: Gemm, count: int, device: torch.device, seed: int) -> None:
+    def __init__(self, gemm: Gemm, device: torch.device, seed: int) -> None:
+        import torch
+
         generator = torch.Generator(device).manual_seed(seed)
         dtype = getattr(torch, gemm.dtype)
 
         def normal(rows: int, columns: int) -> torch.Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=device).normal_(generator=generator)
 
-        self._dtype = gemm.dtype
+        self.label, self._dtype = gemm.name, gemm.dtype
+        self.as_graph = device.type != "cpu"
         self._all = [
             (
                 normal(gemm.m, gemm.k),
                 normal(gemm.n, gemm.k),
                 torch.empty(gemm.m, gemm.n, dtype=dtype, device=device),
             )
-            for _ in range(count)
+            for _ in range(calls_of(gemm) if self.as_graph else 1)
         ]
+        self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __len__(self) -> int:
-        return len(self._all)
+    def fill(self, seed: int) -> None:
+        """Poison the results."""
+        for _, _, result in self._all:
+            result.fill_(math.nan)
 
     def run(self) -> None:
         """All of them, on the current stream."""
+        import torch
+
+        if self._graph is not None:
+            self._graph.replay()
+            return
         for given, weight, result in self._all:
             torch.mm(given, weight.t(), out=result)
 
-    def correct(self) -> bool:
-        """Compare some rows of each result with float64, and poison them all."""
-        good = True
+    def capture(self) -> None:
+        from sidelane_lab.baselines.candidate import captured
+
+        self._graph = captured(self.run, 1)
+
+    def job(self) -> Job:
+        from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+
+        return Job(self.run, calls=len(self._all), hide_launch_us=HIDDEN_LAUNCH_US if self.as_graph else 0.0)
+
+    def error(self, seed: int) -> str | None:
+        """Compare some rows of the first and the last result with float64."""
+        import torch
+
         for given, weight, result in (self._all[0], self._all[-1]):
             rows = torch.linspace(0, len(given) - 1, CHECKED_ROWS, device=given.device).long()
             expected = given[rows].double() @ weight.double().t()
             error = (result[rows].double() - expected).abs().max() / expected.abs().max()
-            good = good and bool(error <= TOLERANCE[self._dtype])  # False of NaN
-        for _, _, result in self._all:
-            result.fill_(math.nan)
-        return good
+            if not error <= TOLERANCE[self._dtype]:  # or NaN
+                return "the result differs from that in float64"
+        return None
+
+    def close(self) -> None:
+        self._graph = None
 
 
 COLUMNS: Mapping[str, Cell] = {

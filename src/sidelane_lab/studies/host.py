@@ -21,38 +21,56 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from sidelane.program.collective import Kind
-from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import (
-    Binds,
-    Entrant,
-    Implementation,
-    Tensors,
-    candidates_of,
-    check_call,
-    nothing_to_wait_for,
-    views,
-)
-from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
-from sidelane_lab.cli.collectives import HostOptions
-from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
+from sidelane_lab.baselines.case_way import CallTensors, CaseWay
+from sidelane_lab.harness.options import StudyOptions, count, implementations, names, size_list, study_command
 from sidelane_lab.harness.report import Cell, spread, tables_by
-from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
 from sidelane_lab.harness.table import Table
+from sidelane_lab.harness.ways import Rounds, outcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from sidelane.session import Communicator
+    from sidelane.session.prelaunch import Prelaunched
+    from sidelane_lab.baselines.candidate import Entrant, Implementation
+    from sidelane_lab.baselines.reference import Case
+    from sidelane_lab.baselines.roster import Own
+    from sidelane_lab.harness.launch import Rank
+    from sidelane_lab.harness.measure import Meter
+    from sidelane_lab.harness.running import Sender
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
 TRIGGERS_A_BATCH = 4
 """Triggers are timed singly, and vary: there are this many for each batch of calls."""
 
-HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
+ALL_GATHER, TRIGGER, FROM_HOST = HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions(StudyOptions):
+    """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
+
+    study = "host"
+    examples = (
+        ("sidelane host", "what repeated calls take the host"),
+        ("sidelane host --bytes 1K --variants b2b,striped", "two variants at one size"),
+    )
+
+    sizes: tuple[int, ...] = size_list("--bytes", "Gathered size, such as 64K. May be repeated.", ("1K", "64K"))
+    variants: tuple[str, ...] = names("--variants", ("one_shot", "b2b", "striped"), "Of Sidelane's, that are measured.")
+    calls: int = count("--calls", 40, "Calls in a batch.")
+    repeats: int = count("--batches", 50, "Batches that are measured.")
+    implementations: tuple[str, ...] = implementations()
+    warmup: int = 5
+
+
+host = study_command("host", HostOptions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +107,9 @@ class HostRow(FlatRow):
 
 def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
     """Make the rows. Collective."""
+    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.roster import make_roster
+
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         sender.note(f"{BLOCKS}; only trigger_from_host is timed")
@@ -100,226 +121,224 @@ def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostR
     sender.steps = len(sizes)
     cases = [Case.on(rank, Kind.ALL_GATHER, size) for size in sizes]
     roster.reserve_for(cases, sender.note)
-    study = _Study(roster.meter, rank, options)
+    seeds = itertools.count(options.seed + 1)
     for case in cases:
         sender.step(f"host time of an all-gather of {format_bytes(case.nbytes)}")
-        with roster.meter.on_stream():
-            for way in ways_of(roster.implementations.values(), options.variants, case):
-                yield study.row(case, way)
+        for call, make in calls_of(roster.implementations.values(), options.variants, case):
+            yield row_of(roster.meter, options, case, call, make, seeds)
     roster.close()
 
 
-class _Study:
-    """The part of one rank, which times calls together with the other ranks."""
+class HostCall(NamedTuple):
+    """A call whose host time is measured, by the names of the result file."""
 
-    def __init__(self, meter: Meter, rank: Rank, options: HostOptions) -> None:
-        self._meter, self._rank, self._options = meter, rank, options
-        self._seeds = itertools.count(options.seed + 1)
-        self._on_cpu = rank.device.type == "cpu"
-        self._clock_us = _clock_us()
+    operation: str
+    implementation: str
+    variant: str
+    symmetric: bool
 
-    def row(self, case: Case, way: HostWay) -> HostRow:
-        """Check, time and check again. Collective."""
-        armed: list[Armed] = []
-        problem = self._meter.run(str(way), lambda: armed.append(way.open()) if way.open is not None else None)
-        one = armed[0] if armed else None
-        problem = problem or self._check(case, way, one)
-        blocks = self._on_cpu and way.operation != "trigger_from_host"
-        samples = None
-        if problem is None and not blocks:
-            samples = self._samples(way, one)
-            problem = self._check(case, way, one)
-        if one is not None:
-            one.close()
-        return self._row(case, way, problem, samples, BLOCKS if blocks else "")
 
-    def _check(self, case: Case, way: HostWay, armed: Armed | None) -> Problem | None:
-        """Run once on a fresh input and compare."""
+class HostWay(CaseWay):
+    """One way to have an all-gather done.
 
-        def call() -> None:
-            if armed is not None:
-                armed.arm()
-                armed.trigger()
-                armed.settle()
-            elif callable(end := way.call()):
-                end()
+    Args:
+        case: the all-gather.
+        tensors: where it reads and writes.
+        name: the call.
+        call: what is timed. What it returns is called after it where somebody must wait for the end.
+        communicator: whose call it is, if it is Sidelane's.
+        handle: what is armed before each call, which is its trigger then; None for calls that need nothing.
 
-        return check_call(self._meter, str(way), case, lambda: way.tensors, call, next(self._seeds))
+    Attributes:
+        variant: that was run.
+        driver_calls: number of calls to the driver in one call of Sidelane's; None for others.
+        best_us: time of the fastest batch of any rank.
+    """
 
-    def _samples(self, way: HostWay, armed: Armed | None) -> list[list[float]]:
-        """Microseconds by rank and batch."""
-        options = self._options
-        repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
-        longest = 50.0
-        times = []
-        for batch in range(options.warmup + repeats):
-            found = self._trigger(way, armed) if armed is not None else self._batch(way, longest)
-            longest = max(longest, found)
-            if batch >= options.warmup:
-                times.append(found)
-        self._meter.finish(str(way))
-        return self._meter.of_all_ranks(times)
+    def __init__(
+        self,
+        case: Case,
+        tensors: CallTensors,
+        name: HostCall,
+        call: Callable[[], object],
+        communicator: Communicator | None = None,
+        handle: Prelaunched | None = None,
+    ) -> None:
+        super().__init__(case, tensors, " ".join(filter(None, name[:3])))
+        self.variant, self._call, self._communicator, self._handle = name.variant, call, communicator, handle
+        self.blocks = case.device.type == "cpu" and name.operation != FROM_HOST
+        self.driver_calls: int | None = None
+        self.best_us: float | None = None
 
-    def _batch(self, way: HostWay, longest: float) -> float:
-        call, calls = way.call, range(self._options.calls)
-        self._line_up(way)
-        self._spin(200.0 + 2 * longest * len(calls))
+    def run(self) -> None:
+        if self._handle is not None:
+            self._handle.arm()
+        if callable(end := self._call()):
+            end()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Order the caller's next work behind the end, which all calls but a trigger of the host do themselves."""
+        if self._handle is not None and self._handle.host_trigger:
+            self._handle.wait()
+
+    def rounds(self, meter: Meter, options: HostOptions) -> Rounds:
+        """Return the slowest rank's microseconds of a call, one for each batch. Collective."""
+        singly = self._handle is not None
+        calls, batches = (1, options.repeats * TRIGGERS_A_BATCH) if singly else (options.calls, options.repeats)
+        longest_us, times = 50.0, []
+        for batch in range(options.warmup + batches):
+            # Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike.
+            meter.finish(self.label)
+            meter.agree(None)
+            times.append(self._sample_us(calls, 200.0 + 2 * longest_us * calls))
+            longest_us = max(longest_us, times[batch])
+        meter.finish(self.label)
+        by_rank = meter.of_all_ranks(times[options.warmup :])
+        self.best_us = min(map(min, by_rank))
+        return Rounds(tuple(max(by_rank, key=statistics.median)))
+
+    def _sample_us(self, calls: int, spin_us: float) -> float:
+        call, several = self._call, range(calls)
+        if self._handle is not None:
+            self._handle.arm()
+        _spin(self.case.device, spin_us)
         began = time.perf_counter_ns()
-        for _ in calls:
+        for _ in several:
             call()
-        return (time.perf_counter_ns() - began) / len(calls) / 1e3
+        time_us = (time.perf_counter_ns() - began) / 1e3 - _clock_us()
+        self._follow()
+        return max(time_us / calls, 0.0)
 
-    def _trigger(self, way: HostWay, armed: Armed) -> float:
-        self._line_up(way)
-        armed.arm()
-        trigger = armed.trigger
-        self._spin(200.0)
-        began = time.perf_counter_ns()
-        trigger()
-        time_us = (time.perf_counter_ns() - began) / 1e3 - self._clock_us
-        armed.settle()
-        return max(time_us, 0.0)
+    def settle(self) -> None:
+        if self._communicator is None:
+            return
+        choice, submitted = self._communicator.last_choice(), self._communicator.last_submitted()
+        assert choice is not None
+        assert submitted is not None
+        self.variant = choice.candidate.variant
+        if self._handle is None and not self.blocks:
+            self.driver_calls = submitted.counts.calls
 
-    def _line_up(self, way: HostWay) -> None:
-        """Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike."""
-        self._meter.finish(str(way))
-        self._meter.agree(None)
-
-    def _spin(self, us: float) -> None:
-        if not self._on_cpu:
-            torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
-
-    def _row(
-        self, case: Case, way: HostWay, problem: Problem | None, samples: list[list[float]] | None, note: str
-    ) -> HostRow:
-        variant, driver_calls = way.variant, None
-        if problem is None and way.communicator is not None:
-            choice, submitted = way.communicator.last_choice(), way.communicator.last_submitted()
-            assert choice is not None
-            assert submitted is not None
-            variant = choice.candidate.variant
-            driver_calls = submitted.counts.calls if way.open is None and not self._on_cpu else None
-        usable = samples if problem is None else None
-        slowest = None if usable is None else max(usable, key=statistics.median)
-        columns = outcome(None if slowest is None else Rounds(tuple(slowest)), problem, note)
-        return HostRow(
-            operation=way.operation,
-            bytes=case.nbytes,
-            implementation=way.implementation,
-            variant=variant,
-            symmetric=way.symmetric,
-            driver_calls=driver_calls,
-            host_us=columns.pop("time_us"),
-            best_us=None if usable is None else min(map(min, usable)),
-            **columns,
-        )
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
 
 
+def row_of(
+    meter: Meter,
+    options: HostOptions,
+    case: Case,
+    call: HostCall,
+    make: Callable[[], HostWay],
+    seeds: Iterator[int],
+) -> HostRow:
+    """Check a call, time it and check it again. Collective."""
+
+    def sampled(ready: dict[HostCall, HostWay]) -> Mapping[HostCall, Rounds]:
+        return {call: way.rounds(meter, options) for call, way in ready.items() if not way.blocks}
+
+    (one,) = meter.compare({call: make}, seeds, sampled)
+    way, right = one.way, one.problem is None
+    columns = outcome(one.rounds, one.problem, BLOCKS if way is not None and way.blocks else "")
+    return HostRow(
+        operation=call.operation,
+        bytes=case.nbytes,
+        implementation=call.implementation,
+        variant=way.variant if way is not None and right else call.variant,
+        symmetric=call.symmetric,
+        driver_calls=way.driver_calls if way is not None and right else None,
+        host_us=columns.pop("time_us"),
+        best_us=way.best_us if way is not None and right else None,
+        **columns,
+    )
+
+
+def _spin(device: torch.device, us: float) -> None:
+    if device.type != "cpu":
+        import torch
+
+        from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US
+
+        torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
+
+
+@functools.cache
 def _clock_us() -> float:
     """Return the microseconds that it takes to read the clock."""
     pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
     return statistics.median(after - before for before, after in pairs) / 1e3
 
 
-@dataclasses.dataclass(slots=True)
-class HostWay:
-    """One way to have an all-gather done.
-
-    Attributes:
-        operation: which call is timed; by the names of the result file, as all of the next three.
-        tensors: where it reads and writes.
-        call: what is timed. What it returns is called after it where somebody must wait for the end.
-        communicator: whose call it is, if it is Sidelane's.
-        open: makes what must be armed before each call; None for calls that need nothing.
-    """
-
-    operation: str
-    implementation: str
-    variant: str
-    symmetric: bool
-    tensors: Tensors
-    call: Callable[[], object] = nothing_to_wait_for
-    communicator: Communicator | None = None
-    open: Callable[[], Armed] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.operation} {self.implementation} {self.variant}".rstrip()
-
-
-class Armed:
-    """A prelaunched all-gather: armed before each trigger, and waited for after it."""
-
-    def __init__(self, communicator: Communicator, tensors: Tensors, *, from_host: bool) -> None:
-        assert tensors.output is not None
-        self._handle = communicator.prepare_all_gather(tensors.output, tensors.input, host_trigger=from_host)
-        self._from_host = from_host
-        self.arm = self._handle.arm
-        self.trigger = self._handle.trigger_from_host if from_host else self._handle.trigger
-
-    def settle(self) -> None:
-        """Order the caller's next work behind the end, which ``trigger`` does itself."""
-        if self._from_host:
-            self._handle.wait()
-
-    def close(self) -> None:
-        self._handle.close()
-
-
-def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[HostWay]:
-    """Every way to do ``case``, an all-gather, out of place. Collective.
+def calls_of(
+    implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case
+) -> Iterator[tuple[HostCall, Callable[[], HostWay]]]:
+    """Yield every call that does ``case``, an all-gather, out of place, with what makes its way.
 
     Args:
         implementations: that take part, their buffers reserved.
         variants: of Sidelane's.
         case: what to do.
     """
+    from sidelane_lab.baselines.candidate import candidates_of
+    from sidelane_lab.baselines.roster import Own, OwnDma
+
     for implementation in implementations:
-        for candidate in candidates_of(
-            implementation, case.kind, only=variants, launches=(implementation.launches[0],)
-        ):
+        first = (implementation.launches[0],)
+        for candidate in candidates_of(implementation, case.kind, only=variants, launches=first):
             if candidate.in_place:
                 continue
+            names = (ALL_GATHER, implementation.name, candidate.variant)
             if isinstance(implementation, Own):
-                yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
+                for symmetric in (True, False):
+                    call = HostCall(*names, symmetric)
+                    yield call, functools.partial(_own, implementation, case, call)
             else:
-                yield _baseline(implementation, candidate, case)
+                symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
+                call = HostCall(*names, symmetric)
+                yield call, functools.partial(_baseline, implementation, candidate, case, call)
         if isinstance(implementation, OwnDma):
-            yield from _triggers(implementation, case)
+            for operation, symmetric in itertools.product((TRIGGER, FROM_HOST), (True, False)):
+                call = HostCall(operation, "dma", "b2b", symmetric)
+                yield call, functools.partial(_armed, implementation, case, call)
 
 
-def _triggers(own: OwnDma, case: Case) -> Iterator[HostWay]:
-    for from_host in (False, True):
-        for symmetric, tensors in _both(own, case):
-            operation = "trigger_from_host" if from_host else "trigger"
-            make = functools.partial(Armed, own.communicator, tensors, from_host=from_host)
-            yield HostWay(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
+def _tensors(own: Own, case: Case, symmetric: bool) -> CallTensors:
+    """Return tensors in symmetric memory, or in ordinary memory."""
+    import torch
+
+    from sidelane_lab.baselines.candidate import Entrant, views
+
+    if symmetric:
+        return own.tensors(case, Entrant(own.name))
+    sizes = case.output_bytes, case.input_bytes
+    return views(case, False, *(torch.empty(size, dtype=torch.uint8, device=case.device) for size in sizes))
 
 
-def _both(own: Own, case: Case) -> Iterator[tuple[bool, Tensors]]:
-    """Tensors in symmetric memory, and in ordinary memory."""
-    yield True, own.tensors(case, Entrant(own.name))
-    buffers = (
-        torch.empty(size, dtype=torch.uint8, device=case.device) for size in (case.output_bytes, case.input_bytes)
-    )
-    yield False, views(case, False, *buffers)
-
-
-def _own(own: Own, candidate: Entrant, where: tuple[bool, Tensors]) -> HostWay:
-    symmetric, tensors = where
-    communicator = own.communicator
+def _armed(own: Own, case: Case, call: HostCall) -> HostWay:
+    tensors, from_host = _tensors(own, case, call.symmetric), call.operation == FROM_HOST
     assert tensors.output is not None
-    call = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=candidate.variant)
-    return HostWay("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
+    handle = own.communicator.prepare_all_gather(tensors.output, tensors.input, host_trigger=from_host)
+    trigger = handle.trigger_from_host if from_host else handle.trigger
+    return HostWay(case, tensors, call, trigger, own.communicator, handle)
 
 
-def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> HostWay:
+def _own(own: Own, case: Case, call: HostCall) -> HostWay:
+    tensors, communicator = _tensors(own, case, call.symmetric), own.communicator
+    assert tensors.output is not None
+    timed = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=call.variant)
+    return HostWay(case, tensors, call, timed, communicator)
+
+
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case, call: HostCall) -> HostWay:
+    from sidelane_lab.baselines.candidate import Binds
+
     tensors = implementation.tensors(case, candidate)
-    symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
     given = (case, tensors, candidate.variant)
-    call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
+    timed: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
     if isinstance(implementation, Binds):
-        call = implementation.bind(*given)
-    return HostWay("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
+        timed = implementation.bind(*given)
+    return HostWay(case, tensors, call, timed)
 
 
 COLUMNS: Mapping[str, Cell] = {

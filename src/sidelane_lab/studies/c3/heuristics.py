@@ -30,8 +30,8 @@ from sidelane_lab.model.heuristic import KINDS, isolated_of_machine, sweep_of
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
 from sidelane_lab.pairs.heuristics import KernelDemand
 from sidelane_lab.pairs.isolated import isolated_times
+from sidelane_lab.pairs.pair import GEMM, SMALL, small_of
 from sidelane_lab.pairs.sweep import HeuristicRow, Sweep, Way, judge
-from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of

@@ -23,15 +23,15 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.pairs.run import GemmRun, Workers, check_launch, pair_streams
+from sidelane_lab.harness.ways import Job
+from sidelane_lab.pairs.pair import GemmRun, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
+from sidelane_lab.studies.c3.bench import case_of, scaled_workload
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
-from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
@@ -222,12 +222,12 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
                 run = ReadyCall(entrant, case, implementation)
-                pair = Pair(roster, workload, run, streams, second, options)
+                pair = PipelinedPair(roster, workload, run, streams, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
 
 
-class Pair:
+class PipelinedPair:
     """A GEMM and a collective on this rank, to be run in every shape."""
 
     def __init__(

@@ -15,6 +15,9 @@ from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number
 
+NOT_RUN = "not run: "
+"""Begins the notes of rows of pairs that were left out."""
+
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
@@ -60,7 +63,7 @@ class C3Row(PairRow):
         units: compute units that the GEMM did without; 0 also in files without this key.
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
-            all_gather 1234.5, ...`` (``pairs.thirds``), in the first row of a pair; empty in files without this key.
+            all_gather 1234.5, ...`` (``pairs.pair``), in the first row of a pair; empty in files without this key.
         bound: what limits the GEMM: compute or memory, by the loss of units; empty in files without this key.
         watts: mean power of a GPU while the pair runs again and again (``--energy``); None where nobody asked.
         energy_mj: energy of all GPUs for one run of the pair; None where nobody asked.

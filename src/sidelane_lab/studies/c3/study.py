@@ -1,48 +1,28 @@
-"""The C3 study: pairs of a GEMM and a collective under every strategy, side by side in one run."""
+"""The C3 study: pairs of a GEMM and a collective under every strategy, side by side in one run.
+
+This module declares it. Ranks measure by ``bench``, pictures and predictions come from modules beside it; all are
+imported by those who need them, so that reading or showing a file loads none of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from sidelane.c3.partitions import DevicePartitions
-from sidelane.c3.strategies import named
-from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.candidate import DMA, SM
-from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
-from sidelane.machine.inventory import machine_name
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
-from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import C3Options, Key
-from sidelane_lab.cli.collectives import SETTLE_S
 from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target
 from sidelane_lab.harness.running import Sender, rows_there, run_study
-from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.machines.load import machine_names
-from sidelane_lab.machines.load import named as machine_named
-from sidelane_lab.model.gemm import bound_of
-from sidelane_lab.pairs.heuristics import units_for
-from sidelane_lab.pairs.isolated import Isolated, isolated_times
-from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
-from sidelane_lab.pairs.run import Instruments, pair_streams, run_workload
-from sidelane_lab.pairs.thirds import orders_of
-from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload, percent_of_ideal
-from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
-from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
-from sidelane_lab.studies.power.meter import Recorder
-from sidelane_lab.studies.power.pairs import PairPower
-from sidelane_lab.studies.power.sensors import power_problem, power_sensor
+from sidelane_lab.harness.study import Picture, Results, Study
+from sidelane_lab.studies.c3.rows import NOT_RUN, C3Row, c3_tables, too_few_cores
 
-NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
+if TYPE_CHECKING:
+    from sidelane_lab.pairs.isolated import Isolated
 
 
 def main(options: C3Options) -> Results | None:
@@ -51,6 +31,8 @@ def main(options: C3Options) -> Results | None:
     Raises:
         ValueError: also for an implementation or a variant that is not known here.
     """
+    from sidelane_lab.baselines.roster import check_asked
+
     place = choose_target(options.ranks, options.device)
     check_asked(
         place.device_type,
@@ -66,7 +48,11 @@ def main(options: C3Options) -> Results | None:
     known = rows_there(STUDY, options.json, place) if options.resume else ()
     done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
     options = dataclasses.replace(options, known=isolated_here(options), done=done)
-    further = None if options.timeline is None else functools.partial(traced, options.timeline)
+    further = None
+    if options.timeline is not None and options.report is not None:
+        from sidelane_lab.studies.c3.pictures import traced
+
+        further = functools.partial(traced, options.timeline)
     return run_study(STUDY, options, known=known, further=further)
 
 
@@ -77,6 +63,9 @@ def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> 
         ValueError: too short a time, or a collective that adds values up.
         UnavailableError: CPU processes, or GPUs without counters.
     """
+    from sidelane_lab.cli.collectives import SETTLE_S
+    from sidelane_lab.studies.power.sensors import power_problem
+
     if seconds <= 2 * SETTLE_S:
         raise ValueError(f"c3: --energy (value={seconds:g}, allowed=more than {2 * SETTLE_S:g} seconds)")
     if sums := [str(kind) for kind in kinds if kind in REDUCING]:
@@ -88,308 +77,29 @@ def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> 
 
 def isolated_here(options: C3Options) -> Isolated | None:
     """Return what heuristics and ``auto`` go by where the study would run: the file given, or the user's, if any."""
+    from sidelane_lab.pairs.isolated import isolated_times
+
     place = choose_target(options.ranks, options.device)
     return isolated_times(options.isolated, place.device_type, place.world_size)
 
 
 def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     """Make the rows. Collective."""
-    on_cpu = rank.device.type == "cpu"
-    if on_cpu:
-        torch.set_num_threads(1)  # the ranks share the cores
-    texts = [(text, kind) for text in options.workloads for kind in options.collectives]
-    workloads = [one for one in _scaled(texts, options, rank) if not is_done(one, options.strategies, options.done)]
-    sender.steps = len(workloads)
-    for text, reason in options.not_run:
-        for left_out in _scaled([(text, kind) for kind in options.collectives], options, rank):
-            if not is_done(left_out, options.strategies, options.done):
-                yield from rows_not_run(left_out, reason, options.strategies)
-    if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
-        asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
-        sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
-    roster = make_roster(
-        rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True, with_others=True
-    )
-    own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
-    memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
-    pairs = []
-    for workload in workloads:
-        case = case_of(rank, workload)
-        needed = too_large(workload, case, memory_bytes)
-        if needed is None:
-            pairs.append((workload, case))
-        else:
-            yield from rows_not_run(workload, needed, options.strategies)
-    if not pairs:
-        roster.close()
-        return
-    roster.reserve_for([case for _, case in pairs], sender.note)
-    instruments = Instruments(roster.meter, options.warmup, options.repeats)
-    streams = pair_streams(rank.device)
-    partitions, no_partitions = DevicePartitions.on(rank.device)
-    power = None
-    if options.energy_s is not None:
-        sensor = power_sensor(rank.device.index)
-        power = PairPower(roster.meter, Recorder(sensor), options.energy_s)
-    device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
+    from sidelane_lab.studies.c3.bench import measure
 
-    def over(left: Sequence[tuple[Workload, Case]]) -> None:
-        names = ", ".join(one.name for one, _ in left)
-        sender.note(f"{options.budget_s:g} s are over; left: {names} (the same command with --resume goes on)")
-
-    for number, (workload, case) in enumerate(roster.meter.within(pairs, options.budget_s or math.inf, over, 1)):
-        sender.step(workload.name)
-        runs = list(_runs(roster, case, options))
-        memory_bound = is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size)
-        if power is not None:
-            power.found.clear()
-        outcome = run_workload(
-            workload,
-            runs,
-            instruments,
-            device=rank.device,
-            streams=streams,
-            partitions=partitions,
-            no_partitions=no_partitions,
-            memory_bound=memory_bound,
-            strategies=[named(name) for name in options.strategies] or None,
-            unavailable=roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
-            seed=options.seed + 1_000_000 * number,
-            on_trace=None
-            if options.timeline is None
-            else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
-            on_launch=None if power is None else power.measure,
-        )
-        bound = str(Bound.MEMORY if memory_bound else Bound.COMPUTE)
-        rows = [dataclasses.replace(row, bound=bound) for row in rows_of(outcome, options.known)]
-        if power is not None:
-            rows = [_with_power(row, power) for row in rows]
-        if options.third:
-            orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
-            rows[0] = dataclasses.replace(rows[0], orders=orders)
-        yield from rows
-        for line in _explanations(outcome, instruments.late):
-            sender.note(line)
-    if power is not None:
-        power.close()
-        sensor.close()
-    roster.close()
+    yield from measure(rank, options, sender)
 
 
-def _with_power(row: C3Row, power: PairPower) -> C3Row:
-    watts, energy_mj = power.found.get(row.strategy, (None, None))
-    return row if watts is None else dataclasses.replace(row, watts=watts, energy_mj=energy_mj)
+def _draw(rows: Sequence[C3Row], results: Results, folder: Path) -> list[Picture]:
+    """Draw the pairs."""
+    from sidelane_lab.studies.c3.pictures import draw_pairs
 
-
-def _orders(
-    outcome: PairOutcome, runs: Sequence[ReadyCall], instruments: Instruments, device: torch.device, seed: int
-) -> str:
-    """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
-    timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
-    if not timed:
-        return ""
-    fastest = min(timed, key=timed.__getitem__)
-    run = next(one for one in runs if one.label == fastest)
-    found = orders_of(outcome.workload, run, instruments, device, itertools.count(seed))
-    return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
-
-
-def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
-    """A pair as this rank runs it: on CPUs smaller, unless it is to have its ``full_size``, and in float32."""
-    workload = parse_workload(text, kind, dtype)
-    if rank.device.type == "cpu":
-        if not full_size:
-            workload = workload.scaled_for_cpu()
-        workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
-    return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
-
-
-def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
-    """Tell if a GEMM is memory-bound: as measured, by the device's description, or by its name in the paper's table."""
-    machine = machine_name(device_name, devices) if device_name else ""
-    predicted = functools.partial(bound_of, machine_named(machine)) if machine in machine_names() else None
-    if known is not None:
-        return dataclasses.replace(known, predicted=predicted).bound(gemm)[0] is Bound.MEMORY
-    if predicted is not None:
-        return predicted(gemm) is Bound.MEMORY
-    return gemm.tag.startswith("mb") or gemm.operation is not ComputeKind.PRODUCT
-
-
-def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
-    how: dict[str, Any] = {"dtype": options.dtype, "full_size": options.full_size, "rank": rank}
-    return [scaled_workload(text, kind, **how) for text, kind in texts]
-
-
-def case_of(rank: Rank, workload: Workload) -> Case:
-    """The collective of a pair."""
-    dtype = getattr(torch, workload.gemm.dtype)
-    return Case.on(rank, workload.collective, workload.nbytes, dtype)
-
-
-def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[ReadyCall]:
-    """Every configuration that takes part: in and out of place where both exist, launched eagerly.
-
-    At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
-    """
-    for implementation in roster.implementations.values():
-        only = () if implementation.name == SM and AUTO in options.variants else options.variants
-        for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
-            try:
-                prepared = ReadyCall(candidate, case, implementation)
-            except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
-                continue
-            yield prepared
-
-
-def _explanations(outcome: PairOutcome, late: Mapping[str, int]) -> Iterator[str]:
-    """Say what the rows leave out: every isolated time, the choice, and samples that are in doubt."""
-    times = ", ".join(
-        f"{alone.label} {alone.time_us:.0f} us"
-        if alone.time_us is not None
-        else f"{alone.label} {'failed' if alone.failure else 'slower in a look'}"
-        for alone in outcome.isolated
-    )
-    yield f"  alone: GEMM {outcome.gemm_us:.0f} us, {times}"
-    for alone in outcome.isolated:
-        if alone.failure is not None:
-            yield f"  {alone.label}: {'wrong' if alone.failure.wrong else 'could not run'}: {alone.failure.text}"
-    if outcome.choice is not None:
-        yield f"  auto takes {outcome.choice.reason}"
-    if late:
-        yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
-    gemm = outcome.workload.gemm
-    if gemm.divisor > 1:
-        what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
-        yield f"  scaled for CPUs: {what} (--full-size: not)"
-
-
-FIGURES = (
-    *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal", "percent_of_ideal"),
-    "percent_of_ideal_nccl",
-)
-NOT_RUN = "not run: "
-"""Begins the notes of rows of pairs that were left out."""
-
-
-def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
-    """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
-
-    Args:
-        outcome: of a pair.
-        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
-
-    Raises:
-        UnavailableError: no implementation of the collective works, so nothing can be compared.
-    """
-    if outcome.c3_class is None:
-        reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
-        raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
-    rows = [_row(outcome, result, known) for result in outcome.results]
-    if outcome.choice is not None:
-        picked = next(row for row in rows if row.strategy == outcome.choice.candidate.strategy.name)
-        rows.append(
-            dataclasses.replace(
-                _with_units(picked, outcome),
-                strategy=AUTO,
-                chosen=picked.strategy,
-                note=f"picked: {outcome.choice.reason}",
-            )
-        )
-    return rows
-
-
-def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:
-    """Why a pair does not fit into a device's memory, whoever moves the bytes; None: it may. Alike on all ranks.
-
-    Every implementation has buffers of its own, so that a pair that passes may still have no room.
-    """
-    gemm = workload.gemm
-    needed = gemm.nbytes + case.output_bytes + case.input_bytes
-    if memory_bytes is None or needed <= memory_bytes:
-        return None
-    return f"its buffers take {needed / 1e9:.0f} GB at least, and the device has {memory_bytes / 1e9:.0f}"
-
-
-def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
-    """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
-    nothing: dict[str, Any] = dict.fromkeys(FIGURES)
-    return [
-        C3Row(
-            **workload.columns,
-            c3_class="",
-            strategy=name,
-            chosen="",
-            **nothing,
-            note=f"{NOT_RUN}{reason}",
-        )
-        for name in strategies or [one.name for one in all_strategies()]
-    ]
+    return draw_pairs(rows, results, folder)
 
 
 def key_of_row(row: C3Row) -> Key:
     """Return what rows of one pair under one strategy have in common."""
     return (row.gemm, row.m, row.n, row.k, row.dtype, row.collective, row.bytes, row.strategy)
-
-
-def is_done(workload: Workload, strategies: Collection[str], done: Collection[Key]) -> bool:
-    """Tell that every strategy that was asked for has a row of the pair."""
-    return all(
-        (*workload.columns.values(), name) in done for name in strategies or [one.name for one in all_strategies()]
-    )
-
-
-def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
-    """The row of a swept strategy with the units that were chosen, which need not be the best."""
-    assert outcome.choice is not None
-    swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
-    units = outcome.choice.candidate.units
-    time_us = swept.get(units)
-    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
-        return picked
-    gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
-    return dataclasses.replace(
-        picked,
-        units=units,
-        time_us=time_us,
-        speedup=picked.speedup * picked.time_us / time_us,
-        percent_of_ideal=percent_of_ideal(gemm_us, best_us, time_us),
-        percent_of_ideal_nccl=None,
-    )
-
-
-def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> str:
-    """Say what the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
-    if known is None or len(result.by_units) < 2:
-        return ""
-    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
-    try:
-        found = units_for(known, outcome.workload, implementation)
-    except ValueError as problem:
-        return f"; no heuristic: {problem}"
-    times, units = dict(result.by_units), sum(found.candidate)
-    if units not in times:
-        return f"; heuristic: {units} units, which were not tried ({found.reason})"
-    loss = times[units] / min(times.values()) - 1
-    return f"; heuristic: {units} units, {loss:.1%} behind the best ({found.reason})"
-
-
-def _row(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> C3Row:
-    failure = result.failure
-    assert outcome.c3_class is not None
-    return C3Row(
-        **outcome.workload.columns,
-        c3_class=outcome.c3_class,
-        strategy=result.strategy,
-        chosen="",
-        gemm_us=outcome.gemm_us,
-        best_comm_us=outcome.best_comm_us,
-        percent_of_ideal_nccl=result.percent_of_ideal_library,
-        **{name: getattr(result, name) for name in ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal")},
-        correct=True if failure is None else False if failure.wrong else None,
-        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
-        units=result.units,
-        sweep=", ".join(f"{units} {time_us:.6g}" for units, time_us in result.by_units),
-    )
 
 
 STUDY = Study(
@@ -402,7 +112,7 @@ STUDY = Study(
     ),
     row=C3Row,
     tables=c3_tables,
-    plots=draw_pairs,
+    plots=_draw,
     warning=too_few_cores,
     key=key_of_row,
     measure=_measure,

@@ -28,7 +28,7 @@ from sidelane.integrations.ledger import SIDELANE, ReportRow
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
-from sidelane_lab.studies.process_group.ways import StudyGroups
+from sidelane_lab.studies.torch_groups import StudyGroups
 
 DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
 GROUP, ENABLE, NONE = "group", "enable", "none"

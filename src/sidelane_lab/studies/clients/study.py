@@ -26,12 +26,13 @@ from sidelane.integrations import ledger
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.clients import PROGRAMS, ClientOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.harness.table import MISSING, verdict
+from sidelane_lab.harness.ways import Job, Problem, Rounds
 from sidelane_lab.studies.clients.programs import (
     COMPILED,
     DDP,
@@ -49,7 +50,7 @@ from sidelane_lab.studies.clients.programs import (
     fitted,
 )
 from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
-from sidelane_lab.studies.process_group.ways import StudyGroups, library_of
+from sidelane_lab.studies.torch_groups import StudyGroups, library_of
 
 LENGTHS = {"cpu": 16}
 LENGTH, SEQUENCES = 2048, 8

@@ -34,8 +34,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.split import ours_us
 from sidelane_lab.studies.e2e.workload import Prepared, moved_us, sidelane_group
-from sidelane_lab.studies.layouts.rows import BACK, THERE
-from sidelane_lab.studies.layouts.ways import merged, permuted
+from sidelane_lab.studies.layout_exchanges import BACK, THERE, merged, permuted
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 EPS = 1e-5

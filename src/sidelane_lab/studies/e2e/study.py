@@ -24,9 +24,10 @@ from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.harness.launch import Rank, choose_target
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.ways import Job, Problem, Rounds
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE, calls_by_maker
@@ -35,7 +36,7 @@ from sidelane_lab.studies.e2e.prediction import cases_of, with_predictions
 from sidelane_lab.studies.e2e.rows import WorkloadRow, case_of, draw_steps, step_tables
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
 from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
-from sidelane_lab.studies.process_group.ways import StudyGroups, library_of
+from sidelane_lab.studies.torch_groups import StudyGroups, library_of
 
 SAMPLE_S = 0.2
 """Seconds that the steps of a sample may take, if more than one."""

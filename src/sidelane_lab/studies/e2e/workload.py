@@ -13,7 +13,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.session import Communicator
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.workgroups import resident, stream_gbps
-from sidelane_lab.studies.process_group.ways import make_group
+from sidelane_lab.studies.torch_groups import make_group
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ import torch
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, Meter
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 from sidelane_lab.studies.fsdp.cases import StepCase
 from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables

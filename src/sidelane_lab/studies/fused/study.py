@@ -29,11 +29,12 @@ from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.harness.terminal import progress_console
+from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 from sidelane_lab.studies.fused.kept import keep
 from sidelane_lab.studies.fused.predict import predict
 from sidelane_lab.studies.fused.rows import (

@@ -22,10 +22,10 @@ from sidelane_lab.cli.ordinary import ALONE, BESIDE, OrdinaryOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.pairs.run import pair_streams
+from sidelane_lab.pairs.pair import pair_streams
 from sidelane_lab.pairs.workload import Workload
+from sidelane_lab.studies.c3.bench import case_of, scaled_workload
 from sidelane_lab.studies.c3.rows import too_few_cores
-from sidelane_lab.studies.c3.study import case_of, scaled_workload
 from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import make_ways
@@ -95,7 +95,7 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
+    parts = Parts(roster.meter, ways, options, itertools.count(options.seed + 1))
     streams = pair_streams(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")

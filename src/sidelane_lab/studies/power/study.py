@@ -21,10 +21,10 @@ from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Job, Problem, WayComparison
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
+from sidelane_lab.harness.ways import Job, Problem, Rounds
+from sidelane_lab.studies.collectives import calls_per_sample
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.predict import predicted_rows
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
@@ -87,33 +87,36 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        compared = WayComparison[Entrant, ReadyCall]()
+        calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
+        makers = {
+            candidate: functools.partial(ReadyCall, candidate, case, implementation, calls)
+            for candidate, implementation in self._candidates(case)
+        }
+        inputs: list[ReducedInput] = []
+        points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in makers}
 
-        def check(_: Entrant, call: ReadyCall) -> Problem | None:
-            problem = checked(meter, call, next(self._seeds))
-            call.release()
-            return problem
-
-        with meter.on_stream():
-            inputs: list[ReducedInput] = []
-            refused: str | None = None
-            if case.kind in REDUCING:
-                refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
-            for candidate, implementation in self._candidates(case):
-                prepared = None if refused else self._prepare(candidate, case, implementation)
-                compared.add(candidate, prepared or Problem(refused or ""))
-            good = compared.ready
-            replays = self._replays(good)
-            points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in good}
-            names = list(good)
+        def run(ready: dict[Entrant, ReadyCall]) -> Mapping[Entrant, Rounds]:
+            if not ready:
+                return {}
+            rounds = meter.rounds({candidate: call.job() for candidate, call in ready.items()}, warmup=1, repeats=2)
+            replays = {candidate: self._replays(rounds[candidate], call) for candidate, call in ready.items()}
+            names = list(ready)
             for number in range(options.rounds):
-                shift = number % max(1, len(names))
+                shift = number % len(names)
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
-                    points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
-            compared.check_again(check)
-        for candidate, call, _, problem in compared:
-            row = self._row(case, candidate, points.get(candidate, []), problem)
-            yield row if call is None else dataclasses.replace(row, variant=call.variant)
+                    points[candidate].append(self._run(ready[candidate], replays[candidate], *inputs))
+            return rounds
+
+        if case.kind in REDUCING:
+            with meter.on_stream():
+                refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
+            if refused is not None:
+                for candidate in makers:
+                    yield self._row(case, candidate, candidate.variant, [], Problem(refused))
+                return
+        for one in meter.compare(makers, self._seeds, run):
+            variant = one.key.variant if one.way is None else one.way.variant
+            yield self._row(case, one.key, variant, points[one.key], one.problem)
 
     def _candidates(self, case: Case) -> Iterator[tuple[Entrant, Implementation]]:
         options = self._options
@@ -130,21 +133,9 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> ReadyCall | Problem:
-        """Run once, capture, check. If that fails: what is wrong. Collective."""
-        calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-        make = functools.partial(ReadyCall, candidate, case, implementation, calls)
-        return ready(self._meter, make, next(self._seeds))
-
-    def _replays(self, good: Mapping[Entrant, ReadyCall]) -> dict[Entrant, int]:
-        """How often each has to run its sample to last as long as asked, the same on every rank."""
-        if not good:
-            return {}
-        rounds = self._meter.rounds({candidate: each.job() for candidate, each in good.items()}, warmup=1, repeats=2)
-        return {
-            candidate: max(2, math.ceil(self._options.seconds * 1e6 / (measured.median_us * good[candidate].calls)))
-            for candidate, measured in rounds.items()
-        }
+    def _replays(self, measured: Rounds, call: ReadyCall) -> int:
+        """Return how often a call's sample has to run to last as long as asked, the same on every rank."""
+        return max(2, math.ceil(self._options.seconds * 1e6 / (measured.median_us * call.calls)))
 
     def _run(self, prepared: ReadyCall, replays: int, given: ReducedInput | None = None) -> PowerRound:
         """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
@@ -185,12 +176,14 @@ class PowerBench:
         times, counts, samples = zip(*self._meter.of_all_ranks([time_us, counted, draw.sampled_w]), strict=True)
         return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
-    def _row(self, case: Case, candidate: Entrant, points: Sequence[PowerRound], problem: Problem | None) -> PowerRow:
+    def _row(
+        self, case: Case, candidate: Entrant, variant: str, points: Sequence[PowerRound], problem: Problem | None
+    ) -> PowerRow:
         row = PowerRow(
             collective=case.kind,
             bytes=case.nbytes,
             implementation=candidate.implementation,
-            variant=candidate.variant,
+            variant=variant,
             in_place=candidate.in_place,
             launch=candidate.launch,
             time_us=None,

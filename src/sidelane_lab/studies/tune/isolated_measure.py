@@ -23,9 +23,9 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
-from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, pair_streams, refusal, run_alone
+from sidelane_lab.pairs.pair import GemmRun, Pair, Workers, check_launch, pair_streams, refusal, run_alone
 from sidelane_lab.pairs.workload import Gemm, implementation_of
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
@@ -264,7 +264,7 @@ class Bench:
     # --- a GEMM and a collective under every strategy, for the shares of c3.expected ----------------------------------
 
     def _pair(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
-        """Measure every strategy with the call of its mover that is fastest alone, as ``pairs.run`` does for sweeps."""
+        """Measure every strategy with the call of its mover that is fastest alone, as ``c3`` does for sweeps."""
         right, _ = self._right(batch)  # whoever is wrong has a row as a collective
         alone = self.times({label: run.run for label, run in right.items()})
         by_mover: dict[str, ReadyCall] = {}
@@ -276,7 +276,7 @@ class Bench:
         }
         places: dict[str, tuple[Strategy, ReadyCall, int]] = {}
         with Workers() as workers:
-            pairs = Pairs(gemm, self._streams, workers, self._partitions)
+            pairs = Pair(gemm, self._streams, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
                 refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
                 if refused:

@@ -1,0 +1,491 @@
+"""A pair under every strategy on this rank: rounds in turns, and what they say of the ideal.
+
+A strategy with a partition is tried with each of its numbers of units, with the call of its implementation that is
+fastest alone. One with several calls has each of them tried in a short look; those that are as fast as its best, or
+nearly, get all rounds (``narrowed``). What is the same launch as another strategy's is not launched twice. What cannot
+run here at all becomes a result with the reason, and what is wrong (``pairs.pair``) is not timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
+from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy
+from sidelane.c3.strategies import strategies as all_strategies
+from sidelane.choice.selection import Selection
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.ways import Job, Problem
+from sidelane_lab.pairs.heuristics import rule_of
+from sidelane_lab.pairs.pair import (
+    GEMM,
+    HIDE_LAUNCH_US,
+    CollectiveRun,
+    Configuration,
+    GemmRun,
+    Pair,
+    Workers,
+    check_launch,
+    refusal,
+    run_alone,
+)
+from sidelane_lab.pairs.spans import Trace, Traced
+from sidelane_lab.pairs.workload import (
+    LIBRARY,
+    C3Class,
+    Workload,
+    applies,
+    classify,
+    ideal_speedup,
+    implementation_of,
+    implementations_of,
+    percent_of_ideal,
+    speedup,
+)
+
+WORTH = 1.15
+"""A call whose best round of the look took longer than that many times the best of its strategy goes. Rounds of one
+launch differ by some percent, and by half where a kernel runs beside a GEMM or in turns with it."""
+
+LOOKS = 2
+"""Rounds of a look: each call has run before, in its check."""
+
+Times = Mapping[str, Sequence[float]]
+"""Microseconds by names, one for each round, of the slowest rank."""
+
+
+C = TypeVar("C", bound=Any)
+Launches = dict[str, tuple[C, Callable[[], None]]]
+"""Calls, and what launches them with the GEMM or alone, by names."""
+
+Planned = Mapping[str, tuple[Strategy, C, int]]
+"""A strategy, a call and units taken from the GEMM, by names."""
+
+
+class Instruments:
+    """The meter of pairs: rounds are interleaved behind a warm-up, and every sample hides what a launch takes the host.
+
+    Every rank makes the same calls.
+
+    Attributes:
+        late: samples that hid too little, by name, of what was timed last.
+    """
+
+    def __init__(self, meter: Meter, warmup: int, repeats: int) -> None:
+        self._meter, self._warmup, self._repeats = meter, warmup, repeats
+        self.late: dict[str, int] = {}
+        self.on_stream, self.attempt, self.finish = meter.on_stream, meter.attempt, meter.finish
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Times:
+        """Time every run."""
+        return self._timed(runs, self._warmup, self._repeats)
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Times:
+        """Time every run in few rounds."""
+        return self._timed(runs, 0, LOOKS)
+
+    def _timed(self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int) -> Times:
+        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
+        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
+        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
+        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
+        return {name: measured.times_us for name, measured in rounds.items()}
+
+
+def run_workload(
+    workload: Workload,
+    collectives: Sequence[CollectiveRun],
+    instruments: Any,
+    *,
+    device: torch.device,
+    streams: PairStreams | None = None,
+    partitions: DevicePartitions | None = None,
+    no_partitions: str = "there are no green contexts here",
+    memory_bound: bool = False,
+    strategies: Sequence[Strategy] | None = None,
+    unavailable: Mapping[str, str] | None = None,
+    seed: int = 0,
+    on_trace: Callable[[str, Trace], None] | None = None,
+    on_launch: Callable[[str, Callable[[], None], float], None] | None = None,
+) -> PairOutcome:
+    """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
+
+    Args:
+        workload: the pair.
+        collectives: every configuration of every implementation, ready to run.
+        instruments: how to agree and to measure.
+        device: of this rank.
+        streams: streams, on an accelerator.
+        partitions: what takes units from a GEMM; None: nothing does here, and ``no_partitions`` says why.
+        no_partitions: see there.
+        memory_bound: the GEMM is limited by its bytes, which some strategies go by.
+        strategies: what to run; None: all that there are.
+        unavailable: implementations that should be here and are not, with the reason.
+        seed: of the random inputs.
+        on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
+            is called in the same order.
+        on_launch: gets, for every strategy in its best configuration, what launches the pair, and its time in
+            microseconds. Every rank's is called in the same order.
+    """
+    seeds = itertools.count(seed + 1)
+    strategies = all_strategies() if strategies is None else strategies
+    confined = [strategy for strategy in strategies if strategy.partition is not None]
+    refused = {
+        strategy.name: Problem(f"it takes compute units from the GEMM: {reason}")
+        for strategy in confined
+        if (reason := refusal(strategy, partitions, no_partitions, instruments))
+    }
+    tried = {
+        strategy.name: shares(partitions.units) if applies(strategy.partition, memory_bound) else (0,)
+        for strategy in confined
+        if strategy.partition is not None and partitions is not None
+    }
+    with instruments.on_stream(), Workers() as workers:
+        gemm = GemmRun(workload.gemm, device)
+        gemm.fill(next(seeds))
+        instruments.finish("the GEMM's inputs")
+        pair = Pair(gemm, streams, workers, partitions)
+        able = [strategy for strategy in strategies if strategy.name not in refused]
+        times, failures = _compare(pair, gemm, collectives, able, tried, instruments, seeds)
+        outcome = judge(workload, collectives, strategies, times, failures | refused, unavailable or {}, tried)
+        by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
+        ran = {result.strategy: result for result in outcome.results if result.time_us is not None}
+        if on_launch is not None:
+            for name, result in ran.items():
+                assert result.time_us is not None
+                on_launch(name, pair.launch(by_name[name], by_label[result.label], result.units), result.time_us)
+        if on_trace is not None:
+            for name, result in ran.items():
+                traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")
+                launch = Pair(traced, streams, workers, partitions).launch(by_name[name], traced, result.units)
+                instruments.time({f"{name}, traced": traced.launched(launch)})
+                on_trace(name, traced.read())
+    return outcome
+
+
+def _compare(
+    pair: Pair,
+    gemm: GemmRun,
+    collectives: Sequence[CollectiveRun],
+    strategies: Sequence[Strategy],
+    tried: Mapping[str, Sequence[int]],
+    instruments: Any,
+    seeds: Iterator[int],
+) -> tuple[dict[str, Sequence[float]], dict[str, Problem]]:
+    """Return times and failures by names, of the GEMM, of collectives alone, and of strategies with each of them."""
+    by_itself: Launches[CollectiveRun] = {run.label: (run, functools.partial(run_alone, run)) for run in collectives}
+    alone, failed_alone = _check(by_itself, (), instruments, seeds)
+    looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
+    every = _plan_of(strategies, [run for run in collectives if run.label in alone], collectives, looked, tried)
+    aliases = aliases_of(every)
+    planned = {
+        label: (run, pair.launch(strategy, run, units))
+        for label, (strategy, run, units) in every.items()
+        if label not in aliases
+    }
+    together, failed_together = _check(planned, (gemm,), instruments, seeds)
+    kept = narrowed(every, together, instruments)
+    by_library: dict[str, list[str]] = {}
+    for label, (run, _) in alone.items():
+        by_library.setdefault(run.implementation, []).append(label)
+    needed = {every[label][1].label for label in kept} | lasting(by_library.values(), looked) | set(kept)
+    launches = {label: launch for label, (_, launch) in {**alone, **kept}.items() if label in needed}
+    times = dict(instruments.time({GEMM: gemm.run, **launches}))
+    for label, twin in aliases.items():
+        if twin in times:
+            times[label] = times[twin]
+        elif twin in failed_together:
+            failed_together[label] = failed_together[twin]
+    return times, failed_alone | failed_together
+
+
+def _plan_of(
+    strategies: Sequence[Strategy],
+    right: Sequence[CollectiveRun],
+    all_runs: Sequence[CollectiveRun],
+    looked: Times,
+    tried: Mapping[str, Sequence[int]],
+) -> Planned[CollectiveRun]:
+    """Return each strategy's launches: the right calls of its implementation, with each number of units.
+
+    Where units are taken only the call that is fastest alone is planned.
+    """
+    here = {run.implementation for run in all_runs}
+    planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
+    for strategy in strategies:
+        units = tried.get(strategy.name, (0,))
+        mine = [run for run in right if run.implementation == implementation_of(strategy, here)]
+        if any(units):
+            mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
+        planned |= {pair_label(strategy, run, taken): (strategy, run, taken) for run in mine for taken in units}
+    return planned
+
+
+def _check(
+    launches: Launches[CollectiveRun], gemms: Sequence[GemmRun], instruments: Any, seeds: Iterator[int]
+) -> tuple[Launches[CollectiveRun], dict[str, Problem]]:
+    """Keep those launches that are right on every rank; the others with what was wrong."""
+    failures = {
+        label: problem
+        for label, (run, launch) in launches.items()
+        if (problem := check_launch(instruments, label, launch, run, gemms, next(seeds))) is not None
+    }
+    return {label: launch for label, launch in launches.items() if label not in failures}, failures
+
+
+def aliases_of(planned: Planned[C]) -> dict[str, str]:
+    """Return names of launches that are the same as another one: of strategies that would take units, and take none.
+
+    Returns:
+        The name of that other one, by name.
+    """
+    plain = {
+        (dataclasses.replace(strategy, name="", recipe="", preference=0), run.label): label
+        for label, (strategy, run, _) in planned.items()
+        if strategy.partition is None
+    }
+    found = {}
+    for label, (strategy, run, units) in planned.items():
+        if strategy.partition is not None and not units:
+            twin = dataclasses.replace(strategy, name="", recipe="", preference=0, partition=None)
+            if (twin, run.label) in plain:
+                found[label] = plain[twin, run.label]
+    return found
+
+
+def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> Launches[C]:
+    """Return what is left of launches after a look at those that have rivals. Collective.
+
+    Args:
+        planned: what each of them is.
+        launches: that are right.
+        instruments: that look.
+    """
+    rivals: dict[tuple[str, int], list[str]] = {}
+    for label in launches:
+        strategy, _, units = planned[label]
+        rivals.setdefault((strategy.name, units), []).append(label)
+    asked = [label for labels in rivals.values() if len(labels) > 1 for label in labels]
+    if not asked:
+        return launches
+    looked = instruments.look({label: launches[label][1] for label in asked})
+    gone = set(asked) - lasting(rivals.values(), looked)
+    return {label: launch for label, launch in launches.items() if label not in gone}
+
+
+def lasting(rivals: Iterable[Sequence[str]], looked: Mapping[str, Sequence[float]]) -> set[str]:
+    """Return those of several groups of names that are as fast as the fastest of their group, or nearly.
+
+    >>> sorted(lasting([("a", "b", "c")], {"a": [100.0, 180.0], "b": [110.0, 105.0], "c": [120.0, 116.0]}))
+    ['a', 'b']
+    """
+    best_us = {label: min(times) for label, times in looked.items()}
+    timed = [[label for label in labels if label in best_us] for labels in rivals]
+    return {
+        label
+        for labels in timed
+        for label in labels
+        if best_us[label] <= WORTH * min(best_us[other] for other in labels)
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alone:
+    """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
+
+    implementation: str
+    label: str
+    in_place: bool
+    time_us: float | None
+    failure: Problem | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StrategyResult:
+    """A strategy in its best configuration, figures as medians over the rounds; None where ``failure`` says why.
+
+    Attributes:
+        label: how the collective was called.
+        units: taken from the GEMM.
+        by_units: times of a sweep, microseconds by units.
+        comm_us: isolated time of that call.
+    """
+
+    strategy: str
+    label: str = ""
+    units: int = 0
+    by_units: tuple[tuple[int, float], ...] = ()
+    comm_us: float | None = None
+    time_us: float | None = None
+    speedup: float | None = None
+    ideal: float | None = None
+    percent_of_ideal: float | None = None
+    percent_of_ideal_library: float | None = None
+    failure: Problem | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairOutcome:
+    """Everything measured about a pair.
+
+    Attributes:
+        best: label of the fastest configuration of the collective; None if none works, and then ``best_comm_us``,
+            ``c3_class`` and ``choice`` are None as well.
+    """
+
+    workload: Workload
+    gemm_us: float
+    best: str | None
+    best_comm_us: float | None
+    c3_class: C3Class | None
+    isolated: tuple[Alone, ...]
+    results: tuple[StrategyResult, ...]
+    choice: Selection[LaunchMode] | None
+
+
+def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
+    """Name of a strategy with one configuration, and with units taken from the GEMM, among the times."""
+    return f"{strategy.name}: {configuration.label}" + (f", {units} units" if units else "")
+
+
+def judge(
+    workload: Workload,
+    configurations: Sequence[Configuration],
+    strategies: Sequence[Strategy],
+    times: Mapping[str, Sequence[float]],
+    failures: Mapping[str, Problem],
+    unavailable: Mapping[str, str],
+    tried: Mapping[str, Sequence[int]] | None = None,
+) -> PairOutcome:
+    """Turn times into figures: ratios in each round first, then their medians.
+
+    Args:
+        workload: the pair.
+        configurations: every way in which the collective was to be called.
+        strategies: what was to be run.
+        times: microseconds, one for each round, of the GEMM alone (``GEMM``), of configurations alone (their labels)
+            and of strategies (``pair_label``). What failed is not there.
+        failures: by the same names, and by the names of strategies that cannot run here.
+        unavailable: implementations that should be here and are not, with the reason.
+        tried: units that a strategy took from the GEMM, one number after another; (0,) where it is not named.
+    """
+    best = _fastest(_as_asked(configurations), times)
+    isolated = tuple(
+        Alone(
+            c.implementation,
+            c.label,
+            c.in_place,
+            statistics.median(times[c.label]) if c.label in times else None,
+            failures.get(c.label),
+        )
+        for c in configurations
+    )
+    gemm_us = statistics.median(times[GEMM])
+    best_us = None if best is None else statistics.median(times[best.label])
+    results = tuple(
+        _judge_strategy(strategy, configurations, times, failures, unavailable, (tried or {}).get(strategy.name, (0,)))
+        for strategy in strategies
+    )
+    return PairOutcome(
+        workload=workload,
+        gemm_us=gemm_us,
+        best=None if best is None else best.label,
+        best_comm_us=best_us,
+        c3_class=None if best_us is None else classify(gemm_us, best_us),
+        isolated=isolated,
+        results=results,
+        choice=_choice(workload, gemm_us, best_us, results, strategies),
+    )
+
+
+def _choice(
+    workload: Workload,
+    gemm_us: float,
+    best_us: float | None,
+    results: Sequence[StrategyResult],
+    strategies: Sequence[Strategy],
+) -> Selection[LaunchMode] | None:
+    """Return the choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did."""
+    able = {one.name for one in strategies if one.mover.makes_whole_call}
+    ran = {one.strategy: one for one in results if one.strategy in able and one.time_us is not None}
+    if not ran:
+        return None
+    return rule_of(
+        workload,
+        gemm_us,
+        alone_us=best_us,
+        engines_us=ran[ENGINES].comm_us if ENGINES in ran else None,
+        ways={(name, units) for name, one in ran.items() for units in (0, *dict(one.by_units))},
+    )
+
+
+def _judge_strategy(
+    strategy: Strategy,
+    configurations: Sequence[Configuration],
+    times: Mapping[str, Sequence[float]],
+    failures: Mapping[str, Problem],
+    unavailable: Mapping[str, str],
+    tried: Sequence[int],
+) -> StrategyResult:
+    """The result of a strategy."""
+    if strategy.name in failures:
+        return StrategyResult(strategy.name, failure=failures[strategy.name])
+    here = dict.fromkeys(c.implementation for c in configurations)
+    name = implementation_of(strategy, here)
+    if name is None:
+        wanted = implementations_of(strategy.mover)
+        reasons = [unavailable[one] for one in wanted if one in unavailable]
+        absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
+        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}"))
+    own = [(c, units) for c in configurations if c.implementation == name for units in tried]
+    timed = [one for one in own if pair_label(strategy, *one) in times]
+    if not timed:
+        found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
+        failure = next(filter(None, found), Problem("no configuration could run"))
+        return StrategyResult(strategy.name, failure=failure)
+    chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
+    best = _fastest(_as_asked(configurations), times) or chosen
+    library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
+    gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
+    return StrategyResult(
+        strategy=strategy.name,
+        label=chosen.label,
+        units=units,
+        by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
+        comm_us=statistics.median(times[chosen.label]),
+        time_us=statistics.median(pair),
+        speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
+        ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
+        percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
+        percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
+    )
+
+
+def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
+    """But for those of movers that make another call."""
+    others = {name for mover in Mover if not mover.makes_whole_call for name in implementations_of(mover)}
+    return [one for one in configurations if one.implementation not in others]
+
+
+def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:
+    timed = [c for c in configurations if c.label in times]
+    return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
+
+
+def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+    """Return the median of a figure of each round."""
+    return statistics.median(figure(*values) for values in zip(*series, strict=True))
+
+
+def percent_of_rounds(*series: Sequence[float]) -> float | None:
+    """Return the median percent of ideal, where most rounds have one."""
+    found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
+    defined = [percent for percent in found if percent is not None]
+    return statistics.median(defined) if 2 * len(defined) > len(found) else None

@@ -1,1 +1,0 @@
-"""The study of all-to-alls with a layout."""

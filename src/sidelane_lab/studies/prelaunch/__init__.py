@@ -1,1 +1,0 @@
-"""Prelaunched collectives from their trigger to their end."""

@@ -1,1 +1,0 @@
-"""The study of process groups: a program that calls ``torch.distributed``, on NCCL's group and on Sidelane's."""
