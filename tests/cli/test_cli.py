@@ -27,7 +27,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
@@ -36,7 +36,7 @@ from sidelane_lab.machines.load import machine_names
 from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import operator_results as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.studies.host import HostOptions
@@ -192,14 +192,19 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
             "plan --model 70b --machine 8xh100 --no-recompute",
             ("plan", sim_plan.PlanOptions("8xh100", "llama-70b-like", recompute=False)),
         ),
-        ("fused --machine mi210x4", ("fused", sim_fused.FusedPredictionOptions("mi210x4"))),
+        ("fused --machine mi210x4", ("fused", "mi210x4", FusedOptions())),
         (
             "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
             " --late 20 --report out --json -",
             (
-                "fused",
-                sim_fused.FusedPredictionOptions(
-                    *("m.toml", ("embedding_all_to_all",), ((1024, 64, 70), (8, 2, 1)), 0.75, 20.0, OUT, STDOUT)
+                *("fused", "m.toml"),
+                FusedOptions(
+                    ops=("embedding_all_to_all",),
+                    shapes=((1024, 64, 70), (8, 2, 1)),
+                    occupancy=0.75,
+                    late_us=20.0,
+                    report=OUT,
+                    json=STDOUT,
                 ),
             ),
         ),

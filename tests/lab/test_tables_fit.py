@@ -18,7 +18,7 @@ from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
 from sidelane_lab.comparisons.figure import ClaimPredictions
@@ -34,7 +34,6 @@ from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap, predictions
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
@@ -44,6 +43,8 @@ from sidelane_lab.studies.collectives import collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
+from sidelane_lab.studies.fused.predict import predict as predict_fused
+from sidelane_lab.studies.fused.rows import fused_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
@@ -174,14 +175,9 @@ def of_dlrm() -> list[Table]:
 
 
 def of_fused() -> list[Table]:
-    machine = named("h200x4")
-    asked = sim_fused.FusedPredictionOptions("h200x4")
     shapes = {op: shapes[-1] for op, shapes in ON_GPUS.items()} | {"embedding_all_to_all": (256, 64, 70)}
-    made = [made for op, shape in shapes.items() for made in sim_fused.operators_of(op, shape, machine.world_size)]
-    found = [sim_fused.predicted(machine, *one, asked) for one in made]
-    ranks = sim_fused.skew_table(machine, [one for one in found if one.times])
-    by_occupancy = sim_fused.occupancy_table(machine, found[:1], ())
-    return [*sim_fused.fused_tables(machine, found), ranks, by_occupancy]
+    asked = [FusedOptions(ops=(op,), shapes=(shape,)) for op, shape in shapes.items()]
+    return fused_tables([row for options in asked for row in predict_fused(named("h200x4"), options)])
 
 
 def of_sensitivity() -> list[Table]:
