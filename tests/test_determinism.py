@@ -83,7 +83,7 @@ def test_programs_are_proved_in_the_order_of_the_ranks_alone(world_size: int, dt
 def test_every_form_of_a_sum(four: Crew, world_size: int) -> None:
     import order_cases
 
-    sizes = (1, 7, 64, 1000, 40_003)
+    sizes = (1, 7, 1000, 40_003)
     assert min(four.run(order_cases.everything, world_size, sizes)) >= 3 * len(sizes) * 2 * 12
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.long  # three interpreters import torch; run_program gives the others what torchrun does
 def test_an_example_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES[0])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -29,7 +30,7 @@ def test_an_example_runs_under_torchrun() -> None:
 
 @pytest.mark.parametrize(
     "example",
-    [long(one) if one.stem == "process_group" else one for one in EXAMPLES[1:]],
+    [long(one) if one.stem == "process_group" else one for one in EXAMPLES],
     ids=lambda example: example.stem,
 )
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:

@@ -31,7 +31,14 @@ def run_blocks(first: str, others: list[str], folder: Path) -> None:
     run_program(folder / "example.py", folder, names)
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs()])
+# A model of transformers takes seconds to import: test_attention has the same one, with gradients.
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(blocks, id=name, marks=[pytest.mark.long] * ("from transformers" in "".join(blocks)))
+        for name, blocks in programs()
+    ],
+)
 def test_code_blocks_run_between_two_processes(blocks: list[str], tmp_path: Path) -> None:
     run_blocks("\n".join(blocks), [], tmp_path)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
 import pytest
 import torch.distributed as dist
+import torch.multiprocessing
 
 from sidelane.cli.info import from_ranks
 
@@ -29,6 +31,16 @@ def test_ranks_meet_and_the_first_says_what_they_found() -> None:
     assert from_ranks(meet, 2, "word") == ["word of 0", "word of 1"]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are forked: those of a user are spawned, and import torch for seconds."""
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(
+        torch.multiprocessing, "start_processes", lambda *given, start_method, **how: start(*given, **how)
+    )
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("how", "said"),
     [("raises", "ValueError: no driver here"), ("dies", "exit code 3"), ("hangs", "not finished within")],

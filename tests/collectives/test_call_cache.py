@@ -224,6 +224,6 @@ def split(total: int, n: int, rank: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "asynchronous", "list", "uneven", "batch"])
 def test_sizes_that_never_come_again_take_the_place_of_each_other(pool: RankPool, kind: str) -> None:
-    for (half, end), loads in pool.run(held_after, 2, kind, 240):
+    for (half, end), loads in pool.run(held_after, 2, kind, 160):
         assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"
         assert loads <= 2, "what comes again is kept"

@@ -90,7 +90,7 @@ def become(task: dict[str, Any], number: int) -> None:
 
 
 if __name__ == "__main__":
-    import torch.distributed
+    import torch.distributed.fsdp
 
     import sidelane
 

@@ -43,6 +43,7 @@ def test_a_pass_on_other_ranks_is_refused(four: Crew) -> None:
     assert told == "Fusion: ranks of the group (value=[0, 2], allowed=[0, 1], the communicator's)"
 
 
+@pytest.mark.long  # it compiles nine graphs for a pass that only a change of contrib/fusion or of torch can break
 def test_norms_are_replaced(four: Crew) -> None:
     assert four.run(fusion_cases.norms, 2, timeout_s=110) == [9, 9]
 
