@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from expected import MOVING_DTYPES, REDUCING_DTYPES
 from marks import long
+from on_ranks import on_ranks
 from ranks import RankPool
 
 from sidelane.choice import Choice
@@ -98,7 +99,8 @@ def test_only_captured_staging_is_kept(pool: RankPool, captured: bool) -> None:
     assert pool.run(old_staging, 2, captured) == [[captured, False]] * 2
 
 
-def staging_of_captures(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_a_first_call_reserves_what_its_capture_needs(group: dist.ProcessGroup) -> None:
     """``auto`` takes another variant in a capture than outside. As on GPUs: CPUs have no captures."""
     with sweeps.communicator(group) as comm:
         preparer = comm.preparer
@@ -114,10 +116,6 @@ def staging_of_captures(group: dist.ProcessGroup) -> None:
         preparer.planner._abilities = dataclasses.replace(comm.backend.abilities, captures=True)
         comm.all_to_all(tensor, tensor)
         preparer.prepare(Agreement.of((request,), "auto", frozen=True), (request,))
-
-
-def test_a_first_call_reserves_what_its_capture_needs(pool: RankPool) -> None:
-    pool.run(staging_of_captures, 3)
 
 
 def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import long
+from on_ranks import on_ranks
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
@@ -304,7 +305,8 @@ def test_memory_of_another_user_is_refused(pool: RankPool) -> None:
         assert "a rank: rank 1: " in text and "allowed=(12345, " in text and "; rank" not in text, text
 
 
-def outlive(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_view_keeps_the_memory_and_the_last_one_frees_it(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     memory = ShmMemory(Exchange(group, 60.0))
     block = memory.allocate(10_000)
@@ -324,10 +326,6 @@ def outlive(group: dist.ProcessGroup) -> None:
     assert len(leftovers()) == (2 if sys.version_info < (3, 13) else 1), "one mapping, with its descriptor"
     del tail
     assert leftovers() == []
-
-
-def test_a_view_keeps_the_memory_and_the_last_one_frees_it(pool: RankPool) -> None:
-    pool.run(outlive, 2)
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
+from on_ranks import on_ranks
 from ranks import RankPool, crew, shared_memory
 
 import sidelane
@@ -165,7 +166,8 @@ def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> 
     assert text.endswith(" (1,)"), text
 
 
-def made_before(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ranks_agree_whatever_they_have_made_before(group: dist.ProcessGroup) -> None:
     """Torch names the groups of those who begin anew as those before them: ``0`` is the first of any process."""
     rank, store = dist.get_rank(group), exchanges.store_of(group)
 
@@ -183,10 +185,6 @@ def made_before(group: dist.ProcessGroup) -> None:
         dist.barrier(group)  # as ranks meet when they make a group
     for each_group in made:
         each_group.close()
-
-
-def test_ranks_agree_whatever_they_have_made_before(pool: RankPool) -> None:
-    pool.run(made_before, 2)
 
 
 def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
