@@ -198,7 +198,8 @@ def test_a_rank_that_stays_away_is_named_on_every_rank(pool: RankPool) -> None:
     assert "gave up" in results[2][2], "it is told who gave up on it"
 
 
-def one_waits_for_who_stays_away(group: dist.ProcessGroup) -> Seen | None:
+@on_ranks(3)
+def test_a_rank_that_waits_itself_is_not_to_blame(group: dist.ProcessGroup) -> None:
     """Rank 2 stays away; rank 1 waits for it in call 1, and rank 0, which needed nothing from 2, for both in call 2."""
     rig = Rig(group, timeout_s=2.0 if dist.get_rank(group) == 0 else 60.0)
     result: Seen | None = None
@@ -217,13 +218,9 @@ def one_waits_for_who_stays_away(group: dist.ProcessGroup) -> Seen | None:
     del chain, everyone
     dist.barrier(group)
     assert leftovers(rig) == []
-    return result
-
-
-def test_a_rank_that_waits_itself_is_not_to_blame(pool: RankPool) -> None:
-    for kind, ranks, text in pool.run(one_waits_for_who_stays_away, 3):
-        assert (kind, ranks) == ("PeerTimeoutError", (2,)), text
-        assert "rank 1 (pid" in text and "in call 1" in text and "have not come" in text
+    kind, ranks, text = result
+    assert (kind, ranks) == ("PeerTimeoutError", (2,)), text
+    assert "rank 1 (pid" in text and "in call 1" in text and "have not come" in text
 
 
 def one_is_killed(group: dist.ProcessGroup) -> tuple[Seen, list[str]]:

@@ -35,7 +35,8 @@ def failure(control: ControlBlock, call: int, within_s: float = 5.0) -> tuple[st
     raise AssertionError(f"check({call}) found nothing")
 
 
-def post_and_compare(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 3, (2, 5))
+def test_posted_calls_reach_all(group: dist.ProcessGroup) -> None:
     control = ControlBlock(Exchange(group, 60.0))
     rank = dist.get_rank(group)
     for call in range(1, 3 * RING_CALLS):
@@ -61,11 +62,6 @@ def post_and_compare(group: dist.ProcessGroup) -> None:
     with pytest.raises(CommunicatorClosedError):
         control.post_call(1001, "late")
     dist.barrier(group)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, (2, 5)])
-def test_posted_calls_reach_all(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
-    pool.run(post_and_compare, ranks)
 
 
 def slow_reader(group: dist.ProcessGroup) -> list[str]:
