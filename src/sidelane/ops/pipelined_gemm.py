@@ -11,8 +11,8 @@ gemm_all_reduce     ``y = x @ weight.T``; all-reduce                            
 ==================  ==========================================================  =======================================
 
 No compute unit moves data, and the vendor's GEMM computes, which is faster than any of Triton's
-(results/notes/kernels.md). The price: parts are smaller, and the host has to know the counts; a graph keeps those of its
-capture.
+(results/notes/kernels.md). The price: parts are smaller, and the host has to know the counts; a graph keeps those
+of its capture.
 
 ``MovedParts.send``, two ranks, two pieces; the rows that stay come last, and are computed in place::
 
