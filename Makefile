@@ -119,7 +119,7 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 .venv-clients/.ready: tests/clients/requirements.txt tests/clients/requirements-alone.txt
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet $(TORCH_INSTALL)
-	@.venv-clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt
+	@.venv-clients/bin/python -m pip install --quiet -e . -e ./lab -r tests/clients/requirements.txt
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
 	@touch "$@"
 
@@ -142,7 +142,7 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
-wheel: $(READY) ## build the wheel and the sdist into dist, and run the wheel where there is no C compiler
+wheel: $(READY) ## build the sdist and the wheels into dist, and try them where there is no C compiler
 	@PYTHONPATH=src $(BIN)/python tools/release.py
 
 docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
@@ -184,7 +184,7 @@ format: $(READY) ## let ruff format the code and mend what it can
 
 venv: $(READY) ## make .venv and nothing else
 
-$(READY): pyproject.toml tools/lock.txt tools/make_venv.py
+$(READY): pyproject.toml lab/pyproject.toml tools/lock.txt tools/make_venv.py
 	@"$(PYTHON)" tools/make_venv.py --torch "$(TORCH_INSTALL)"
 	@touch "$@"
 

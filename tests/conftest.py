@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -61,8 +62,12 @@ def import_ahead(config: pytest.Config) -> None:
             pytest.skip("it starts ranks")
         if server._forkserver_pid is not None:
             return type(server).ensure_running(server)
-        with pytest.MonkeyPatch.context() as patch, capture.global_and_fixture_disabled():
-            patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
-            return type(server).ensure_running(server)
+        streams = sys.stdout, sys.stderr  # a test may have others in their place, which would be lost
+        try:
+            with pytest.MonkeyPatch.context() as patch, capture.global_and_fixture_disabled():
+                patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
+                return type(server).ensure_running(server)
+        finally:
+            sys.stdout, sys.stderr = streams
 
     server.ensure_running = ensure_running

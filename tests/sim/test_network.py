@@ -8,11 +8,13 @@ from collections import Counter
 
 import pytest
 
+from sidelane.program.collective import Kind
+from sidelane.program.ir import Copy
 from sidelane_lab.machines.load import named, parse
 from sidelane_lab.machines.network import floor_us, route
 from sidelane_lab.machines.spec import NetworkTopology
-from sidelane_lab.sim import simulate
-from sidelane_lab.sim.scale import two_level_all_gather
+from sidelane_lab.model.nodes_baselines import flat
+from sidelane_lab.sim import Fold
 
 TORUS = named("mi210x1x128")
 
@@ -84,23 +86,24 @@ def test_the_floor_is_latency_and_the_bytes_of_the_busiest_nic():
         dataclasses.replace(named("mi300x8x2"), nodes=4),
         nodes_of("nics_per_gpu = 0.5"),
         nodes_of('network = "fat_tree"\nleaf_nodes = 2\noversubscription = 8'),
-        nodes_of('network = "torus"\ntorus_row = 4\nnics_per_gpu = 0.5', nodes=16),
+        nodes_of('network = "torus"\ntorus_row = 4\nnics_per_gpu = 0.5', nodes=8),
         nodes_of('network = "torus"\ntorus_row = 4\nnics_per_gpu = 4', nodes=16, base="mi210x1x2"),
     ],
     ids=["rails", "pair", "mesh", "shared", "oversubscribed", "torus", "torus of ones"],
 )
 def test_a_ring_is_no_faster_than_the_floor(machine):
-    part = 1 << 20
-    run = simulate(two_level_all_gather(machine.nodes, machine.gpus, part), machine)
-    block = (machine.nodes - 1) * machine.gpus * part
-    ring = {(rank, (rank + machine.gpus) % machine.world_size): float(block) for rank in range(machine.world_size)}
-    assert run.time_us >= floor_us(machine, ring) * (1 - 1e-9)
+    rings = flat(machine, Kind.ALL_GATHER, machine.world_size << 20, Fold.whole(machine))
+    copied = Counter()
+    for command in itertools.chain.from_iterable(queue.commands for queue in rings.program.queues):
+        if isinstance(command, Copy):
+            copied[command.src.rank, command.dst.rank] += float(command.src.nbytes)
+    assert rings.simulate().time_us >= floor_us(machine, copied) * (1 - 1e-9)
 
 
 def test_oversubscription_slows_what_crosses_it():
     free, narrow = (nodes_of(f'network = "fat_tree"\nleaf_nodes = 2\noversubscription = {factor}') for factor in (1, 8))
-    program = two_level_all_gather(4, 8, 1 << 22)
-    assert simulate(program, narrow).time_us > 1.5 * simulate(program, free).time_us
+    narrow_us, free_us = (flat(machine, Kind.ALL_GATHER, 128 << 20).simulate().time_us for machine in (narrow, free))
+    assert narrow_us > 1.5 * free_us
 
 
 def test_nodes_without_a_network_are_refused():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 from marks import long
@@ -21,9 +19,6 @@ from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 from sidelane_lab.model.world import NodesProgram
 from sidelane_lab.sim import Fold, fold_of
-from sidelane_lab.studies import nodes as study
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine_of(text: str = "", nodes: int = 8, base: str = "h100x8x2"):
@@ -49,9 +44,10 @@ WAYS = [
 
 
 def built(machine, way: str, kind: Kind, nbytes: int, *, pieces: int = 2, full: bool = False) -> NodesProgram:
+    fold = Fold.whole(machine) if full else None
     if way == "hierarchical":
-        return planned(machine, kind, nbytes, pieces, full=full)
-    found = (flat if way == "flat" else tree)(machine, kind, nbytes, full=full)
+        return planned(machine, kind, nbytes, pieces, fold)
+    found = (flat if way == "flat" else tree)(machine, kind, nbytes, fold)
     assert found is not None
     return found
 
@@ -108,7 +104,8 @@ def test_ranks_that_stand_for_all_others_take_exactly_their_time(name, way, kind
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Kind.BROADCAST], ids=str)
 def test_many_pieces_of_many_bytes_take_exactly_their_time(kind):
-    some, everyone = (planned(EIGHT["rails"], kind, 64 << 20, 3, full=full) for full in (False, True))
+    rails = EIGHT["rails"]
+    some, everyone = (planned(rails, kind, 64 << 20, 3, fold) for fold in (None, Fold.whole(rails)))
     assert some.simulate().time_us == everyone.simulate().time_us
 
 
@@ -119,7 +116,7 @@ def test_nobody_stands_for_others_where_they_do_not_do_the_same():
     assert planned(machine_of(nodes=3), Kind.ALL_REDUCE, 1 << 20, 1).fold is None, "blocks of two sizes"
     assert flat(machine_of(nodes=3), Kind.ALL_GATHER, 1 << 20).fold is None, "the last node is left by another place"
     slower = named("h100x8x2").with_value("links.usable_gbps", 372.2)
-    some, everyone = (planned(slower, Kind.ALL_TO_ALL, 32 << 20, 8, full=full) for full in (False, True))
+    some, everyone = (planned(slower, Kind.ALL_TO_ALL, 32 << 20, 8, fold) for fold in (None, Fold.whole(slower)))
     assert some.fold is not None and some.fold.places == 8, "two ranks of a node exchange blocks, one of them copies"
     assert some.simulate().time_us == everyone.simulate().time_us
 
@@ -158,7 +155,7 @@ def test_the_far_steps_of_a_program_are_those_of_the_plan():
     """The bytes that leave a node, and no others, pass the network."""
     machine = machine_of(nodes=4)
     for kind in KINDS:
-        program = planned(machine, kind, 1 << 20, 2, full=True).program
+        program = planned(machine, kind, 1 << 20, 2, Fold.whole(machine)).program
         nodes, plan_bytes = nodes_of([8] * 4), 0
         count = (1 << 20) // 4 // (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else 32)
         for rank in range(32):
@@ -200,7 +197,7 @@ def crossing(program: Program, gpus: int) -> int:
 def test_a_root_sends_each_rail_its_slice():
     """All of a broadcast passed the root's port seven times."""
     machine = machine_of(nodes=2)
-    program = planned(machine, Kind.BROADCAST, 8 << 20, 1, full=True).program
+    program = planned(machine, Kind.BROADCAST, 8 << 20, 1, Fold.whole(machine)).program
     copies = (command for queue in program.queues for command in queue.commands if isinstance(command, Copy))
     sent = sum(copy.src.nbytes for copy in copies if copy.src.rank == 0 and 0 < copy.dst.rank < 8)
     assert sent == 2 * 7 * (1 << 20)
@@ -215,31 +212,3 @@ def test_large_groups_end(way, kind, nodes):
         if way == "flat" and kind is Kind.BROADCAST and nbytes > 64 << 10:
             continue
         assert built(machine, way, kind, nbytes).simulate().time_us >= least_us(machine, kind, nbytes)
-
-
-@pytest.mark.parametrize("kinds", [(Kind.ALL_GATHER, Kind.ALL_REDUCE), long(KINDS)], ids=len)
-def test_the_recorded_predictions_are_those_of_this_simulator(monkeypatch, kinds):
-    recorded = json.loads((ROOT / "results" / "simulator" / "nodes.json").read_text())
-    rows = recorded["rows"]
-    assert recorded["command"] == "python -m sidelane_lab.studies.nodes nodes.json"
-    assert {row["ranks"] for row in rows} == set(study.RANKS) and {row["bytes"] for row in rows} == set(study.SIZES)
-    assert {row["collective"] for row in rows} == set(map(str, KINDS))
-    monkeypatch.setattr(study, "KINDS", kinds)
-    for row in rows:
-        assert row["us"] is None or row["us"] >= row["floor_us"], row
-        assert row["us"] is not None or (row["way"], row["collective"]) == ("flat", "broadcast"), row
-    chosen = [row for row in rows if row["ranks"] == 16 and row["bytes"] == 64 << 10]
-    again = {(row.collective, row.bytes, row.way): row for row in study.rows((16,), (64 << 10,))}
-    for row in chosen:
-        found = again.get((row["collective"], row["bytes"], row["way"]))
-        if found is not None:
-            assert (row["pieces"], row["commands"]) == (found.pieces, found.commands)
-            assert row["us"] == pytest.approx(found.us, rel=1e-4)
-
-
-def test_a_study_is_recorded_with_its_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(study, "KINDS", (Kind.ALL_REDUCE,))
-    study.record(tmp_path / "nodes.json", list(study.rows((8,), (64 << 10,))))
-    written = json.loads((tmp_path / "nodes.json").read_text())
-    assert {row["way"] for row in written["rows"]} == {"flat", "tree"} and written["commit"]
-    assert all(row["verified_ranks"] == 8 for row in written["rows"])

@@ -15,7 +15,6 @@ from sidelane_lab.machines.load import named
 from sidelane_lab.model.collectives import bare, dma_run, published_program
 from sidelane_lab.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
 from sidelane_lab.sim.prelaunch import prelaunch
-from sidelane_lab.sim.scale import two_level_all_gather
 
 MACHINE = named("mi300x8")
 DMA = MACHINE.dma
@@ -107,18 +106,9 @@ def test_a_handshake_makes_the_fast_wait_for_the_slow():
 
 def test_links_between_nodes_are_slower():
     cluster = dataclasses.replace(MACHINE, nodes=2)
-    flat = simulate(two_level_all_gather(8, 1, MB), MACHINE).time_us
-    across = simulate(two_level_all_gather(16, 1, MB), cluster).time_us
+    flat = simulate(build(all_gather([MB] * 8), "pcpy"), MACHINE).time_us
+    across = simulate(build(all_gather([MB] * 16), "pcpy"), cluster).time_us
     assert across > 15 / 7 * flat
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_two_levels_move_the_expected_bytes(nodes):
-    program = two_level_all_gather(nodes, 8, MB)
-    moved = sum(c.src.nbytes for q in program.queues for c in q.commands if hasattr(c, "src"))
-    # Each rank sends its shard to 7 peers, and the nodes' blocks of 8 shards once around the ring.
-    assert moved == nodes * 8 * MB * (7 + 8 * (nodes - 1))
-    assert simulate(program, dataclasses.replace(MACHINE, nodes=nodes)).time_us > copy_us(7 * MB)
 
 
 def test_a_program_that_can_not_end_is_named():
@@ -131,12 +121,12 @@ def test_a_program_that_can_not_end_is_named():
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(ValueError, match=r"ranks \(value=16, allowed=1..8\)"):
-        simulate(two_level_all_gather(16, 1, MB), MACHINE)
+        simulate(build(all_gather([MB] * 16), "pcpy"), MACHINE)
 
 
 def test_names_in_place_of_machines_and_programs_are_refused():
     with pytest.raises(TypeError, match=r"machine \(value='mi300x8', allowed=a Machine, as machine.load.named"):
-        simulate(two_level_all_gather(4, 1, MB), "mi300x8")
+        simulate(build(all_gather([MB] * 4), "pcpy"), "mi300x8")
     with pytest.raises(TypeError, match=r"program \(value='all_gather', allowed=a sidelane.program.ir.Program"):
         simulate("all_gather", MACHINE)
 
@@ -165,29 +155,6 @@ def test_an_engine_runs_one_thing_at_a_time():
         ordered = sorted(intervals, key=lambda i: i.start_us)
         for first, second in itertools.pairwise(ordered):
             assert first.end_us <= second.start_us + 1e-9
-
-
-def test_work_grows_in_proportion_to_commands():
-    """Counted, not timed: flows whose rates are computed again per command stay few as ranks grow."""
-    from sidelane_lab.sim.flows import FlowNetwork
-
-    counts = []
-    original = FlowNetwork._fair_rates
-    for nodes in (4, 16):
-        touched = 0
-
-        def counting(self, group):
-            nonlocal touched
-            touched += len(group)
-            return original(self, group)
-
-        FlowNetwork._fair_rates = counting
-        try:
-            run = simulate(two_level_all_gather(nodes, 8, MB), dataclasses.replace(MACHINE, nodes=nodes))
-        finally:
-            FlowNetwork._fair_rates = original
-        counts.append(touched / run.commands)
-    assert counts[1] < 1.5 * counts[0]
 
 
 def test_published_programs_have_the_engines_of_the_paper():

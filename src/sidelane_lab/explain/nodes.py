@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from sidelane.cli.output import write_json
-from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes, NodesChoice, choose_steps
+from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.parameters import given
@@ -21,7 +20,6 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.node_steps import (
     IN_PLACE,
     Copies,
-    ElementSpan,
     Far,
     Join,
     Near,
@@ -33,7 +31,7 @@ from sidelane_lab.model.node_steps import (
     pieces_of,
     rail_of,
 )
-from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
+from sidelane_lab.model.nodes import KINDS, NodesTimes, TimedStep, nodes_times
 
 SIZES = tuple(1 << power for power in range(12, 31, 2))
 """Bytes of the collectives in the tables of ``sidelane collective``."""
@@ -58,102 +56,47 @@ class ExplainedStep:
         where: place of the step: a node or a rail.
         what: description of the step.
         nbytes: bytes of this rank's side; 0 for none.
+        begin_us: predicted begin; of a wait, too.
+        end_us: predicted end.
     """
 
     where: str
     what: str
-    nbytes: int = 0
+    nbytes: int
+    begin_us: float
+    end_us: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explained:
-    """Result of :func:`explain_nodes`.
-
-    Attributes:
-        nodes: nodes of the ranks.
-        choice: chosen way of the call, with the reason.
-        pieces: number of pieces of the call.
-        rank: rank whose steps are listed; the first of the first node.
-        steps: steps in their order; none if the call goes flat.
-        stays: bytes of scratch in symmetric memory that later calls use again.
-        scratch: bytes of other scratch.
-    """
-
-    nodes: Nodes
-    choice: NodesChoice
-    pieces: int
-    rank: int
-    steps: tuple[ExplainedStep, ...]
-    stays: int
-    scratch: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as one JSON object."""
-        return {
-            "nodes": [len(ranks) for ranks in self.nodes.members],
-            "takes": self.choice.name,
-            "reason": self.choice.reason,
-            "pieces": self.pieces,
-            "rank": self.rank,
-            "steps": [dataclasses.asdict(step) for step in self.steps],
-            "scratch_that_stays_bytes": self.stays,
-            "scratch_bytes": self.scratch,
-        }
-
-
-def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str) -> Explained:
-    """Explain a call without making it; a broadcast is from rank 0.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        nodes: nodes of the ranks.
-        nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements, and to as
-            many for each rank.
-        dtype: dtype of reduced elements; elements that only move are bytes.
-    """
-    rank, choice = 0, choose_steps(kind, nbytes, nodes)
-    pieces = pieces_of(choice, nbytes)
-    if choice.name != HIERARCHICAL:
-        return Explained(nodes, choice, pieces, rank, (), 0, 0)
-    item = ELEMENT_BYTES[dtype]
-    elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
-    count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
-    plan = make_plan(kind, nodes, rank, (count,), pieces)
-    stays = sum(plan.sizes[name] for name in plan.sent) * item
-    scratch = sum(plan.sizes.values()) * item - stays
-    return Explained(nodes, choice, pieces, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
-
-
-def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[ExplainedStep]:
-    node, place = nodes.coordinates(rank)
-    near, rail = f"node {node}", f"rail {place}"
+def _explained(plan: NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedStep]) -> Iterator[ExplainedStep]:
+    """Yield the steps of rank 0 with their times."""
+    rail = rail_of(nodes, 0)
     begun = 0
-    for step in plan.steps:
+    for step, times in zip(plan.steps, timed, strict=True):
+        where, count = "rail 0", 0
         if isinstance(step, Far):
-            what = f"begin {step.kind} {begun} of ranks {_named(rail_of(nodes, place))}"
-            yield ExplainedStep(rail, what, step.input.count * item)
+            what, count = f"begin {step.kind} {begun} of ranks {_named(rail)}", step.input.count
             begun += 1
         elif isinstance(step, Join):
-            yield ExplainedStep(rail, f"wait for {step.number}")
+            what = f"wait for {step.number}"
         else:
-            yield ExplainedStep("rank" if isinstance(step, Copies) else near, *_near(step, nodes.members[node], item))
+            where = "rank" if isinstance(step, Copies) else "node 0"
+            what, count = _near(step, nodes.members[0])
+        yield ExplainedStep(where, what, count * item, times.begin_us, times.end_us)
 
 
-def _near(step: Step, own: Sequence[int], item: int) -> tuple[str, int]:
+def _near(step: Step, own: Sequence[int]) -> tuple[str, int]:
+    """Return the description of a step within a node, and the elements of this rank's side."""
     if isinstance(step, Copies):
-        return f"copy {_counted([span for span, _ in step.pairs])}", sum(span.count for span, _ in step.pairs) * item
+        return f"copy {_counted(step.pairs)}", sum(span.count for span, _ in step.pairs)
     if isinstance(step, NodeBroadcast):
-        roots = sorted({root for root, _ in step.parts})
-        text = (
-            f"broadcast {_counted([span for _, span in step.parts])} of ranks {_named([own[root] for root in roots])}"
-        )
-        return text, sum(span.count for _, span in step.parts) * item
+        roots = _named([own[root] for root in sorted({root for root, _ in step.parts})])
+        return f"broadcast {_counted(step.parts)} of ranks {roots}", sum(span.count for _, span in step.parts)
     assert isinstance(step, Near)
-    return f"{step.kind} of ranks {_named(own)}", step.input.count * item
+    return f"{step.kind} of ranks {_named(own)}", step.input.count
 
 
-def _counted(spans: Sequence[ElementSpan]) -> str:
-    return f"{len(spans)} part{'s' * (len(spans) > 1)}"
+def _counted(parts: Sequence[object]) -> str:
+    return f"{len(parts)} part{'s' * (len(parts) > 1)}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -172,46 +115,55 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
             text = "allowed=--dtype, --json: what crosses nodes is modelled for calls of all ranks, alone and eager"
             raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
     times = nodes_times(machine, kind, nbytes)
-    nodes = nodes_of([machine.gpus] * machine.nodes)
-    explained = explain_nodes(kind, nodes, nbytes, dtype)
-    # Below the bound of the choice the group takes no steps, and none are shown.
-    timed = list(zip(explained.steps, times.steps, strict=True)) if explained.steps else []
+    nodes, choice = nodes_of([machine.gpus] * machine.nodes), times.choice
+    pieces = pieces_of(choice, nbytes)
+    steps: list[ExplainedStep] = []  # none below the bound of the choice, where the group takes none
+    stays = scratch = 0
+    if choice.name == HIERARCHICAL:
+        item = ELEMENT_BYTES[dtype]
+        elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
+        count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
+        plan = make_plan(kind, nodes, 0, (count,), pieces)
+        steps = list(_explained(plan, nodes, item, times.steps))
+        stays = sum(plan.sizes[name] for name in plan.sent) * item
+        scratch = sum(plan.sizes.values()) * item - stays
     if json is not None:
-        steps = [{**dataclasses.asdict(step), "begin_us": when.begin_us, "end_us": when.end_us} for step, when in timed]
-        write_json(
-            json,
-            {
-                **explained.to_dict(),
-                "machine": machine.name,
-                "status": str(machine.runs),
-                **predicted(times),
-                "steps": steps,
-            },
-        )
+        content = {
+            "nodes": [len(ranks) for ranks in nodes.members],
+            "takes": choice.name,
+            "reason": choice.reason,
+            "pieces": pieces,
+            "rank": 0,
+            "steps": [dataclasses.asdict(step) for step in steps],
+            "scratch_that_stays_bytes": stays,
+            "scratch_bytes": scratch,
+            "machine": machine.name,
+            "status": str(machine.runs),
+        }
+        write_json(json, content | predicted(times))
     console = tables_console(json)
     words = (f"{name.removesuffix('_us')} {us:.4g} us" for name, us in predicted(times).items() if us is not None)
-    say(console, f"a process group takes {times.choice.name}: {', '.join(words)} ({machine.runs})", style="bold")
+    say(console, f"a process group takes {choice.name}: {', '.join(words)} ({machine.runs})", style="bold")
     library_us = min(us for us in (times.flat_us, times.tree_us) if us is not None)
-    slower = times.choice.name != FLAT and times_as_fast(times.hierarchical_us, library_us)
+    slower = choice.name != FLAT and times_as_fast(times.hierarchical_us, library_us)
     if slower:
         say(console, f"Keep the vendor's library for this call: {slower} times as fast, as predicted.", style="bold")
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
     say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
-    say(console, f"why {times.choice.name}: {times.choice.reason}")
-    if timed:
+    say(console, f"why {choice.name}: {choice.reason}")
+    if steps:
         lines = tuple(
             Line(
                 (
                     *(step.where, step.what, format_bytes(step.nbytes) if step.nbytes else "-"),
-                    *(f"{when.begin_us:.1f}", f"{when.end_us:.1f}"),
+                    *(f"{step.begin_us:.1f}", f"{step.end_us:.1f}"),
                 )
             )
-            for step, when in timed
+            for step in steps
         )
         columns = ("<where", "<what", "bytes", "begin\nus", "end\nus")
         console.print()
-        title = f"Steps of rank {explained.rank}, predicted"
-        console.print(Table(title, columns, lines, (NOTE,), keys=2).to_rich())
+        console.print(Table("Steps of rank 0, predicted", columns, lines, (NOTE,), keys=2).to_rich())
     else:
         say(console, f"note: {NOTE}")
 

@@ -12,15 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from sidelane_lab.machines.ranges import remembered
-from sidelane_lab.machines.spec import Machine, NetworkTopology
+from sidelane_lab.machines.spec import Machine, NetworkTopology, Topology
 
 Resource = tuple[object, ...]
-"""Name of something that bytes pass: a kind that begins with ``network``, and numbers."""
+"""Name of something that bytes pass: a kind, which begins with ``network`` between nodes, and numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetworkRoute:
-    """Way of bytes from one node to another.
+    """Way of bytes from one GPU to another.
 
     Attributes:
         passes: bandwidth of every resource on the way, in GB/s.
@@ -61,6 +61,15 @@ def route(machine: Machine, source: int, target: int) -> NetworkRoute:
         passes.append((("network up", leaves[0], rails[0]), spine_gbps))
         passes.append((("network down", leaves[1], rails[1]), spine_gbps))
     return NetworkRoute(tuple((name, float(gbps)) for name, gbps in passes), float(links.network_us))
+
+
+def way_between(machine: Machine, source: int, target: int, link_gbps: float) -> NetworkRoute:
+    """Return the way from one rank to another: by a link or by two ports of so many GB/s, or between nodes."""
+    if machine.node_of(source) != machine.node_of(target):
+        return route(machine, source, target)
+    if machine.links.topology is Topology.SWITCH:
+        return NetworkRoute(((("port out", source), link_gbps), (("port in", target), link_gbps)), 0.0)
+    return NetworkRoute(((("link", source, target), link_gbps),), 0.0)
 
 
 def _hops(machine: Machine, source: int, target: int) -> Iterator[tuple[int, str, int]]:

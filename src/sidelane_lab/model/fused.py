@@ -16,15 +16,15 @@ it computes: some workgroups are busy with that, the others begin with what need
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from sidelane_lab.machines.network import NetworkRoute, Resource, route
-from sidelane_lab.machines.spec import Machine, Topology
+from sidelane_lab.machines.network import Resource, way_between
+from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.sim import Interval
-from sidelane_lab.sim.flows import FlowNetwork
+from sidelane_lab.sim.flows import VirtualTime
 
 MOST_STEPS = 128
 """Events of a kernel: more rounds than that are joined, so that time does not grow with the batch."""
@@ -119,7 +119,6 @@ class _Rank:
 
     Attributes:
         steps: of its work, that are left.
-        begun: it has started.
         next: the one that waits for what it needs.
         first: peers to which what is sent first is on its way.
         sending: what the present one releases, by rank.
@@ -136,7 +135,6 @@ class _Rank:
     owed: tuple[dict[int, float], dict[int, float]]
     missing: tuple[dict[int, float], dict[int, float]]
     sending: dict[int, float] = dataclasses.field(default_factory=dict)
-    begun: bool = False
     next: _Step | None = None
     first: set[int] = dataclasses.field(default_factory=set)
     held: bool = False
@@ -158,8 +156,9 @@ class _Step:
 
 class _Ranks:
     def __init__(self, machine: Machine, kernels: Sequence[FusedKernel], record: bool) -> None:
-        self.kernels, self.record, self.now = kernels, record, 0.0
+        self.kernels, self.record = kernels, record
         self.fabric = _Fabric(machine)
+        self.time: VirtualTime[Pair] = VirtualTime(self.fabric.capacities, self._passed, ends_first=True)
         self.queued: dict[Pair, float] = {}
         self.flowing: dict[Pair, tuple[float, float]] = {}
         put_us = float(fused_figures(machine).put_us)
@@ -167,34 +166,29 @@ class _Ranks:
             _Rank(_steps(kernel, rank, put_us), _owed(kernels, rank), _owed(kernels, rank))
             for rank, kernel in enumerate(kernels)
         ]
-        self.events: list[tuple[float, int]] = []  # when a rank starts, or its step or reduction ends
         self.timeline: list[Interval] = []
 
     def run(self) -> FusedRun:
         for rank, kernel in enumerate(self.kernels):
-            heapq.heappush(self.events, (kernel.start_us, rank))
+            self.time.at(kernel.start_us, self._begin, rank)
         while any(state.ended_us is None for state in self.ranks):
-            next_flow = self.fabric.network.next_end(self.now)
-            next_event = self.events[0][0] if self.events else math.inf
-            self.now = min(next_flow, next_event)
-            assert self.now < math.inf, "a rank waits for what nobody sends"
-            if next_flow <= next_event:
-                ended = self.fabric.network.pop_ended(self.now)
-                for pair in ended:
-                    self._came(pair)
-                for source, rank in ended:  # what ends together has ended before anybody goes on
-                    self._wake(source)
-                    self._wake(rank)
-                    self._settle(rank)
-            else:
-                self._step_ended(heapq.heappop(self.events)[1])
+            is_going = self.time.step()
+            assert is_going, "a rank waits for what nobody sends"
         ends = tuple(float(state.ended_us or 0.0) for state in self.ranks)
         return FusedRun(tuple(state.computed_us for state in self.ranks), ends, tuple(self.timeline))
+
+    def _passed(self, pairs: Sequence[Pair]) -> None:
+        """Take in what has come; what ends together has ended before anybody goes on."""
+        for pair in pairs:
+            self._came(pair)
+        for source, rank in pairs:
+            self._wake(source)
+            self._wake(rank)
+            self._settle(rank)
 
     def _begin(self, rank: int) -> None:
         """Send what goes first, and compute."""
         state, kernel = self.ranks[rank], self.kernels[rank]
-        state.begun = True
         state.first = {peer for peer in range(len(self.kernels)) if peer != rank and kernel.first_to(peer)}
         for peer in sorted(state.first):
             self._send((rank, peer), kernel.first_to(peer))
@@ -217,34 +211,31 @@ class _Ranks:
         state.next, state.sending = None, step.released
         duration = step.duration_us * kernel.resident / free
         label = "remote work" if any(peer != rank for peer in state.sending) else "own work"
-        self._occupy(rank, label, self.now, duration)
+        self._occupy(rank, label, self.time.now, duration, self._step_ended)
 
-    def _occupy(self, rank: int, label: str, start_us: float, duration_us: float) -> None:
-        heapq.heappush(self.events, (start_us + duration_us, rank))
+    def _occupy(self, rank: int, label: str, start_us: float, duration_us: float, ended: Callable[[int], None]) -> None:
+        self.time.at(start_us + duration_us, ended, rank)
         if self.record:
             interval = Interval(f"rank {rank}", "workgroups", label, start_us, start_us + duration_us)
             self.timeline.append(interval)
 
     def _step_ended(self, rank: int) -> None:
-        state, kernel = self.ranks[rank], self.kernels[rank]
-        if not state.begun:
-            self._begin(rank)
-            return
-        if state.reducing:
-            for peer in range(len(self.ranks)):
-                self._send((rank, peer), kernel.result_bytes)
-            self._stop(rank)
-            return
+        state = self.ranks[rank]
         for peer, nbytes in state.sending.items():
             self._send((rank, peer), nbytes)
-        if not kernel.puts and self._waiting(rank):
+        if not self.kernels[rank].puts and self._waiting(rank):
             state.held = True
         else:
             self._compute(rank)
 
+    def _reduced(self, rank: int) -> None:
+        for peer in range(len(self.ranks)):
+            self._send((rank, peer), self.kernels[rank].result_bytes)
+        self._stop(rank)
+
     def _stop(self, rank: int) -> None:
         state = self.ranks[rank]
-        state.busy, state.computed_us = False, self.now
+        state.busy, state.computed_us = False, self.time.now
         self._settle(rank)
 
     def _waiting(self, rank: int) -> bool:
@@ -257,8 +248,8 @@ class _Ranks:
         if pair in self.flowing:
             self.queued[pair] = self.queued.get(pair, 0.0) + nbytes
             return
-        self.flowing[pair] = (nbytes, self.now)
-        self.fabric.network.start(nbytes, self.fabric.weights[pair], pair, self.now)
+        self.flowing[pair] = (nbytes, self.time.now)
+        self.time.start(nbytes, self.fabric.weights[pair], pair)
 
     def _came(self, pair: Pair) -> None:
         source, rank = pair
@@ -269,9 +260,9 @@ class _Ranks:
             nbytes -= part
             left = missing[source] - part
             missing[source] = left if left > ROUNDING * owed[source] else 0.0
-        state.came_us = self.now + self.fabric.latency_us[pair]
+        state.came_us = self.time.now + self.fabric.latency_us[pair]
         if self.record:
-            self.timeline.append(Interval(f"rank {source}", f"to rank {rank}", "bytes", began, self.now))
+            self.timeline.append(Interval(f"rank {source}", f"to rank {rank}", "bytes", began, self.time.now))
         waiting = self.queued.pop(pair, 0.0)
         if waiting:
             self._send(pair, waiting)
@@ -290,7 +281,7 @@ class _Ranks:
         ready = max(state.computed_us, state.came_us)
         if (kernel.reduce_us or kernel.result_bytes) and not state.reducing:
             state.reducing = state.busy = True
-            self._occupy(rank, "adds", ready, kernel.reduce_us)
+            self._occupy(rank, "adds", ready, kernel.reduce_us, self._reduced)
         else:
             state.ended_us = ready
 
@@ -310,30 +301,23 @@ class _Fabric:
     """Resources that bytes pass between each two ranks."""
 
     def __init__(self, machine: Machine) -> None:
-        fused, links, ranks = fused_figures(machine), machine.links, range(machine.world_size)
+        fused, ranks = fused_figures(machine), range(machine.world_size)
         self.weights: dict[Pair, dict[int, float]] = {}
         self.latency_us: dict[Pair, float] = {}
-        capacities: list[float] = []
+        self.capacities: list[float] = []
         index: dict[Resource, int] = {}
 
         def resource(key: Resource, gbps: float) -> int:
             if key not in index:
-                index[key] = len(capacities)
-                capacities.append(gbps * 1e3)
+                index[key] = len(self.capacities)
+                self.capacities.append(gbps * 1e3)
             return index[key]
 
-        gbps = float(links.usable_gbps * fused.store_share)
-        for pair in ((a, b) for a in ranks for b in ranks if a != b):
-            a, b = pair
-            if machine.node_of(a) != machine.node_of(b):
-                way = route(machine, a, b)
-            elif links.topology is Topology.SWITCH:
-                way = NetworkRoute(((("port out", a), gbps), (("port in", b), gbps)), 0.0)
-            else:
-                way = NetworkRoute(((("link", a, b), gbps),), 0.0)
+        gbps = float(machine.links.usable_gbps * fused.store_share)
+        for pair in itertools.permutations(ranks, 2):
+            way = way_between(machine, *pair, gbps)
             self.weights[pair] = dict.fromkeys((resource(*passed) for passed in way.passes), 1.0)
             self.latency_us[pair] = float(fused.flag_us) + way.latency_us
-        self.network: FlowNetwork[Pair] = FlowNetwork(capacities)
 
 
 def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[_Step]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from sidelane.program import collective as define
 from sidelane.program.collective import Buffer, Kind, Span
-from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Signal, Wait
+from sidelane.program.ir import Copy, Engine, EngineKind, Flag
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.rings import (
     RingPosition,
@@ -32,7 +32,6 @@ from sidelane_lab.model.rings import (
 from sidelane_lab.model.world import (
     CHUNK_BYTES,
     ITEM,
-    STREAM,
     SUM,
     NodesProgram,
     World,
@@ -42,7 +41,7 @@ from sidelane_lab.model.world import (
     passed_share,
     whole_collective,
 )
-from sidelane_lab.sim import Fold, KernelPart, fold_of
+from sidelane_lab.sim import Fold, fold_of
 
 MOST_CHUNKS = 1 << 14
 """Chunks of a chain or a tree, times ranks and channels that are simulated: those of larger programs are larger."""
@@ -51,9 +50,7 @@ TREES = (Kind.ALL_REDUCE, Kind.BROADCAST)
 """Collectives that have a tree."""
 
 
-def flat(
-    machine: Machine, kind: Kind, nbytes: int, *, full: bool = False, moved: tuple[int, int] = (0, 0)
-) -> NodesProgram | None:
+def flat(machine: Machine, kind: Kind, nbytes: int, fold: Fold | None = None) -> NodesProgram | None:
     """Build the program of rings among all ranks; of a direct exchange for an all-to-all.
 
     Args:
@@ -61,28 +58,26 @@ def flat(
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, or broadcast (from rank 0).
         nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements of each
             rank and ring.
-        full: of all ranks, even if some could stand for the others.
-        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
+        fold: ranks to build, which stand for all others; None for as few as can.
 
     Returns:
         The program; None for a broadcast that would need more chunks to fill its chain than are simulated.
     """
     if kind is Kind.ALL_TO_ALL:
-        return _flat_exchange(machine, nbytes, full, moved)
+        return _flat_exchange(machine, nbytes, fold)
     gpus, ranks = machine.gpus, machine.world_size
+    parts = gpus if kind is Kind.BROADCAST else gpus * ranks
+    part = -(-nbytes // (parts * ITEM)) * ITEM
     if kind is Kind.BROADCAST:
-        part = -(-nbytes // (gpus * ITEM)) * ITEM
+        fold = Fold.whole(machine)
         wanted, chunks = -(-part // CHUNK_BYTES), chunks_of(part, MOST_CHUNKS // (ranks * gpus))
         if len(chunks) < min(wanted, 2 * ranks):
             return None
-        world = World(machine, whole_collective(kind, part * gpus, ranks, whole=True), None)
+    if kind is Kind.ALL_GATHER:
+        collective = define.all_gather([part * gpus] * ranks, in_place=True)
     else:
-        part = -(-nbytes // (ranks * gpus * ITEM)) * ITEM
-        fold = None if full else _ring_fold(machine)
-        collective = whole_collective(kind, part * gpus, ranks)
-        if kind is Kind.ALL_GATHER:
-            collective = define.all_gather([part * gpus] * ranks, in_place=True)
-        world = World(machine, collective, fold, moved)
+        collective = whole_collective(kind, part * (parts if kind in TREES else gpus), ranks)
+    world = World(machine, collective, fold or _ring_fold(machine))
     kernel = library_kernel(machine, kind, _bytes_us(machine, kind, nbytes))
     world.room(gpus * (ranks - 1) * part if kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE) else 0)
     orders = [_order(machine, ring) for ring in range(gpus)]
@@ -121,28 +116,15 @@ def flat(
 
                 commands = chain(turned, chunks, whole)
             if kind is not Kind.BROADCAST:
-                commands = _both(ring.begin(), commands)
-            _channel(world, rank, channel, kernel, commands)
-        _end(world, rank, gpus)
+                commands = itertools.chain(ring.begin(), commands)
+            world.run(rank, _channel(channel), channel, commands, kernel)
+        world.join(rank, range(gpus))
     return world.program("flat rings")
 
 
-def _both(first: Iterable[Command], then: Iterable[Command]) -> Iterator[Command]:
-    yield from first
-    yield from then
-
-
-def _channel(world: World, rank: int, channel: int, kernel: KernelPart, commands: Iterable[Command]) -> None:
-    """Add a queue of the library's kernel."""
-    queue = world.start(rank, Engine(EngineKind.COMPUTE, 1 + channel), channel, kernel)
-    queue += commands
-    queue.append(Signal(world.hold(rank, ("end", channel)), EPOCH))
-
-
-def _end(world: World, rank: int, channels: int) -> None:
-    """Have the stream wait for all channels."""
-    stream = world.queue(rank, STREAM)
-    stream += (Wait(world.hold(rank, ("end", channel)), EPOCH) for channel in range(channels))
+def _channel(number: int) -> Engine:
+    """Return the queue of a channel of the library's kernel."""
+    return Engine(EngineKind.COMPUTE, 1 + number)
 
 
 def _way(machine: Machine, first: int) -> list[int]:
@@ -168,10 +150,10 @@ def _order(machine: Machine, ring: int) -> list[int]:
     return found
 
 
-def _ring_fold(machine: Machine) -> Fold | None:
+def _ring_fold(machine: Machine) -> Fold:
     period = machine.gpus // math.gcd(_way(machine, 0)[-1], machine.gpus)
     if machine.nodes % period and machine.nodes > 1:
-        return None  # the last node is left by another place than the first is entered
+        return Fold.whole(machine)  # the last node is left by another place than the first is entered
     return fold_of(machine, ((1, 0),), nodes=period if machine.nodes > 1 else 1, places=1)
 
 
@@ -190,12 +172,12 @@ def _bytes_us(machine: Machine, kind: Kind, nbytes: int) -> float:
     return max(inside / (gbps * 1e3), network_us)
 
 
-def _flat_exchange(machine: Machine, nbytes: int, full: bool, move: tuple[int, int]) -> NodesProgram:
+def _flat_exchange(machine: Machine, nbytes: int, fold: Fold | None) -> NodesProgram:
     gpus, ranks, nodes = machine.gpus, machine.world_size, machine.nodes
     part = -(-nbytes // (ranks * ITEM)) * ITEM
     shifts = tuple((by, across) for by in range(1, nodes) for across in range(min(gpus, 2)))
-    fold = None if full else fold_of(machine, shifts, places=1)
-    world = World(machine, whole_collective(Kind.ALL_TO_ALL, part, ranks), fold, move)
+    fold = fold or fold_of(machine, shifts, places=1)
+    world = World(machine, whole_collective(Kind.ALL_TO_ALL, part, ranks), fold)
     kernel = library_kernel(machine, Kind.ALL_TO_ALL, _bytes_us(machine, Kind.ALL_TO_ALL, nbytes))
     outside = [(by, across) for by in range(1, nodes) for across in range(gpus)]
     inside = [(0, across) for across in range(1, gpus)]
@@ -215,22 +197,20 @@ def _flat_exchange(machine: Machine, nbytes: int, full: bool, move: tuple[int, i
         for channel, rounds in enumerate(channels):
             named = [((by, across), moved(by, across), moved(-by, -across)) for by, across in rounds]
             own = [Copy(came(rank, rank), given(rank))] if channel == len(channels) - 1 else []
-            _channel(world, rank, channel, kernel, _both(own, exchange(rank, named, world.flag, given, came)))
-        _end(world, rank, len(channels))
+            commands = itertools.chain(own, exchange(rank, named, world.flag, given, came))
+            world.run(rank, _channel(channel), channel, commands, kernel)
+        world.join(rank, range(len(channels)))
     return world.program("flat exchange")
 
 
-def tree(
-    machine: Machine, kind: Kind, nbytes: int, *, full: bool = False, moved: tuple[int, int] = (0, 0)
-) -> NodesProgram:
+def tree(machine: Machine, kind: Kind, nbytes: int, fold: Fold | None = None) -> NodesProgram:
     """Build the program of a tree: the double binary tree of an all-reduce, a binary tree of a broadcast from rank 0.
 
     Args:
         machine: one or more nodes.
         kind: one of :data:`TREES`.
         nbytes: bytes of the buffer; rounded up to whole elements of each tree and ring.
-        full: of all ranks, even if some could stand for the others.
-        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
+        fold: ranks to build, which stand for all others; None for as few as can.
 
     Raises:
         ValueError: another kind.
@@ -241,11 +221,12 @@ def tree(
     reduces = kind is Kind.ALL_REDUCE
     trees = 2 if reduces else 1
     part = -(-nbytes // (trees * gpus * ITEM)) * ITEM
-    fold = None
-    if reduces and not full:
+    if not reduces:
+        fold = Fold.whole(machine)
+    elif fold is None:
         shifts = {(by, 0) for twin in range(2) for by in _shifts(nodes, twin)}
         fold = fold_of(machine, tuple(sorted(shifts)), nodes=nodes, places=1)
-    world = World(machine, whole_collective(kind, part * gpus * trees, ranks, whole=True), fold, moved)
+    world = World(machine, whole_collective(kind, part * gpus * trees, ranks), fold)
     chunks = chunks_of(part, MOST_CHUNKS // (len(world.ranks) * gpus * trees))
     world.room(3 * trees * gpus * part if reduces else 0)
     kernel = library_kernel(machine, kind, _bytes_us(machine, kind, nbytes))
@@ -273,9 +254,9 @@ def tree(
                     ways.insert(0, tree_up(here, rank, flag, [span(rank) for span in spans], slot, SUM))
                 for way, commands in enumerate(ways):
                     channel = (place * trees + twin) * len(ways) + way
-                    _channel(world, rank, channel, kernel, commands)
+                    world.run(rank, _channel(channel), channel, commands, kernel)
                     channels += 1
-        _end(world, rank, channels)
+        world.join(rank, range(channels))
     return world.program("double binary tree" if reduces else "binary tree")
 
 

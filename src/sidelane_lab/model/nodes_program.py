@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program import collective as define
@@ -25,7 +26,6 @@ from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build, build_batch, list_variants, variants
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
-    EPOCH,
     Command,
     Copy,
     Engine,
@@ -84,16 +84,7 @@ COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (17, 18))
 FAR = Engine(EngineKind.COMPUTE, 1)
 
 
-def planned(
-    machine: Machine,
-    kind: Kind,
-    nbytes: int,
-    pieces: int,
-    *,
-    full: bool = False,
-    moved: tuple[int, int] = (0, 0),
-    alike: bool = True,
-) -> NodesProgram:
+def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, fold: Fold | None = None) -> NodesProgram:
     """Build the program of what a process group runs: the plans of all its ranks.
 
     Args:
@@ -101,16 +92,15 @@ def planned(
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, or broadcast (from rank 0).
         nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements.
         pieces: largest number of pieces.
-        full: of all ranks, even if some could stand for the others.
-        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
-        alike: places of a node may stand for each other.
+        fold: ranks to build, which stand for all others; None for as few as can.
     """
-    count = -(-nbytes // (ITEM * (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else machine.world_size)))
-    whole = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
+    count = -(-nbytes // (ITEM * (1 if kind in IN_PLACE else machine.world_size)))
     nodes = nodes_of([machine.gpus] * machine.nodes)
     first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
-    fold = None if full or kind is Kind.BROADCAST else _fold(machine, first, alike)
-    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold, moved)
+    if kind is Kind.BROADCAST:
+        fold = Fold.whole(machine)
+    fold = fold or _fold(machine, first)
+    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size), fold)
     steps: tuple[tuple[Step, int, int], ...] = ()
     for rank in world.ranks:
         plan = make_plan(kind, nodes, rank, (count,), pieces)
@@ -119,13 +109,13 @@ def planned(
     return world.program("hierarchical", steps)
 
 
-def _fold(machine: Machine, plan: NodePlan, alike: bool) -> Fold | None:
-    """Return the ranks that stand for all others; None if there are none: for blocks of two sizes."""
+def _fold(machine: Machine, plan: NodePlan) -> Fold:
+    """Return the ranks that stand for all others: all of them for blocks of two sizes."""
     fars = [step for step in plan.steps if isinstance(step, Far)]
     if any(step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
-        return None
+        return Fold.whole(machine)
     # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
-    alike = alike and machine.dma.host is HostThreads.RANK
+    alike = machine.dma.host is HostThreads.RANK
     alike = alike and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
     near = (_near_collective(step, machine.gpus) for step in plan.steps if isinstance(step, Near))
     alike = alike and all(fastest_near(machine, what).is_even for what in near)
@@ -144,9 +134,8 @@ class _Planned:
         self.stream = world.queue(rank, STREAM)
         self.far = self.near = 0  # numbers of the next steps, alike on all ranks that meet there
         self.pieces = pieces
-        kind = world.collective.kind
-        both = Buffer.OUTPUT if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else None
-        self.buffers = {INPUT: (both or Buffer.INPUT, 0), OUTPUT: (Buffer.OUTPUT, 0)}
+        given = Buffer.OUTPUT if world.collective.kind in IN_PLACE else Buffer.INPUT
+        self.buffers = {INPUT: (given, 0), OUTPUT: (Buffer.OUTPUT, 0)}
         self.sizes = world.sizes
         world.staging = 0  # alike on all ranks
         for name, count in scratch.items():
@@ -167,61 +156,35 @@ class _Planned:
             if isinstance(step, Far):
                 self._far(step, begin, end)
                 continue
-            self._stamp(self.stream, begin)
+            self._stamp(begin)
             if isinstance(step, Join):
-                self.stream.append(Wait(self.world.hold(self.rank, ("far end", step.number)), EPOCH))
+                self.world.join(self.rank, [("far", step.number)])
             elif isinstance(step, Copies):
                 self._copies(number, step)
             else:
                 self._near(number, step)
-            self._stamp(self.stream, end)
+            self._stamp(end)
         self.world.most_staging = max(self.world.most_staging, self.near_staging + self.near_most)
         return tuple(found)
 
-    def _stamp(self, commands: list[Command], slot: int) -> None:
+    def _stamp(self, slot: int) -> None:
         if self.rank == 0:
-            commands.append(Stamp(slot))
+            self.stream.append(Stamp(slot))
 
     def where(self, rank: int, span: ElementSpan) -> Span:
         """Return the bytes of a span of a plan."""
         buffer, begin = self.buffers[span.buffer]
         return Span(rank, buffer, begin + span.offset * ITEM, span.count * ITEM)
 
-    def _run(
-        self,
-        number: int,
-        parts: Mapping[Engine, Iterable[Command]],
-        *,
-        handed: Callable[[Engine], bool],
-        kernel: KernelPart | None = None,
-    ) -> None:
-        """Add a step: behind the stream, and the stream behind it."""
-        for engine, given in parts.items():
-            begin, end = (self.world.hold(self.rank, (name, number, engine)) for name in ("begin", "end"))
-            if kernel is not None:
-                self.world.kernels[begin] = kernel
-            self.stream.append(Signal(begin, EPOCH))
-            commands = self.world.queue(self.rank, engine)
-            commands.append(Wait(begin, EPOCH))
-            if handed(engine):
-                self.world.hand_over(self.rank, engine)
-            else:
-                self.world.calls.setdefault((self.rank, engine), [])
-            commands += given
-            commands.append(Signal(end, EPOCH))
-        for engine in parts:
-            self.stream.append(Wait(self.world.hold(self.rank, ("end", number, engine)), EPOCH))
-
     def _copies(self, number: int, step: Copies) -> None:
         moved = [(self.where(self.rank, to), self.where(self.rank, given)) for to, given in _joined(step.pairs)]
         copies = sorted((Copy(to, given) for to, given in moved if to != given), key=self._distance)
         if not copies:
             return
-        if len(step.pairs) <= FEW_COPIES:
-            self._run(number, {COPIES: copies}, handed=lambda _: True)
-        else:
-            kernel = KernelPart(float(self.world.machine.dma.copy_us))
-            self._run(number, {COPY_KERNEL: copies}, handed=lambda _: True, kernel=kernel)
+        few = len(step.pairs) <= FEW_COPIES
+        kernel = None if few else KernelPart(float(self.world.machine.dma.copy_us))
+        self.world.run(self.rank, COPIES if few else COPY_KERNEL, number, copies, kernel, is_handed_over=True)
+        self.world.join(self.rank, [number])
 
     def _near(self, number: int, step: Near | NodeBroadcast) -> None:
         first, gpus = self.rank - self.place, self.world.machine.gpus
@@ -278,9 +241,11 @@ class _Planned:
                         raise TypeError(f"a near step of copies, sums and flags (value={command!r})")
 
         queues = [queue for queue in near_program.queues[self.place] if queue.commands]
-        branches = {queue.engine for queue in queues if _begins_behind(queue, own_flags)}
-        parts = {queue.engine: embedded(queue.commands) for queue in queues}
-        self._run(number, parts, handed=lambda engine: engine not in branches)
+        for queue in queues:
+            name, commands, first_command = (number, queue.engine), embedded(queue.commands), queue.commands[0]
+            is_branch = isinstance(first_command, Wait) and first_command.flag in own_flags
+            self.world.run(self.rank, queue.engine, name, commands, is_handed_over=not is_branch)
+        self.world.join(self.rank, [(number, queue.engine) for queue in queues])
 
     def _distance(self, copy: Copy) -> tuple[int, int]:
         """Return how far on the rank is whose block a copy reads or writes: an order that is alike for all ranks."""
@@ -294,13 +259,11 @@ class _Planned:
         return 0, 0
 
     def _far(self, step: Far, begin: int, end: int) -> None:
-        world, number = self.world, self.far
+        number = self.far
         self.far += 1
-        commands = world.start(self.rank, FAR, ("far", number), _kernel(world.machine, step))
-        self._stamp(commands, begin)
-        commands += self._library(step, number)
-        self._stamp(commands, end)
-        commands.append(Signal(world.hold(self.rank, ("far end", number)), EPOCH))
+        first, last = ([Stamp(slot)] if self.rank == 0 else [] for slot in (begin, end))
+        commands = itertools.chain(first, self._library(step, number), last)
+        self.world.run(self.rank, FAR, ("far", number), commands, _kernel(self.world.machine, step))
 
     def _library(self, step: Far, number: int) -> Iterator[Command]:
         """Yield the commands of a far step: those of a library's kernel."""
@@ -445,11 +408,6 @@ def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]
     batch, transports = Batch("batch", node.gpus, parts), [Transport.PUSH] * len(parts)
     for variant in list_variants(Kind.BROADCAST):
         yield lower(build_batch(batch, variant, transports), {Copy})
-
-
-def _begins_behind(queue: Queue, flags: frozenset[Flag]) -> bool:
-    first = queue.commands[0]
-    return isinstance(first, Wait) and first.flag in flags
 
 
 def _kernel(machine: Machine, step: Far) -> KernelPart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sidelane.program import collective as define
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, ReduceOp, Reduction, Span
@@ -61,12 +61,8 @@ class NodesProgram:
 class World:
     """Queues and flags of the ranks that are built."""
 
-    def __init__(
-        self, machine: Machine, collective: Collective, fold: Fold | None, moved: tuple[int, int] = (0, 0)
-    ) -> None:
-        fold = None if fold is None else dataclasses.replace(fold, moved=moved)
-        self.machine, self.collective, self.fold = machine, collective, fold
-        self.ranks: Sequence[int] = range(machine.world_size) if fold is None else fold.ranks
+    def __init__(self, machine: Machine, collective: Collective, fold: Fold) -> None:
+        self.machine, self.collective, self.fold, self.ranks = machine, collective, fold, fold.ranks
         self.sizes: dict[str, int] = {
             buffer: collective.buffer_bytes(0, buffer) for buffer in (Buffer.INPUT, Buffer.OUTPUT)
         }
@@ -82,7 +78,7 @@ class World:
 
     def flag(self, rank: int, purpose: object) -> Flag:
         """Return the flag of a rank for a purpose; ranks that stand for each other have the same."""
-        known = self._flags.setdefault(rank if self.fold is None else self.fold.rank(rank), {})
+        known = self._flags.setdefault(self.fold.rank(rank), {})
         return Flag(rank, known.setdefault(purpose, len(known)))
 
     def hold(self, rank: int, purpose: object) -> Flag:
@@ -91,25 +87,46 @@ class World:
         self.edges.add(flag)
         return flag
 
-    def hand_over(self, rank: int, engine: Engine) -> None:
-        """Note that the host hands over what follows in a queue."""
-        self.calls.setdefault((rank, engine), []).append(len(self.queue(rank, engine)))
-
     def room(self, nbytes: int) -> int:
         """Return the begin of so many more bytes of staging."""
         begin = self.staging
         self.staging += -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         return begin
 
-    def start(self, rank: int, engine: Engine, number: object, kernel: KernelPart) -> list[Command]:
-        """Begin a kernel of the library behind the stream; return its queue."""
-        begin = self.hold(rank, ("begin", number))
-        self.kernels[begin] = kernel
+    def run(
+        self,
+        rank: int,
+        engine: Engine,
+        name: object,
+        commands: Iterable[Command],
+        kernel: KernelPart | None = None,
+        *,
+        is_handed_over: bool = False,
+    ) -> None:
+        """Add a part of a queue behind the stream, which goes on beside it until it joins it.
+
+        Args:
+            rank: rank of the queue.
+            engine: engine of the queue.
+            name: name of the part among those of the rank.
+            commands: commands of the part.
+            kernel: kernel that makes them; None for commands of engines.
+            is_handed_over: True if the host hands the part over when the stream comes to it.
+        """
+        begin = self.hold(rank, ("begin", name))
+        if kernel is not None:
+            self.kernels[begin] = kernel
         self.queue(rank, STREAM).append(Signal(begin, EPOCH))
-        commands = self.queue(rank, engine)
-        commands.append(Wait(begin, EPOCH))
-        self.calls.setdefault((rank, engine), [])
-        return commands
+        queue, calls = self.queue(rank, engine), self.calls.setdefault((rank, engine), [])
+        queue.append(Wait(begin, EPOCH))
+        if is_handed_over:
+            calls.append(len(queue))
+        queue += commands
+        queue.append(Signal(self.hold(rank, ("end", name)), EPOCH))
+
+    def join(self, rank: int, names: Iterable[object]) -> None:
+        """Have the stream wait for the ends of parts."""
+        self.queue(rank, STREAM).extend(Wait(self.hold(rank, ("end", name)), EPOCH) for name in names)
 
     def program(self, name: str, steps: tuple[tuple[Step, int, int], ...] = ()) -> NodesProgram:
         for rank in self.ranks:
@@ -119,18 +136,18 @@ class World:
         program = Program(
             self.collective, name, queues, (max(self.staging, self.most_staging),) * self.machine.world_size, count
         )
-        return NodesProgram(program, self.machine, frozenset(self.edges), self.kernels, self.calls, self.fold, steps)
+        fold = None if self.fold.is_whole else self.fold
+        return NodesProgram(program, self.machine, frozenset(self.edges), self.kernels, self.calls, fold, steps)
 
 
-def whole_collective(kind: Kind, nbytes: int, ranks: int, *, whole: bool = False) -> Collective:
-    """Return the collective; ``nbytes``: of each rank's part, or of the whole tensor."""
+def whole_collective(kind: Kind, nbytes: int, ranks: int) -> Collective:
+    """Return the collective; ``nbytes``: of each rank's part, of an all-reduce and a broadcast of the whole tensor."""
     if kind is Kind.ALL_GATHER:
         return define.all_gather([nbytes] * ranks)
     if kind is Kind.REDUCE_SCATTER:
         return define.reduce_scatter([nbytes] * ranks, SUM)
     if kind is Kind.ALL_REDUCE:
-        shards = define.split_evenly(nbytes, ranks, ITEM) if whole else [nbytes] * ranks
-        return define.all_reduce(shards, SUM, in_place=True)
+        return define.all_reduce(define.split_evenly(nbytes, ranks, ITEM), SUM, in_place=True)
     if kind is Kind.ALL_TO_ALL:
         return define.all_to_all([(nbytes,) * ranks] * ranks)
     return define.broadcast(nbytes, ranks, 0, in_place=True)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.ways import Job, Rounds, Way, WayOutcome
+from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
 from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, Workers
+from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, PairLaunch, Workers
 from sidelane_lab.pairs.workload import Gemm, ideal_speedup, speedup
 
 K = TypeVar("K", bound=Hashable)
@@ -41,7 +41,7 @@ class RoundTimes:
         }
 
 
-class BesideGemm(Way):
+class BesideGemm(PairLaunch):
     """A collective next to a GEMM.
 
     Args:
@@ -51,19 +51,8 @@ class BesideGemm(Way):
     """
 
     def __init__(self, call: Any, gemm: GemmRun, pair: Pair) -> None:
-        self.call, self.label, self._gemm = call, f"{call.label}, next to a GEMM", gemm
-        self._launch = pair.launch(named("conccl"), call)
-
-    def fill(self, seed: int) -> None:
-        self.call.fill(seed)
-        self._gemm.poison()
-
-    def run(self) -> None:
-        self._launch()
-
-    def error(self, seed: int) -> str | None:
-        wrong: str | None = self.call.error(seed)
-        return wrong or self._gemm.error()
+        super().__init__(f"{call.label}, next to a GEMM", pair.launch(named("conccl"), call), call, (gemm,))
+        self.call: Any = call
 
     def settle(self) -> None:
         self.call.settle()

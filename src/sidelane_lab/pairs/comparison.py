@@ -31,6 +31,7 @@ from sidelane_lab.pairs.pair import (
     Configuration,
     GemmRun,
     Pair,
+    PairLaunch,
     Workers,
     check_launch,
     refusal,
@@ -62,8 +63,8 @@ Times = Mapping[str, Sequence[float]]
 
 
 C = TypeVar("C", bound=Any)
-Launches = dict[str, tuple[C, Callable[[], None]]]
-"""Calls, and what launches them with the GEMM or alone, by names."""
+Launches = dict[str, PairLaunch]
+"""Launches of calls, with the GEMM or alone, by names."""
 
 Planned = Mapping[str, tuple[Strategy, C, int]]
 """A strategy, a call and units taken from the GEMM, by names."""
@@ -180,23 +181,23 @@ def _compare(
     seeds: Iterator[int],
 ) -> tuple[dict[str, Sequence[float]], dict[str, Problem]]:
     """Return times and failures by names, of the GEMM, of collectives alone, and of strategies with each of them."""
-    by_itself: Launches[CollectiveRun] = {run.label: (run, functools.partial(run_alone, run)) for run in collectives}
-    alone, failed_alone = _check(by_itself, (), instruments, seeds)
-    looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
+    by_itself = {run.label: PairLaunch(run.label, functools.partial(run_alone, run), run) for run in collectives}
+    alone, failed_alone = _check(by_itself, instruments, seeds)
+    looked = instruments.look({label: way.run for label, way in alone.items()}) if alone else {}
     every = _plan_of(strategies, [run for run in collectives if run.label in alone], collectives, looked, tried)
     aliases = aliases_of(every)
     planned = {
-        label: (run, pair.launch(strategy, run, units))
+        label: PairLaunch(label, pair.launch(strategy, run, units), run, (gemm,))
         for label, (strategy, run, units) in every.items()
         if label not in aliases
     }
-    together, failed_together = _check(planned, (gemm,), instruments, seeds)
+    together, failed_together = _check(planned, instruments, seeds)
     kept = narrowed(every, together, instruments)
     by_library: dict[str, list[str]] = {}
-    for label, (run, _) in alone.items():
-        by_library.setdefault(run.implementation, []).append(label)
+    for run in (run for run in collectives if run.label in alone):
+        by_library.setdefault(run.implementation, []).append(run.label)
     needed = {every[label][1].label for label in kept} | lasting(by_library.values(), looked) | set(kept)
-    launches = {label: launch for label, (_, launch) in {**alone, **kept}.items() if label in needed}
+    launches = {label: way.run for label, way in {**alone, **kept}.items() if label in needed}
     times = dict(instruments.time({GEMM: gemm.run, **launches}))
     for label, twin in aliases.items():
         if twin in times:
@@ -228,16 +229,11 @@ def _plan_of(
     return planned
 
 
-def _check(
-    launches: Launches[CollectiveRun], gemms: Sequence[GemmRun], instruments: Any, seeds: Iterator[int]
-) -> tuple[Launches[CollectiveRun], dict[str, Problem]]:
+def _check(launches: Launches, instruments: Any, seeds: Iterator[int]) -> tuple[Launches, dict[str, Problem]]:
     """Keep those launches that are right on every rank; the others with what was wrong."""
-    failures = {
-        label: problem
-        for label, (run, launch) in launches.items()
-        if (problem := check_launch(instruments, label, launch, run, gemms, next(seeds))) is not None
-    }
-    return {label: launch for label, launch in launches.items() if label not in failures}, failures
+    found = {label: check_launch(instruments, way, next(seeds)) for label, way in launches.items()}
+    failures = {label: problem for label, problem in found.items() if problem is not None}
+    return {label: way for label, way in launches.items() if label not in failures}, failures
 
 
 def aliases_of(planned: Planned[C]) -> dict[str, str]:
@@ -260,7 +256,7 @@ def aliases_of(planned: Planned[C]) -> dict[str, str]:
     return found
 
 
-def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> Launches[C]:
+def narrowed(planned: Planned[C], launches: Launches, instruments: Any) -> Launches:
     """Return what is left of launches after a look at those that have rivals. Collective.
 
     Args:
@@ -275,7 +271,7 @@ def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> La
     asked = [label for labels in rivals.values() if len(labels) > 1 for label in labels]
     if not asked:
         return launches
-    looked = instruments.look({label: launches[label][1] for label in asked})
+    looked = instruments.look({label: launches[label].run for label in asked})
     gone = set(asked) - lasting(rivals.values(), looked)
     return {label: launch for label, launch in launches.items() if label not in gone}
 

@@ -1,4 +1,4 @@
-"""Bytes in motion over shared resources, with max-min fair sharing in virtual time.
+"""Events and bytes in motion over shared resources, with max-min fair sharing, in virtual time.
 
 A *flow* is a number of bytes and a weight for every resource that it uses: a broadcast takes 2 from its engine for each
 byte of its source. Rates are max-min fair on the flows' own progress. Only what a change can reach is computed again: a
@@ -8,7 +8,7 @@ resource whose flows could not fill it, whatever the others do, binds nobody, an
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 Tag = TypeVar("Tag")
@@ -190,3 +190,49 @@ class FlowNetwork(Generic[Tag]):
                         weight_on[resource] -= weight
             growing = [flow for flow in growing if flow not in rates]
         return rates
+
+
+class VirtualTime(Generic[Tag]):
+    """Events, which are calls at a time, and flows, which end when their bytes have passed.
+
+    Args:
+        capacities: bytes a microsecond of each resource.
+        passed: action for the tags of flows that end together, in the order in which they were started.
+        ends_first: True if flows end before events of the same time; else the events come first, and change rates once.
+
+    Attributes:
+        now: virtual time in microseconds.
+    """
+
+    def __init__(
+        self, capacities: Sequence[float], passed: Callable[[list[Tag]], None], *, ends_first: bool = False
+    ) -> None:
+        self.now, self._ends_first = 0.0, ends_first
+        self._network: FlowNetwork[Tag] = FlowNetwork(list(capacities))
+        self._passed = passed
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._count = 0
+
+    def at(self, time_us: float, action: Callable[..., None], *arguments: object) -> None:
+        """Call an action at a time, behind those of the same time that were given before."""
+        self._count += 1
+        heapq.heappush(self._events, (time_us, self._count, action, arguments))
+
+    def start(self, nbytes: float, weights: Mapping[int, float], tag: Tag) -> None:
+        """Let bytes pass from now on, with a weight for each resource that they use."""
+        self._network.start(nbytes, weights, tag, self.now)
+
+    def step(self) -> bool:
+        """Go on to the next event or the next end of flows; False if there is none."""
+        events, network = self._events, self._network
+        time_us = events[0][0] if events else float("inf")
+        end = network.next_end(self.now) if self._ends_first or time_us > self.now else self.now
+        if time_us < end or (events and time_us == end and not self._ends_first):
+            self.now, _, action, arguments = heapq.heappop(events)
+            action(*arguments)
+        elif end < float("inf"):
+            self.now = end
+            self._passed(network.pop_ended(end))
+        else:
+            return False
+        return True

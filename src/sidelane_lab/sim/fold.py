@@ -29,6 +29,16 @@ class Fold:
     places: int
     moved: tuple[int, int] = (0, 0)
 
+    @classmethod
+    def whole(cls, machine: Machine) -> Fold:
+        """Return the fold in which every rank stands for itself."""
+        return cls(machine, machine.nodes, machine.gpus)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every rank stands for itself."""
+        return (self.nodes, self.places) == (self.machine.nodes, self.machine.gpus)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that stand for all others."""

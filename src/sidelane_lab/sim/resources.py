@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from sidelane.program.collective import Span
 from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
-from sidelane_lab.machines.network import NetworkRoute, route
-from sidelane_lab.machines.spec import Machine, Topology
+from sidelane_lab.machines.network import NetworkRoute, way_between
+from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sim.fold import Fold
 
 BYTES_PER_US = 1e3
@@ -94,16 +94,9 @@ class Resources:
         self._add(weights, self._memory(dst.rank), 1.0)
         if src.rank == dst.rank:
             return
-        links = self._machine.links
-        a, b = src.rank, dst.rank
-        if self._machine.node_of(a) != self._machine.node_of(b):
-            for key, gbps in self._route(a, b).passes:
-                self._add(weights, self._of(key, gbps), 1.0)
-        elif links.topology is Topology.MESH:
-            self._add(weights, self._of(("link", a, b), links.usable_gbps), self._per_link)
-        else:
-            self._add(weights, self._of(("port out", a), links.usable_gbps), self._per_link)
-            self._add(weights, self._of(("port in", b), links.usable_gbps), self._per_link)
+        is_inside = self._machine.node_of(src.rank) == self._machine.node_of(dst.rank)
+        for key, gbps in self._route(src.rank, dst.rank).passes:
+            self._add(weights, self._of(key, gbps), self._per_link if is_inside else 1.0)
 
     def _adder(self, rank: int, engine: Engine) -> int:
         dma = self._machine.dma
@@ -122,7 +115,7 @@ class Resources:
     def _route(self, source: int, target: int) -> NetworkRoute:
         pair = source, target
         if pair not in self._routes:
-            self._routes[pair] = route(self._machine, source, target)
+            self._routes[pair] = way_between(self._machine, source, target, self._machine.links.usable_gbps)
         return self._routes[pair]
 
     def _memory(self, rank: int) -> int:

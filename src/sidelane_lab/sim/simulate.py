@@ -7,9 +7,8 @@ engines then work through their queues at the same time, held by flags, links an
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
 from sidelane.errors import SidelaneError
@@ -30,7 +29,7 @@ from sidelane.program.ir import (
     describe,
 )
 from sidelane_lab.machines.spec import HostThreads, Machine
-from sidelane_lab.sim.flows import FlowNetwork
+from sidelane_lab.sim.flows import VirtualTime
 from sidelane_lab.sim.fold import Fold
 from sidelane_lab.sim.resources import Demand, Resources
 
@@ -132,6 +131,10 @@ class _Lane:
         self.held_since = 0.0
 
 
+_Passing = tuple[_Lane, Demand, float, float]
+"""A move on its way: its queue and its demand; when the engine took it, and when its first byte passed."""
+
+
 class _Simulation:
     def __init__(
         self,
@@ -150,16 +153,13 @@ class _Simulation:
         self.dma = machine.dma
         self.resources = Resources(machine, program, fold)
         self.moves = {(queue.rank, queue.engine): self._demands(queue) for queue in program.queues}
-        self.network: FlowNetwork[tuple[_Lane, Demand, float, float]] = FlowNetwork(self.resources.capacities)
+        self.time: VirtualTime[_Passing] = VirtualTime(self.resources.capacities, self._passed_bytes)
         self.record = record
         self.timeline: list[Interval] = []
         self.stamps: dict[tuple[int, int], float] = {}
         self.raised: dict[Flag, float] = {}
         self.flags: dict[Flag, int] = {}
         self.waiting: dict[Flag, list[tuple[_Lane, Wait]]] = {}
-        self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self.sequence = 0
-        self.now = 0.0
         self.ended = 0
         self.finish_us = 0.0
         self.host_us = 0.0
@@ -178,7 +178,8 @@ class _Simulation:
     def run(self) -> SimulatedRun:
         lanes = [_Lane(queue) for queue in self.program.queues]
         self._hand_over(lanes)
-        self._loop()
+        while self.time.step():
+            pass
         if self.ended < len(lanes):
             stuck = [lane for lane in lanes if lane.index < len(lane.queue.commands)]
             text = "; ".join(
@@ -202,7 +203,7 @@ class _Simulation:
             for call, begin in enumerate(begins):
                 end = begins[call + 1] if call + 1 < len(begins) else len(queue.commands)
                 parts.append((call, number, lane, begin, end))
-            self._at(0.0, self._advance, lane)
+            self.time.at(0.0, self._advance, lane)
         for _, _, lane, begin, end in sorted(parts, key=lambda part: part[:2]):
             queue = lane.queue
             if self._branches(queue, begin) or self.program.prelaunched:
@@ -235,7 +236,7 @@ class _Simulation:
             return
         for command in lane.queue.commands:
             if isinstance(command, Signal) and command.flag in self.fires:
-                self._at(self.fires[command.flag], self._raise, command)
+                self.time.at(self.fires[command.flag], self._raise, command)
                 continue
             if self.fires:
                 continue  # the computation that stands before the signal
@@ -243,37 +244,22 @@ class _Simulation:
             free[thread] = start + self.dma.trigger_us
             self._note("host", f"thread {thread}", f"trigger {lane.queue.rank}", start, free[thread])
             if isinstance(command, Signal):
-                self._at(free[thread], self._raise, command)
+                self.time.at(free[thread], self._raise, command)
         lane.index = len(lane.queue.commands)
         self.ended += 1
-
-    def _loop(self) -> None:
-        events, network = self.events, self.network
-        while True:
-            # What happens at one time changes rates once, behind the last of it.
-            end = network.next_end(self.now) if not events or events[0][0] > self.now else self.now
-            if events and events[0][0] <= end:
-                self.now, _, action, arguments = heapq.heappop(events)
-                action(*arguments)
-            elif end < float("inf"):
-                self.now = end
-                for lane, move, start, began in network.pop_ended(end):
-                    self._moved(lane, move, start, began)
-            else:
-                return
 
     def _advance(self, lane: _Lane) -> None:
         """Execute commands of a queue until one of them takes time."""
         commands, dma = lane.queue.commands, self.dma
         while lane.index < len(commands):
-            if lane.ready and (ready := lane.ready.pop(lane.index, 0.0)) > self.now:
-                self._at(ready, self._advance, lane)
+            if lane.ready and (ready := lane.ready.pop(lane.index, 0.0)) > self.time.now:
+                self.time.at(ready, self._advance, lane)
                 return
             command = commands[lane.index]
             if isinstance(command, Wait):
-                lane.held_since = self.now
+                lane.held_since = self.time.now
                 if self._satisfied(command):  # looking costs the same when the flag is set already
-                    self._at(self.now + self._wait_us(lane, command), self._passed, lane)
+                    self.time.at(self.time.now + self._wait_us(lane, command), self._passed, lane)
                 else:
                     self.waiting.setdefault(self._stands(command.flag), []).append((lane, command))
                 return
@@ -281,12 +267,12 @@ class _Simulation:
                 lane.index += 1
                 if lane.kernel is not None:
                     rank, latency_us = lane.sent
-                    later = self.now + (latency_us if command.flag.rank == rank else 0.0)
-                    self._at(later, self._raise, command)
+                    later = self.time.now + (latency_us if command.flag.rank == rank else 0.0)
+                    self.time.at(later, self._raise, command)
                     continue
                 signal_us = 0.0 if command.flag in self.edges else float(dma.signal_us)
-                self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + signal_us)
-                self._at(self.now + signal_us, self._signalled, lane, command)
+                self._note_on(lane, f"signal {command.flag.rank}", self.time.now, self.time.now + signal_us)
+                self.time.at(self.time.now + signal_us, self._signalled, lane, command)
                 return
             elif isinstance(command, (*MOVES, Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
@@ -294,35 +280,39 @@ class _Simulation:
                     if isinstance(command, Reduce):  # on the way
                         lane.index += 1
                         continue
-                    self._begin(lane, move, self.now)
+                    self._begin(lane, move, self.time.now)
                     return
                 if isinstance(command, Reduce) and lane.queue.engine.kind is EngineKind.COMPUTE:
                     issue = dma.reduce_us
                 else:
                     issue = dma.next_copy_us if lane.behind_move else dma.copy_us
-                self._at(self.now + issue + move.latency_us, self._begin, lane, move, self.now)
+                self.time.at(self.time.now + issue + move.latency_us, self._begin, lane, move, self.time.now)
                 return
             else:
-                self.stamps[lane.queue.rank, command.slot] = self.now
+                self.stamps[lane.queue.rank, command.slot] = self.time.now
                 lane.index += 1
         self.ended += 1
-        known = self.now + (self.dma.sync_us if lane.kernel is None else 0.0)
-        self._note_on(lane, "sync", self.now, known)
+        known = self.time.now + (self.dma.sync_us if lane.kernel is None else 0.0)
+        self._note_on(lane, "sync", self.time.now, known)
         self.finish_us = max(self.finish_us, known)
 
     def _begin(self, lane: _Lane, move: Demand, start: float) -> None:
         nbytes = move.nbytes if lane.kernel is None else move.nbytes * lane.kernel.slowdown
-        self.network.start(nbytes, move.weights, (lane, move, start, self.now), self.now)
+        self.time.start(nbytes, move.weights, (lane, move, start, self.time.now))
+
+    def _passed_bytes(self, moves: Sequence[_Passing]) -> None:
+        for each in moves:
+            self._moved(*each)
 
     def _moved(self, lane: _Lane, move: Demand, start: float, began: float) -> None:
         command = lane.queue.commands[lane.index]
         if self.record:
             label = describe(command)
-            self._note_on(lane, label, start, self.now)
+            self._note_on(lane, label, start, self.time.now)
             for resource in move.weights:
                 name = self.resources.names[resource]
                 if name.startswith(("link", "port", "network")):
-                    self._note("links", name, label, began, self.now)
+                    self._note("links", name, label, began, self.time.now)
         if isinstance(command, Copy):
             lane.sent = command.dst.rank, move.latency_us
         lane.behind_move = True
@@ -337,19 +327,19 @@ class _Simulation:
     def _raise(self, command: Signal) -> None:
         flag, value = self._stands(command.flag), command.value.at(1)
         if flag in self.raised:
-            self.raised[flag] = self.now
+            self.raised[flag] = self.time.now
         self.flags[flag] = value + (self.flags.get(flag, 0) if command.op is SignalOp.ADD else 0)
         still: list[tuple[_Lane, Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):
             if self._satisfied(wait):
-                self._at(self.now + self._wait_us(lane, wait), self._passed, lane)
+                self.time.at(self.time.now + self._wait_us(lane, wait), self._passed, lane)
             else:
                 still.append((lane, wait))
         if still:
             self.waiting[flag] = still
 
     def _passed(self, lane: _Lane) -> None:
-        self._note_on(lane, "wait", lane.held_since, self.now)
+        self._note_on(lane, "wait", lane.held_since, self.time.now)
         command = lane.queue.commands[lane.index]
         if self.kernels and isinstance(command, Wait) and command.flag in self.kernels:
             lane.kernel, lane.sent = self.kernels[command.flag], (-1, 0.0)
@@ -370,10 +360,6 @@ class _Simulation:
         if self.fold is None or (rank := self.fold.rank(flag.rank)) == flag.rank:
             return flag
         return Flag(rank, flag.index)
-
-    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
-        self.sequence += 1
-        heapq.heappush(self.events, (time, self.sequence, action, arguments))
 
     def _note_on(self, lane: _Lane, label: str, start: float, end: float) -> None:
         self._note(f"rank {lane.queue.rank}", str(lane.queue.engine), label, start, end)

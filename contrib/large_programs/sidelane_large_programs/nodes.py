@@ -1,9 +1,9 @@
 """Predicted collectives on 1 to 128 nodes of eight H100s, and what the prediction itself takes.
 
-``python -m sidelane_lab.studies.nodes FILE`` records, by collective, bytes and ranks: the plans that a process group
+``python -m sidelane_large_programs.nodes FILE`` records, by collective, bytes and ranks: the plans that a process group
 runs, flat rings, a tree where there is one, and the floor; the seconds to build, verify and simulate each program, and
 the peak memory of the process by then. ``verify`` takes programs of all ranks, of up to :data:`VERIFIED_RANKS` here.
-Larger ones are proved at their own size by the ranks that stand for all others (``sim/quotient.py``); where none do, or
+Larger ones are proved at their own size by the ranks that stand for all others (``quotient.py``); where none do, or
 the moves of ranks do not map their bytes by cells, with as many nodes as have :data:`VERIFIED_RANKS`.
 """
 
@@ -16,7 +16,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,14 @@ from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 from sidelane_lab.model.world import NodesProgram
-from sidelane_lab.sim.action import Action, AsymmetryError, act
-from sidelane_lab.sim.quotient import prove
+from sidelane_lab.sim import Fold
+from sidelane_large_programs.action import Action, AsymmetryError, act
+from sidelane_large_programs.quotient import prove
 
 MACHINE = "h100x8x2"
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
 VERIFIED_RANKS = 64
-
-Build = Callable[[Machine, bool], NodesProgram | None]
-"""Builder of a program on a machine; True: of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def measure(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int) ->
     """Build, verify and simulate a program."""
     floor = least_us(machine, kind, nbytes)
     began = time.process_time()
-    program = _build(machine, kind, nbytes, way, pieces)
+    program = build(machine, kind, nbytes, way, pieces)
     built = time.process_time()
     row = NodesRow(str(kind), nbytes, machine.world_size, way, pieces, None, floor)
     if program is None:
@@ -132,20 +130,13 @@ def measure(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int) ->
     )
 
 
-def _build(
-    machine: Machine,
-    kind: Kind,
-    nbytes: int,
-    way: str,
-    pieces: int,
-    *,
-    full: bool = False,
-    moved: tuple[int, int] = (0, 0),
-    alike: bool = True,
+def build(
+    machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, fold: Fold | None = None
 ) -> NodesProgram | None:
+    """Build the program of a way, for the ranks of a fold; None as in the builder of flat rings."""
     if way == "hierarchical":
-        return planned(machine, kind, nbytes, pieces, full=full, moved=moved, alike=alike)
-    return (flat if way == "flat" else tree)(machine, kind, nbytes, full=full, moved=moved)
+        return planned(machine, kind, nbytes, pieces, fold)
+    return (flat if way == "flat" else tree)(machine, kind, nbytes, fold)
 
 
 def symmetric(
@@ -153,19 +144,24 @@ def symmetric(
 ) -> tuple[Program, Action]:
     """Return the queues of the ranks that stand for all others, and the moves that make the others of them.
 
+    Args:
+        machine, kind, nbytes, way, pieces: those of the program.
+        alike: places of a node may stand for each other.
+
     Raises:
         AsymmetryError: there are none.
     """
+    program = build(machine, kind, nbytes, way, pieces)
+    if program is None or program.fold is None:
+        raise AsymmetryError("no rank stands for another")
+    fold = program.fold if alike else dataclasses.replace(program.fold, places=machine.gpus)
 
-    def build(moved: tuple[int, int]) -> NodesProgram:
-        program = _build(machine, kind, nbytes, way, pieces, moved=moved, alike=alike)
-        if program is None or program.fold is None:
-            raise AsymmetryError("no rank stands for another")
-        return program
+    def moved(by: tuple[int, int]) -> Program:
+        built = build(machine, kind, nbytes, way, pieces, dataclasses.replace(fold, moved=by))
+        assert built is not None
+        return built.program
 
-    first = build((0, 0))
-    assert first.fold is not None
-    return first.program, act(lambda moved: build(moved).program if any(moved) else first.program, first.fold)
+    return moved((0, 0)), act(moved, fold)
 
 
 def _prove_s(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, program: NodesProgram) -> float | None:
@@ -188,7 +184,8 @@ def _prove_s(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, p
 @functools.cache
 def _verify_s(nodes: int, kind: Kind, nbytes: int, way: str, pieces: int) -> float:
     """Verify a program of all ranks; return the seconds. That of a larger group is the same, and is not repeated."""
-    program = _build(dataclasses.replace(named(MACHINE), nodes=nodes), kind, nbytes, way, pieces, full=True)
+    machine = dataclasses.replace(named(MACHINE), nodes=nodes)
+    program = build(machine, kind, nbytes, way, pieces, Fold.whole(machine))
     began = time.process_time()
     if program is not None:
         verify(program.program)
@@ -202,7 +199,7 @@ def record(path: Path, found: Sequence[NodesRow]) -> None:
         "program": f"collectives on nodes of {MACHINE}: what a process group runs, flat rings, trees",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
-        "command": f"python -m sidelane_lab.studies.nodes {path.name}",
+        "command": f"PYTHONPATH=contrib/large_programs python -m sidelane_large_programs.nodes {path.name}",
         "processor": provenance.processor_name(),
         "software": provenance.software_versions(),
         "rows": [
@@ -215,5 +212,5 @@ def record(path: Path, found: Sequence[NodesRow]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m sidelane_lab.studies.nodes FILE")
+        sys.exit("usage: python -m sidelane_large_programs.nodes FILE")
     record(Path(sys.argv[1]), list(rows()))

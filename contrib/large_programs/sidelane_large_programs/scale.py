@@ -1,7 +1,7 @@
 """How the simulator's own time and memory grow with the number of commands: an all-gather in two levels, in place.
 
 The ranks of a node exchange their shards directly; then every rank takes part in a ring over the nodes with its
-namesakes, which passes on whole nodes' shards. ``python -m sidelane_lab.sim.scale FILE`` records the growth.
+namesakes, which passes on whole nodes' shards. ``python -m sidelane_large_programs.scale FILE`` records the growth.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def record(path: Path, rows: Sequence[ScaleRow]) -> None:
         "program": f"two-level all_gather on nodes of 8 MI300X, {PART} bytes a rank",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
-        "command": f"python -m sidelane_lab.sim.scale {path.name}",
+        "command": f"PYTHONPATH=contrib/large_programs python -m sidelane_large_programs.scale {path.name}",
         "processor": provenance.processor_name(),
         "software": provenance.software_versions(),
         "rows": [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()} for row in figures],
@@ -122,5 +122,5 @@ def record(path: Path, rows: Sequence[ScaleRow]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m sidelane_lab.sim.scale FILE")
+        sys.exit("usage: python -m sidelane_large_programs.scale FILE")
     record(Path(sys.argv[1]), measure())

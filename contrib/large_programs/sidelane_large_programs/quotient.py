@@ -22,7 +22,7 @@ be taken before another one wrongly: if they touch the same bytes, and one write
   collective to itself, which is checked for every rank; then the outputs of the other ranks are right, too.
 
 Refused rather than proved are counters (signals that add), prelaunched programs and other reductions than sums of
-integers. ``tests/sim/test_quotient.py`` compares the verdicts with the library's on the same programs and mistakes.
+integers. ``tests/test_large_programs.py`` compares the verdicts with the library's on the same programs and mistakes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.flags import FlagStates, check_values
 from sidelane.program.verify.layout import RUN, SIGNAL, WAIT, Layout, Occurrence, event_at, lay_out_programs, name_event
 from sidelane.program.verify.structure import check_structure
-from sidelane_lab.sim.action import Action, AsymmetryError, Numbers
+from sidelane_large_programs.action import Action, AsymmetryError, Numbers
 
 INVOCATIONS = 2
 
