@@ -189,7 +189,7 @@ def test_operations_and_bytes_of_cb1() -> None:
     gemm = parse_gemm("cb1")
     assert gemm.flops == 2 * 8192**3
     assert gemm.nbytes == 3 * 8192**2 * 2
-    # 1.41 ms at 770 TFLOP/s on an H200 (docs/lab/hardware.md)
+    # 1.41 ms at 770 TFLOP/s on an H200 (results/notes/hardware.md)
     assert gemm.flops / 1.41e-3 / 1e12 == pytest.approx(780, rel=0.02)
 
 

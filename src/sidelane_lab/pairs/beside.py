@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
-from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
+from sidelane_lab.pairs.comparison import RoundTimes
 from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, PairLaunch, Workers
-from sidelane_lab.pairs.workload import Gemm, ideal_speedup, speedup
+from sidelane_lab.pairs.workload import Gemm
 
 K = TypeVar("K", bound=Hashable)
-Times = Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Times of one way, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
-
-    gemm: Times
-    best: Times
-    alone: Times
-    together: Times
-
-    def columns(self) -> dict[str, Any]:
-        """Return what a row has of them: ratios in each round first, then medians."""
-        return {
-            "gemm_us": statistics.median(self.gemm),
-            "comm_us": statistics.median(self.alone),
-            "best_comm_us": statistics.median(self.best),
-            "speedup": median_of_rounds(speedup, self.gemm, self.best, self.together),
-            "ideal": median_of_rounds(ideal_speedup, self.gemm, self.best),
-            "percent_of_ideal": percent_of_rounds(self.gemm, self.best, self.together),
-        }
 
 
 class BesideGemm(PairLaunch):

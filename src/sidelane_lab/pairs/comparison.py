@@ -293,6 +293,33 @@ def lasting(rivals: Iterable[Sequence[str]], looked: Mapping[str, Sequence[float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Times of a pair, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
+
+    gemm: Sequence[float]
+    best: Sequence[float]
+    alone: Sequence[float]
+    together: Sequence[float]
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a row has of them: ratios in each round first, then medians."""
+        return {
+            "gemm_us": statistics.median(self.gemm),
+            "comm_us": statistics.median(self.alone),
+            "best_comm_us": statistics.median(self.best),
+            "speedup": statistics.median(map(speedup, self.gemm, self.best, self.together)),
+            "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
+            "percent_of_ideal": self.percent_of_ideal(),
+        }
+
+    def percent_of_ideal(self) -> float | None:
+        """Return the median percent of ideal, where most rounds have one."""
+        found = list(map(percent_of_ideal, self.gemm, self.best, self.together))
+        defined = [percent for percent in found if percent is not None]
+        return statistics.median(defined) if 2 * len(defined) > len(found) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Alone:
     """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
 
@@ -449,18 +476,17 @@ def _judge_strategy(
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
-    gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
+    rounds = RoundTimes(times[GEMM], times[best.label], times[chosen.label], times[pair_label(strategy, chosen, units)])
+    figures = rounds.columns()
+    of_library = None if library is None else dataclasses.replace(rounds, best=times[library.label])
     return StrategyResult(
         strategy=strategy.name,
         label=chosen.label,
         units=units,
         by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
-        comm_us=statistics.median(times[chosen.label]),
-        time_us=statistics.median(pair),
-        speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
-        ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
-        percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
-        percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
+        time_us=statistics.median(rounds.together),
+        percent_of_ideal_library=None if of_library is None else of_library.percent_of_ideal(),
+        **{name: figures[name] for name in ("comm_us", "speedup", "ideal", "percent_of_ideal")},
     )
 
 
@@ -473,15 +499,3 @@ def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
 def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:
     timed = [c for c in configurations if c.label in times]
     return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
-
-
-def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
-    """Return the median of a figure of each round."""
-    return statistics.median(figure(*values) for values in zip(*series, strict=True))
-
-
-def percent_of_rounds(*series: Sequence[float]) -> float | None:
-    """Return the median percent of ideal, where most rounds have one."""
-    found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
-    defined = [percent for percent in found if percent is not None]
-    return statistics.median(defined) if 2 * len(defined) > len(found) else None
