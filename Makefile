@@ -11,6 +11,7 @@
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+# QUICK          what pytest runs in `make check`: it skips those that start ranks.
 # DEVICE_TESTS   files of tests for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
@@ -30,6 +31,9 @@ TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
+QUICK ?= tests/c3 tests/choice tests/execute tests/machine tests/memory tests/program tests/session tests/sim/test_physics.py \
+  tests/test_house.py tests/test_errors.py --ignore=tests/execute/test_addresses.py --ignore=tests/choice/test_choice_cli.py \
+  --ignore=tests/execute/test_executor_property.py --ignore=tests/program/test_verify_pairs.py
 TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 MEASURE ?=
@@ -115,7 +119,7 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 .venv-clients/.ready: tests/clients/requirements.txt tests/clients/requirements-alone.txt
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet $(TORCH_INSTALL)
-	@.venv-clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt
+	@.venv-clients/bin/python -m pip install --quiet -e . -e ./lab -r tests/clients/requirements.txt
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
 	@touch "$@"
 
@@ -138,7 +142,7 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
-wheel: $(READY) ## build the wheel and the sdist into dist, and run the wheel where there is no C compiler
+wheel: $(READY) ## build the sdist and the wheels into dist, and try them where there is no C compiler
 	@PYTHONPATH=src $(BIN)/python tools/release.py
 
 docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
@@ -180,7 +184,7 @@ format: $(READY) ## let ruff format the code and mend what it can
 
 venv: $(READY) ## make .venv and nothing else
 
-$(READY): pyproject.toml tools/lock.txt tools/make_venv.py
+$(READY): pyproject.toml lab/pyproject.toml tools/lock.txt tools/make_venv.py
 	@"$(PYTHON)" tools/make_venv.py --torch "$(TORCH_INSTALL)"
 	@touch "$@"
 

@@ -80,17 +80,19 @@ def borrow(target: Path, needed_on_gpus: tuple[str, ...]) -> None:
         say(f"without {name}: {'make lint cannot run' if name in ('ruff', 'mypy') else 'some of it will not work'}")
 
 
-def describe(site_packages: Path) -> None:
-    """Write what an installation says of itself: the version, and the entry points by which commands are found."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    folder = site_packages / "sidelane-0.dist-info"
-    folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: sidelane\nVersion: 0\n", encoding="utf-8")
-    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-    text = [
-        f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in named.items()) for group, named in groups.items()
-    ]
-    (folder / "entry_points.txt").write_text("\n".join(text), encoding="utf-8")
+def describe(site_packages: Path, root: Path = ROOT) -> None:
+    """Write what installations say of themselves: the version, and the entry points by which commands are found."""
+    for path in filter(Path.exists, (root / "pyproject.toml", root / "lab" / "pyproject.toml")):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        name = project["name"]
+        folder = site_packages / f"{name.replace('-', '_')}-0.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n", encoding="utf-8")
+        groups = {"console_scripts": project.get("scripts", {}), **project["entry-points"]}
+        text = [
+            f"[{group}]\n" + "".join(f"{key} = {at}\n" for key, at in named.items()) for group, named in groups.items()
+        ]
+        (folder / "entry_points.txt").write_text("\n".join(text), encoding="utf-8")
 
 
 def install(target: Path, torch: str) -> None:
@@ -103,8 +105,8 @@ def install(target: Path, torch: str) -> None:
     say(f"installing {torch} (the largest part; minutes on a slow line)")
     run([*pip, *torch.split()])
     extras = "dev,cuda" if gpu_driver(python) == "cuda" else "dev"
-    say(f"installing sidelane[{extras}] from this checkout")
-    run([*pip, *LOCK, "-e", f"{ROOT}[{extras}]"])
+    say(f"installing sidelane[{extras}] and its laboratory from this checkout")
+    run([*pip, *LOCK, "-e", f"{ROOT}[{extras}]", "-e", str(ROOT / "lab")])
 
 
 def gpu_driver(python: str) -> str:

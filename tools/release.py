@@ -1,8 +1,9 @@
-"""Build the sdist and, from it, the wheel; check their contents, and run the wheel where there is no C compiler.
+"""Build the sdist and, from it, the wheels of the library and of its laboratory; check and try them.
 
-Both are built from the files that git knows, in a folder of their own, so that nothing left behind by an earlier build
-can get into them. The wheel is installed into a new environment that sees the other packages of this Python, such as
-torch, but neither this checkout nor any program of the machine: ``PATH`` holds the environment's programs alone.
+All are built from the files that git knows, in a folder of their own, so that nothing left behind by an earlier build
+can get into them. The library's wheel is installed into a new environment that sees the other packages of this Python,
+such as torch, but neither this checkout nor any program of the machine: ``PATH`` holds the environment's programs
+alone, and no C compiler. Then the laboratory's joins it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 from outputs import folder_to_write
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / "build" / "release"
-NOT_IN_THE_SDIST = (".ci", ".gitignore")
+NOT_IN_THE_SDIST = (".ci", ".gitignore", ".pre-commit-config.yaml")
 WRITTEN_BY_SETUPTOOLS = ("PKG-INFO", "setup.cfg", "src/sidelane.egg-info")
 RANKS = 2
 NATIVE = """
@@ -54,14 +56,16 @@ dist.destroy_process_group()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=folder_to_write, default=ROOT / "dist", help="folder for both (default: dist)")
+    parser.add_argument("--out", type=folder_to_write, default=ROOT / "dist", help="folder for them (default: dist)")
     out = parser.parse_args().out.resolve()
     files = tracked_files()
-    sdist, wheel = build(files, out)
+    sdist, wheel, lab = build(files, out)
     check_sdist(sdist, files)
-    check_wheel(wheel, files)
-    try_wheel(wheel)
-    print(f"[sidelane] {sdist.name} and {wheel.name} are in {out}")
+    pages = {path for path in files if re.fullmatch(r"docs/(guide|reference)/[^/]+\.md", path)}
+    check_wheel(wheel, "sidelane", files, pages)
+    check_wheel(lab, "sidelane_lab", files)
+    try_wheels(wheel, lab)
+    print(f"[sidelane] {sdist.name}, {wheel.name} and {lab.name} are in {out}")
 
 
 def tracked_files() -> set[str]:
@@ -71,8 +75,8 @@ def tracked_files() -> set[str]:
     return {path for path in listed if (ROOT / path).is_file()}
 
 
-def build(files: set[str], out: Path) -> tuple[Path, Path]:
-    """Build both from a copy of the files, with the build system that pyproject.toml asks for."""
+def build(files: set[str], out: Path) -> tuple[Path, Path, Path]:
+    """Build the sdist from a copy of the files, with the build system that pyproject.toml asks for, and two wheels."""
     print("[sidelane] building")
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     python, source = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "source"
@@ -85,8 +89,14 @@ def build(files: set[str], out: Path) -> tuple[Path, Path]:
     code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(out)!r}))"
     sdist = out / run(python, "-c", code, folder=source).split()[-1]
     shutil.rmtree(source)
-    run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
-    return sdist, out / f"{sdist.name.removesuffix('.tar.gz')}-py3-none-any.whl"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(source, filter="data")
+    (unpacked,) = source.iterdir()
+    for project in (unpacked, unpacked / "lab"):
+        run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, project)
+    version = sdist.name.removesuffix(".tar.gz").partition("-")[2]
+    wheel, lab = (out / f"{name}-{version}-py3-none-any.whl" for name in ("sidelane", "sidelane_lab"))
+    return sdist, wheel, lab
 
 
 def check_sdist(sdist: Path, files: set[str]) -> None:
@@ -99,13 +109,12 @@ def check_sdist(sdist: Path, files: set[str]) -> None:
     )
 
 
-def check_wheel(wheel: Path, files: set[str]) -> None:
-    """The packages of src and their data, the pages that errors name, and nothing that a user does not need."""
+def check_wheel(wheel: Path, package: str, files: set[str], pages: Collection[str] = ()) -> None:
+    """Compare a wheel with the files of its package, the pages that errors name, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         found = {path.partition("/data/share/doc/sidelane/")[2] or path for path in archive.namelist()}
-    expected = {path.removeprefix("src/") for path in files if path.startswith("src/")}
-    expected |= {path for path in files if re.fullmatch(r"docs/(guide|reference)/[^/]+\.md", path)}
-    compare(wheel, {path for path in found if ".dist-info/" not in path}, expected)
+    expected = {path.removeprefix("src/") for path in files if path.startswith(f"src/{package}/")}
+    compare(wheel, {path for path in found if ".dist-info/" not in path}, expected.union(pages))
 
 
 def compare(archive: Path, found: set[str], expected: set[str]) -> None:
@@ -114,12 +123,13 @@ def compare(archive: Path, found: set[str], expected: set[str]) -> None:
         sys.exit("\n".join([f"[sidelane] {archive.name} does not hold what it should:", *lines]))
 
 
-def try_wheel(wheel: Path) -> None:
-    """Install the wheel without a compiler in reach, and run the tool and two ranks."""
-    print("[sidelane] trying the wheel")
+def try_wheels(wheel: Path, lab: Path) -> None:
+    """Install the library without a compiler in reach, and run the tool and two ranks; then the laboratory's demo."""
+    print("[sidelane] trying the wheels")
     venv.create(ENVIRONMENT, with_pip=False, clear=True)
     bin_, python = ENVIRONMENT / "bin", ENVIRONMENT / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
+    install = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
+    run(*install, wheel)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
     # Plain paths: the path files in there, such as the one of an editable installation, do not count.
     borrowed = [path for path in sys.path if path.endswith("-packages")]
@@ -141,14 +151,21 @@ def try_wheel(wheel: Path) -> None:
     expect(said.count("\n") == 1 and "WARN" in said and "no C compiler" in said, "one warning of the C helper", said)
     said = run(python, "-c", PAGE, variables=variables).strip()
     expect(said.startswith(str(ENVIRONMENT)) and Path(said).is_file(), "errors name pages that are there", said)
+    said = run(bin_ / "sidelane", "demo", variables=variables, fails=True)
+    expect("sidelane[lab]" in said, "the tool names the laboratory", said)
+    run(*install, lab)
     said = run(bin_ / "sidelane", "demo", "--report", ENVIRONMENT / "report", variables=variables)
     expect((ENVIRONMENT / "report" / "index.html").exists(), "the demo writes its report", said)
 
 
 def run(
-    program: str | Path, *arguments: str | Path, folder: Path = ENVIRONMENT, variables: dict[str, str] | None = None
+    program: str | Path,
+    *arguments: str | Path,
+    folder: Path = ENVIRONMENT,
+    variables: dict[str, str] | None = None,
+    fails: bool = False,
 ) -> str:
-    """Run a program, which must not fail; returns what it wrote."""
+    """Run a program, which must not fail, or must; returns what it wrote."""
     command = [str(program), *map(str, arguments)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "SIDELANE"))}
     done = subprocess.run(
@@ -160,7 +177,7 @@ def run(
         text=True,
         check=False,
     )
-    if done.returncode:
+    if bool(done.returncode) != fails:
         sys.exit(f"{done.stdout}\n[sidelane] this failed with exit code {done.returncode}: {' '.join(command)}")
     return done.stdout
 

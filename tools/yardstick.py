@@ -31,12 +31,13 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from make_venv import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path("tests") / "yardstick"
@@ -435,15 +436,7 @@ def trees(commit: str, jobs: int, until: float) -> Iterator[list[Tree]]:
         master.mkdir()
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "x", "-C", str(master)], input=archive, check=True)
-        project = tomllib.loads((master / "pyproject.toml").read_text())["project"]
-        information = master / "src" / "sidelane-0.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sidelane\nVersion: 0\n")
-        groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-        text = "".join(
-            f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in groups[name].items()) for name in groups
-        )
-        (information / "entry_points.txt").write_text(text)
+        describe(master / "src", master)
         compiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
         subprocess.run([sys.executable, "-m", "compileall", "-q", "src", "tests/common"], cwd=master, env=compiled)
         with ThreadPoolExecutor(jobs) as pool:

@@ -27,16 +27,16 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.model import plan as sim_plan
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import operator_results as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.studies.host import HostOptions
@@ -144,8 +144,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 TO_ALL = (Kind.ALL_TO_ALL,)
-ONE = parse_workload("cb1_896M", *TO_ALL)
-BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+WHOLE = tuple(TABLE_II)
 OUT = Path("out")
 SPAN = tuple(1 << power for power in range(10, 33, 2))
 
@@ -153,22 +152,22 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [
-        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(), "000", [])),
+        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(workloads=WHOLE))),
         (
             "c3 --machine mi300x8 --version 002 --report out",
-            ("c3", "mi300x8", C3Options(report=OUT), "002", []),
+            ("c3", "mi300x8", C3Options(workloads=WHOLE, version="002", report=OUT)),
         ),
         (
             "c3 cb1_896M --machine m.toml --collective all_to_all",
-            ("c3", "m.toml", C3Options(collectives=TO_ALL), "000", [ONE]),
+            ("c3", "m.toml", C3Options(collectives=TO_ALL)),
         ),
         (
             "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
-            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp")), "000", [ONE]),
+            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp"))),
         ),
         (
             "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
-            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT), "000", BOTH),
+            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT)),
         ),
         ("collective --machine h200x4", ("collective", "h200x4", CollectiveOptions(sizes=SPAN))),
         (
@@ -193,14 +192,19 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
             "plan --model 70b --machine 8xh100 --no-recompute",
             ("plan", sim_plan.PlanOptions("8xh100", "llama-70b-like", recompute=False)),
         ),
-        ("fused --machine mi210x4", ("fused", sim_fused.FusedPredictionOptions("mi210x4"))),
+        ("fused --machine mi210x4", ("fused", "mi210x4", FusedOptions())),
         (
             "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
             " --late 20 --report out --json -",
             (
-                "fused",
-                sim_fused.FusedPredictionOptions(
-                    *("m.toml", ("embedding_all_to_all",), ((1024, 64, 70), (8, 2, 1)), 0.75, 20.0, OUT, STDOUT)
+                *("fused", "m.toml"),
+                FusedOptions(
+                    ops=("embedding_all_to_all",),
+                    shapes=((1024, 64, 70), (8, 2, 1)),
+                    occupancy=0.75,
+                    late_us=20.0,
+                    report=OUT,
+                    json=STDOUT,
                 ),
             ),
         ),
@@ -209,7 +213,7 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
         ("claims --json - --ranges", ("claims", claims.ClaimsOptions(json=STDOUT))),
         ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
         ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
-        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(json=STDOUT), "000", [])),
+        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(workloads=WHOLE, json=STDOUT))),
         ("collective --machine a40x4 --json -", ("collective", "a40x4", CollectiveOptions(sizes=SPAN, json=STDOUT))),
         (
             "claims --machine h200x4 --results out --version 002 --no-ranges",

@@ -8,6 +8,7 @@ import functools
 import itertools
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_world import World
-from fake_driver import FakeHostWords
+from fake_driver import FakeHostWords, Stream
 from made_up_gpus import OwnedMemory
 
 from sidelane import Communicator
@@ -111,17 +112,24 @@ class StandinDriver(HipDriver):
         """Return device memory as an array."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.allocate(nbytes)))
 
-    def capture(self, stream: int, work: Callable[[], object]) -> int:
-        """Return an executable graph of what ``work`` submits."""
-        self.runtime.call("hipStreamBeginCapture", stream, 2)
+    @contextlib.contextmanager
+    def capturing(self, stream: int) -> Iterator[list[int]]:
+        """Capture what is submitted; the list holds the executable graph afterwards."""
+        made: list[int] = []
         graph = ctypes.c_void_p()
+        self.runtime.call("hipStreamBeginCapture", stream, 2)
         try:
-            work()
+            yield made
         finally:
             self.runtime.call("hipStreamEndCapture", stream, ctypes.addressof(graph))
-        found = self.runtime.query(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
+        made.append(int(self.runtime.query(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)))
         self.runtime.call("hipGraphDestroy", graph)
-        return int(found)
+
+    def capture(self, stream: int, work: Callable[[], object]) -> int:
+        """Return an executable graph of what ``work`` submits."""
+        with self.capturing(stream) as made:
+            work()
+        return made[0]
 
     def stop(self, patience_s: int = 10) -> None:
         """End all streams, which must have nothing left that blocks: no thread may touch memory that a test frees."""
@@ -171,11 +179,40 @@ class HipWorld(World):
 
     executor_type = HipExecutor
 
+    def __init__(self, world_size: int, **options: Any) -> None:
+        self.graphs: list[tuple[StandinDriver, int]] = []
+        super().__init__(world_size, **options)
+
+    def close(self) -> None:
+        for driver, graph in self.graphs:
+            driver.destroy_graph(graph)
+        self.graphs.clear()
+        super().close()
+
     def make_driver(self, channels: int | None) -> StandinDriver:
         return StandinDriver(channels)
 
     def features(self, peer_writes: bool) -> DriverFeatures:
         return DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=peer_writes)
+
+    def captured(self, work: Callable[[], object]) -> list[int]:
+        with contextlib.ExitStack() as captures:
+            found = [captures.enter_context(driver.capturing(stream.cuda_stream)) for driver, stream in self.streamed()]
+            work()
+        self.graphs += [(driver, graph) for (driver, _), (graph,) in zip(self.streamed(), found, strict=True)]
+        return [graph for (graph,) in found]
+
+    def replay(self, graphs: Sequence[int]) -> None:
+        for (driver, stream), graph in zip(self.streamed(), graphs, strict=True):
+            driver.submit([driver.bind_graph(graph, stream.cuda_stream)])
+        deadline = time.monotonic() + 30
+        while not all(driver.is_idle(stream.cuda_stream) for driver, stream in self.streamed()):
+            assert time.monotonic() < deadline, "a graph does not end"
+            time.sleep(1e-4)
+
+    def streamed(self) -> list[tuple[StandinDriver, Stream]]:
+        """Each rank's driver, and its caller's stream."""
+        return list(zip(self.drivers, self.streams, strict=True))
 
 
 @contextlib.contextmanager

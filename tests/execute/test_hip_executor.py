@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 from marks import long
 from small_programs import programs
-from started import start
 
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
@@ -36,7 +34,7 @@ from sidelane_lab.sim.prelaunch import prelaunch
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
-@pytest.mark.parametrize("ranks", [long(2), 3, *map(long, (4, 5, 6, 7)), 8])
+@pytest.mark.parametrize("ranks", [*map(long, (2, 4, 5, 6, 7)), 8])
 def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> None:
     with hip_world(ranks, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(ranks)[:: 1 if ranks < 8 else 5]):
@@ -75,44 +73,6 @@ def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Pr
                 armed.fire()
                 world.synchronize()
                 armed.data.check(expected)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_captured_programs_are_replayed(ranks: int) -> None:
-    with hip_world(ranks) as world:
-        for program in programs(ranks):
-            loaded = world.load(freeze(program), frozen=True)
-            world.epoch += 1
-            graphs = [
-                driver.capture(stream.cuda_stream, functools.partial(start, loaded.ranks[rank], world.epoch, stream))
-                for rank, (driver, stream) in enumerate(zip(world.drivers, world.streams, strict=True))
-            ]
-            for repeat in range(3):
-                expected = loaded.fill(repeat)
-                launch(world, graphs)
-                loaded.check(expected)
-            for driver, graph in zip(world.drivers, graphs, strict=True):
-                driver.destroy_graph(graph)
-
-
-def launch(world: HipWorld, graphs: list[int]) -> None:
-    for driver, graph, stream in zip(world.drivers, graphs, world.streams, strict=True):
-        driver.submit([driver.bind_graph(graph, stream.cuda_stream)])
-    deadline = time.monotonic() + 30
-    for driver, stream in zip(world.drivers, world.streams, strict=True):
-        while not driver.is_idle(stream.cuda_stream):
-            assert time.monotonic() < deadline, "a graph does not end"
-            time.sleep(1e-4)
-
-
-def test_streams_that_share_a_hardware_queue_do_not_hold_each_other_up() -> None:
-    with hip_world(3, channels=1) as world:
-        for seed, program in enumerate(programs(3)):
-            loaded = world.load(program)
-            expected = loaded.fill(seed)
-            for pending in loaded.start():
-                pending.wait()
-            loaded.check(expected)
 
 
 def test_a_trigger_needs_one_of_four_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,11 +128,16 @@ def test_measured_ways_stand_next_to_the_prediction_of_their_shape(tmp_path: Pat
     rows = [{**fixed, "way": way, "us": 100.0} for way in ways]
     rows += [{**fixed, "batch": 16, "way": "process group alone", "us": 100.0}]  # nothing was predicted for it
     rows += [{**fixed, "way": "fused, slices of 1", "us": None, "note": "not run"}]
-    times = {"compute_us": 50.0, "comm_us": 120.0, "unfused_us": 170.0, "time_us": 130.0}
-    model = {"shape": "batch 8, 2 tables a rank, pooling 3, dim 256", "unfused": "one kernel", "order": "remote_first"}
-    others = [{**model, "order": "oblivious"}, {**model, "unfused": "a kernel a table"}]
+    times = {"compute": 50.0, "collective": 120.0, "unfused_nccl": 170.0, "fused": 130.0}
+    schedules = {"compute": "one kernel", "unfused_nccl": "one kernel", "collective": "library"}
+    shape = "batch 8, 2 tables a rank, pooling 3, dim 256"
+    models = [
+        {"shape": shape, "implementation": name, "schedule": schedules.get(name, "remote_first"), "time_us": us}
+        for name, us in times.items()
+    ]
+    others = [{**model, "schedule": "oblivious, a kernel a table", "time_us": 1.0} for model in models]
     predicted = tmp_path / "predicted.json"
-    predicted.write_text(json.dumps({"rows": [{**model, **times}, *others]}))
+    predicted.write_text(json.dumps({"rows": models + others}))
     found = compare(rows, [predicted])
     assert [row["predicted_us"] for row in found] == [50, 120, None, 130, None, None]
     assert [row["error_percent"] for row in found] == pytest.approx([-50, 20, None, 30, None, None])

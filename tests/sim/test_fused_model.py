@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named, parse
 from sidelane_lab.model import fused as fused_model
@@ -21,11 +22,10 @@ from sidelane_lab.model.operators import (
     Gemv,
     TiledGemm,
     predict_fused,
-    predict_unfused,
 )
 from sidelane_lab.model.workgroups import gather_gbps, resident, stream_gbps
 from sidelane_lab.papers.fused import EMBEDDINGS, GEMMS, GEMVS, PROFILED, scale_out, skew_percent
-from sidelane_lab.papers.operators import PredictedOperator, operators_of, skew_table, times_by_occupancy
+from sidelane_lab.studies.fused.predict import OCCUPANCIES, predict, time_at
 
 RESULTS = Path(__file__).parents[2] / "results"
 MI210 = named("mi210x4")
@@ -137,17 +137,17 @@ def test_peers_first_is_never_later_where_the_link_is_busy():
 
 def test_ranks_end_together_where_peers_come_first_and_not_in_the_order_of_ranks():
     """Figure 14 on any machine: four H200s, half of the rows for the next rank."""
-    operator = operators_of("gemm_all_to_all", (4096, 2048, 4096), 4)[0][0]
-    orders = {order: predict_fused(H200, operator, order) for order in ORDERS}
-    found = PredictedOperator(operator, "", predict_unfused(H200, operator), orders)
-    cells = skew_table(H200, [found]).lines[0].cells
-    assert float(cells[3]) == 0.0 and float(cells[5]) > 10
-    assert orders[OBLIVIOUS].fused.time_us > orders[REMOTE_FIRST].fused.time_us
+    asked = FusedOptions(ops=("gemm_all_to_all",), shapes=((4096, 2048, 4096),))
+    first, oblivious = (row for row in predict(H200, asked) if row.schedule in ORDERS)
+    assert first.skew_us == 0.0 and oblivious.skew_us > 0.1 * (oblivious.time_us - oblivious.skew_us)
+    assert oblivious.time_us > first.time_us
 
 
 def test_time_by_occupancy_falls_and_rises_again_where_gathers_crowd():
     """Figure 13 on any machine."""
-    crowded, roomy = (times_by_occupancy(machine, Embedding(1024, 8, 70)) for machine in (MI210, H200))
+    crowded, roomy = (
+        [time_at(machine, Embedding(1024, 8, 70), share) for share in OCCUPANCIES] for machine in (MI210, H200)
+    )
     assert crowded[0] > crowded[2] < crowded[3] < crowded[4]
     assert roomy[0] > roomy[2] == pytest.approx(roomy[3], rel=0.03)
 

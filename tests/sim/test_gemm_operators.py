@@ -11,7 +11,7 @@ import pytest
 
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
-from sidelane_lab.cli.collectives import FUSED_OPS
+from sidelane_lab.cli.collectives import FUSED_OPS, FusedOptions
 from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused
@@ -26,8 +26,9 @@ from sidelane_lab.model.operators import (
     predict_unfused,
 )
 from sidelane_lab.model.split import chain_us, ours_us, split_us
-from sidelane_lab.papers import operator_results, operators
+from sidelane_lab.papers import operator_results
 from sidelane_lab.sim import simulate
+from sidelane_lab.studies.fused.predict import operators_of
 from sidelane_lab.studies.fused.rows import FusedRow
 from sidelane_lab.studies.fused.shapes import MEANING, half_for_one
 
@@ -98,7 +99,7 @@ def test_nothing_is_faster_than_its_parts(sizes, ranks):
 def test_every_machine_predicts_them(name):
     machine = named(name)
     for op in FUSED_OPS:
-        for operator, _ in operators.operators_of(op, (64, 4096, 512)[: len(MEANING[op])], machine.world_size):
+        for operator, _ in operators_of(op, (64, 4096, 512)[: len(MEANING[op])], machine.world_size):
             assert operator.name == op
             assert predict_unfused(machine, operator).unfused_us > 0
 
@@ -157,7 +158,7 @@ def test_predictions_are_held_against_a_file(tmp_path, capsys):
     assert (machine.gpus, unknown) == (1, 2)
     assert [one.part for one in held[:3]] == ["compute alone", "unfused, process group", "in parts"]
     assert held[2].error == pytest.approx(0.5, rel=1e-3) and held[2].predicted_us == predicted
-    operator_results.main(operators.FusedPredictionOptions("h200x4", json=told, results=path))
+    operator_results.main("h200x4", FusedOptions(json=told, results=path))
     assert "gemm_all_reduce" in capsys.readouterr().out
     assert [one["part"] for one in json.loads(told.read_text())["rows"]] == [one.part for one in held]
 
@@ -281,7 +282,7 @@ def test_gemms_in_parts_on_one_gpu_are_as_near_as_the_notes_say(held):
         assert len(errors) >= 9 and max(errors) <= worst, op
 
 
-# m, n, k; GEMM, behind it NCCL's all-to-all, behind it ours on copy engines: two H200s (docs/lab/hardware.md)
+# m, n, k; GEMM, behind it NCCL's all-to-all, behind it ours on copy engines: two H200s (results/notes/hardware.md)
 CHAINS = (
     ((4096, 4096, 4096), (177, 262, 232)),
     ((8192, 4096, 14336), (1190, 1374, 1380)),
@@ -345,7 +346,7 @@ def test_files_and_options_that_cannot_be_held_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a file that is there"):
         operator_results.hold(H200, tmp_path / "none.json")
     with pytest.raises(ValueError, match="the file has the shapes"):
-        operators.FusedPredictionOptions("h200x4", ("gemm_all_reduce",), results=path)
+        operator_results.main("h200x4", FusedOptions(ops=("gemm_all_reduce",), results=path))
 
 
 def _results(rows):

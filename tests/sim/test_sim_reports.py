@@ -14,26 +14,27 @@ from matplotlib.figure import Figure
 from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.harness import drawing
+from sidelane_lab.machines import numbers as machine_files
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.panels import draw_all, mark_cut
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import conccl, overlap
+from sidelane_lab.papers import conccl, operator_results, overlap
 from sidelane_lab.papers import fused as fused_paper
-from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.operators import operators_of
+from sidelane_lab.papers.measurements import PairReadings
+from sidelane_lab.studies.fused import predict as sim_fused
 
 MACHINE = named("mi300x8")
 
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
-    workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    sim_study.c3_main("h200x4", C3Options(report=tmp_path), "000", workloads)
+    sim_study.c3_main("h200x4", C3Options(report=tmp_path))
     shown = capsys.readouterr().out
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
@@ -43,8 +44,7 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
 
 
 def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
-    options = C3Options(strategies=("c3_sp", "c3_rp"))
-    sim_study.c3_main("h200x4", options, "000", [parse_workload("cb1_896M")])
+    sim_study.c3_main("h200x4", C3Options(collectives=(Kind.ALL_GATHER,), strategies=("c3_sp", "c3_rp")))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
     assert "c3_sp: two streams, the collective first; c3_rp: the GEMM first" in shown and "c3_base:" not in shown
@@ -56,8 +56,8 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     certain = MACHINE
     for path, quantity in MACHINE.quantities().items():
         certain = certain.with_value(path, float(quantity))
-    monkeypatch.setattr(sim_study, "find", lambda name: certain)
-    sim_study.c3_main("mi300x8", C3Options(report=tmp_path), "000")
+    monkeypatch.setattr(machine_files, "find", lambda name: certain)
+    sim_study.c3_main("mi300x8", C3Options(workloads=tuple(TABLE_II), report=tmp_path))
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
@@ -153,7 +153,7 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     (panel,) = next(figure for figure in conccl.figures() if figure.name == "c3-conccl").panels(only, True)
     band = panel.curves["conccl"]
     assert all(low < mean < high for low, mean, high in zip(band.low, band.values, band.high, strict=True))
-    assert band.values[-1] == pytest.approx(conccl.C3Context(MACHINE).mean_speedup("conccl"))
+    assert band.values[-1] == pytest.approx(PairReadings.of(conccl.pair_rows(MACHINE)).mean_speedup("conccl"))
 
 
 @pytest.mark.parametrize(("least", "strokes"), [(0.0, 0), (-5.0, 0), (0.9, 2)])
@@ -201,20 +201,22 @@ def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
 
 
 def test_fused_operators_are_reported(tmp_path, capsys):
-    shape, report = (2048, 4, 2), tmp_path / "out"
-    options = sim_fused.FusedPredictionOptions("h200x4", ("embedding_all_to_all",), (shape,), report=report)
-    sim_fused.main(options)
+    operator_results.main(
+        "h200x4", FusedOptions(ops=("embedding_all_to_all",), shapes=((2048, 4, 2),), report=tmp_path)
+    )
     assert "batch 2048, 4 tables a rank, pooling 2" in capsys.readouterr().out
-    content = json.loads((report / "fused_predicted.json").read_text())
-    first, *others = content["rows"]
-    assert len(others) == 3 and first["order"] == "remote_first" and first["unfused"] == "a kernel a table"
-    assert first["unfused_us"] == first["compute_us"] + first["comm_us"] > first["time_us"]
-    assert first["low_percent"] <= first["lower_percent"] <= first["high_percent"]
+    content = json.loads((tmp_path / "fused_predicted.json").read_text())
+    rows = {(row["implementation"], row["schedule"]): row for row in content["rows"]}
+    assert len(rows) == len(content["rows"]) == 14 and {row["launch"] for row in rows.values()} == {"model"}
+    unfused, kernel = rows["unfused_nccl", "a kernel a table"], rows["fused", "remote_first"]
+    parts_us = rows["compute", "a kernel a table"]["time_us"] + rows["collective", "library"]["time_us"]
+    assert kernel["time_us"] < unfused["time_us"] == pytest.approx(parts_us, rel=1e-4)
+    lower_percent = 100 * (1 - kernel["time_us"] / unfused["time_us"])
+    assert unfused["low_percent"] <= lower_percent <= unfused["high_percent"]
     assert content["numbers"]["fused.put_us"][1] == "assumed"
-    trace = json.loads((report / "timeline-fused-remote_first.trace.json").read_text())
+    trace = json.loads((tmp_path / "timeline-fused-remote_first.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
-    assert (report / "fused-predicted.png").is_file() and not (report / "fused-published.png").exists()
-    assert (report / "fused-occupancy.png").is_file() and list(report.glob("*-skew.png"))
+    assert {path.stem for path in tmp_path.glob("*.png")} >= {"fused-predicted", "fused-occupancy", "fused-order"}
 
 
 def test_every_figure_of_the_papers_has_one_drawer():
@@ -232,12 +234,10 @@ def test_published_and_predicted_values_of_fused_operators_are_drawn_together(tm
 
 
 def test_a_late_rank_and_a_smaller_grid_are_asked_for():
-    machine, (made, *_) = named("h200x4"), operators_of("embedding_all_to_all", (1024, 64, 70), 4)
-    plain, late, half = (
-        sim_fused.predicted(machine, *made, sim_fused.FusedPredictionOptions("h200x4", **asked))
-        .times["remote_first"]
-        .fused
-        for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5})
-    )
-    assert late.time_us == pytest.approx(plain.time_us + 50, rel=0.01)
-    assert half.time_us > 1.05 * plain.time_us
+    def kernel(**asked):
+        options = FusedOptions(ops=("embedding_all_to_all",), shapes=((1024, 64, 70),), **asked)
+        return next(row.time_us for row in sim_fused.predict(named("h200x4"), options) if row.schedule in ORDERS)
+
+    plain, late, half = (kernel(**asked) for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5}))
+    assert late == pytest.approx(plain + 50, rel=0.01)
+    assert half > 1.05 * plain

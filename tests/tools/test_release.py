@@ -61,7 +61,10 @@ def test_a_result_is_not_lost_where_it_cannot_be_repeated(monkeypatch: pytest.Mo
 
 def test_every_file_of_the_packages_is_in_the_wheel() -> None:
     """`make wheel` looks into the wheel; this is what a new kind of file would be missing from."""
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    projects = [tomllib.loads((ROOT / path).read_text("utf-8")) for path in ("pyproject.toml", "lab/pyproject.toml")]
+    assert f"sidelane=={VERSION}" in projects[1]["project"]["dependencies"]
+    data = {name: of for each in projects for name, of in each["tool"]["setuptools"]["package-data"].items()}
+    assert data.keys() == {path.name for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()}
     for package, patterns in data.items():
         folder = ROOT / "src" / package
         kinds = {Path(pattern).suffix or pattern for pattern in patterns} | {".py"}

@@ -29,6 +29,12 @@ LOOK, PREDICT, MEASURE, CHOOSE, LABORATORY = HEADINGS = (
 """Headings of commands: those for users come first."""
 ENTRY_POINTS = "sidelane.commands"
 
+WITHOUT_LABORATORY = (
+    "The commands that measure and predict, such as demo, explain and plan, are not installed: "
+    'pip install "sidelane[lab]", or pip install ./lab in a checkout'
+)
+"""Text where no package adds commands."""
+
 PATIENCE_S = 1.5
 """Seconds of loading after which the notice appears."""
 
@@ -92,6 +98,9 @@ class Commands(click.Group):
             if names:
                 with formatter.section(heading):
                     formatter.write_dl([(name, self.sentence(name)) for name in names])
+        if not _added():
+            with formatter.section("Measure, predict, choose"):
+                formatter.write_text(f"{WITHOUT_LABORATORY}.")
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
@@ -112,7 +121,8 @@ class Commands(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             allowed = self.list_commands(ctx)
-            ctx.fail(f"No such command {name!r} (allowed={', '.join(allowed)}){nearest(name, allowed)}")
+            more = "" if _added() else f". {WITHOUT_LABORATORY}"
+            ctx.fail(f"No such command {name!r} (allowed={', '.join(allowed)}){nearest(name, allowed)}{more}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -254,9 +254,7 @@ def _power(machine: str, options: PowerOptions) -> None:
 
 
 def _fused(machine: str, options: FusedOptions) -> None:
-    names = ("ops", "shapes", "occupancy", "late_us", "report", "json", "results")
-    asked = loaded("papers.operators").FusedPredictionOptions(machine, *(getattr(options, name) for name in names))
-    loaded("papers.operators" if asked.results is None else "papers.operator_results").main(asked)
+    loaded("papers.operator_results").main(machine, options)
 
 
 SIZES = ("min_bytes", "max_bytes", "factor")

@@ -66,7 +66,7 @@ class Meter:
         # Never the legacy default stream: some collectives refuse it, and it waits for every other stream.
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         if self._stream is not None and device_barrier is not None:
-            # What loads a kernel or connects for the first time waits for armed calls.
+            # Kernels that are loaded and groups that connect for the first time wait for calls that are armed.
             with self.on_stream():
                 torch.cuda._sleep(1)
                 device_barrier()

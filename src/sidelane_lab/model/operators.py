@@ -35,6 +35,8 @@ from sidelane_lab.pairs.workload import Gemm
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)
 """Orders of a rank's work: what its peers wait for first, or what belongs to the lowest rank."""
+SECTIONS = frozenset({"gpu", "links", "library", "matmul", "fused"})
+"""Sections of a description whose numbers matter to fused operators."""
 GEMV_ROWS = 16
 """Rows of the weight that a workgroup has."""
 TILE = 128

@@ -30,6 +30,7 @@ from sidelane_lab.model.operators import (
     OBLIVIOUS,
     ORDERS,
     REMOTE_FIRST,
+    SECTIONS,
     Embedding,
     FusedTimes,
     Gemv,
@@ -125,8 +126,6 @@ def skew_percent(machine: Machine, operator: OperatorModel, order: str) -> float
 
 MACHINE = "mi210x4"
 """The paper's, in the catalogue."""
-SECTIONS = frozenset({"gpu", "links", "library", "matmul", "fused"})
-"""Sections of a description whose numbers matter to fused operators."""
 SMALL_BATCH = 256
 """Where the text says that the gain exceeds what hiding all communication gives (IV-C)."""
 

@@ -1,4 +1,4 @@
-"""``sidelane fused --machine --results``: predictions of fused operators held against a file of measured ones.
+"""``sidelane fused --machine``: predictions of fused operators, and these held against a file of measured ones.
 
 Rows of graphs are compared, whose host has no part in them: the computation alone, the collective alone, both one
 after the other, and the fused kernel in each order. What the model does not speak to is counted. Nothing is fitted.
@@ -7,17 +7,18 @@ after the other, and the fused kernel in each order. What the model does not spe
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness import study as files
 from sidelane_lab.harness.table import Line, Table, grouped, number
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
-from sidelane_lab.machines.numbers import write_numbers
+from sidelane_lab.machines.numbers import predict_study, write_numbers
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (
     OBLIVIOUS,
@@ -27,11 +28,13 @@ from sidelane_lab.model.operators import (
     predict_fused,
     predict_unfused,
 )
+from sidelane_lab.model.panels import draw_all
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers.claims import error_of
-from sidelane_lab.papers.operators import FusedPredictionOptions, operators_of
-from sidelane_lab.studies.fused.rows import ALONE, FusedRow
-from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
+from sidelane_lab.papers.fused import MACHINE, PAPER
+from sidelane_lab.studies.fused.predict import draw, operators_of
+from sidelane_lab.studies.fused.rows import ALONE, IN_PARTS, FusedRow, sizes_of
+from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS
 
 COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"
 CHAIN, PARTS = "unfused, copy engines", "in parts"
@@ -77,17 +80,27 @@ class OperatorComparison:
         return {**dataclasses.asdict(self), "error_percent": 100 * self.error}
 
 
-def main(options: FusedPredictionOptions) -> None:
-    """Print how far predictions are off what a file has measured.
+def main(machine_name: str, options: FusedOptions) -> None:
+    """Print predictions, and write what the options ask for; with a file, how far they are off what it has measured.
 
     Raises:
-        ValueError: no such machine, or as :func:`hold`.
+        ValueError: no such machine, options that the file has, or as :func:`predict` and :func:`hold`.
     """
-    assert options.results is not None
-    machine, held, unknown = hold(find(options.machine), options.results)
+    if options.results is None:
+        predict_study(machine_name, options, draw=functools.partial(_draw, occupancy=options.occupancy))
+        return
+    if any((options.ops, options.shapes, options.occupancy, options.late_us, options.report)):
+        raise ValueError("fused: --results (allowed=with --machine and --json alone: the file has the shapes)")
+    machine, held, unknown = hold(find(machine_name), options.results)
     for table in held_tables(machine, held, unknown):
         tables_console(options.json).print(table.to_rich())
     say_written(write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held]))
+
+
+def _draw(machine: Machine, rows: Sequence[FusedRow], folder: Path, occupancy: float | None) -> None:
+    draw(machine, rows, folder, occupancy)
+    if machine.name == MACHINE:
+        draw_all(PAPER.figures, machine, folder)
 
 
 def hold(machine: Machine, path: Path) -> tuple[Machine, list[OperatorComparison], int]:
@@ -147,8 +160,8 @@ def held_tables(machine: Machine, found: Sequence[OperatorComparison], unknown: 
 
 
 def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[OperatorComparison]:
-    sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-    ways = [(made, predict_unfused(machine, made)) for made, _ in operators_of(op, sizes, machine.world_size)]
+    made_of = operators_of(op, sizes_of(op, shape), machine.world_size)
+    ways = [(made, predict_unfused(machine, made)) for made, _ in made_of]
     made, times = min(ways, key=lambda way: way[1].compute_us)
     rows = [row for row in rows if not row.schedule.startswith(OUR_KERNEL) and COMPILED not in row.schedule]
     first = rows[0]
@@ -173,11 +186,11 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
     if chain and predicted is not None:  # auto takes kernels where they are faster: held against the fastest
         yield OperatorComparison(op, shape, CHAIN, "", min(chain), predicted)
     for row in rows:
-        pieces = re.fullmatch(r"mm in parts, (\d+) a peer", row.schedule)
+        pieces = IN_PARTS.fullmatch(row.schedule)
         if row.implementation == "fused" and pieces:
-            in_parts = split_us(machine, made, int(pieces[1]))
-            assert in_parts is not None
-            yield OperatorComparison(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
+            carried_us = split_us(machine, made, int(pieces[1]))
+            assert carried_us is not None
+            yield OperatorComparison(op, shape, PARTS, row.schedule, row.time_us or 0.0, carried_us)
         is_known = row.implementation == "fused" and (op, row.schedule) not in UNKNOWN
         order = SCHEDULES.get(row.schedule) if is_known else None
         if order is not None and made.has_kernel:

@@ -24,10 +24,11 @@ from sidelane_lab.machines.load import find, with_nodes
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import bands, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
+from sidelane_lab.model.operators import SECTIONS
 from sidelane_lab.model.panels import Panel, PublishedValue
 from sidelane_lab.model.plan import parse_nodes
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.fused import BATCHES, FUSED_WORDS, NORMALISED, SECTIONS, TABLES
+from sidelane_lab.papers.fused import BATCHES, FUSED_WORDS, NORMALISED, TABLES
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.dlrm import DlrmPass, DlrmTimes, dlrm_times
 

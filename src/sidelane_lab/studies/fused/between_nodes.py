@@ -44,12 +44,13 @@ MOST_CALLS, LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 8, 5, 25, 2
 
 
 PREDICTED = {
-    "bags alone": ("compute_us", "predicted: PyTorch's embedding_bag, not this kernel"),
-    "process group alone": ("comm_us", ""),
-    "embedding_bag, copy, process group, copy": ("unfused_us", "predicted: without the copies"),
-    "by default": ("time_us", ""),
+    "bags alone": (("compute", "one kernel"), "predicted: PyTorch's embedding_bag, not this kernel"),
+    "process group alone": (("collective", "library"), ""),
+    "embedding_bag, copy, process group, copy": (("unfused_nccl", "one kernel"), "predicted: without the copies"),
+    "by default": (("fused", "remote_first"), ""),
 }
-"""Keys of the model's times by (the end of) a way's name, and how what they stand for differs; others have none."""
+"""Implementation and schedule that the model has for (the end of) a way's name, and how these differ; others have none.
+"""
 
 
 def main(path: Path | None = None, predicted: Sequence[Path] = ()) -> None:
@@ -106,16 +107,15 @@ def record(path: Path, rows: Sequence[Mapping[str, Any]], predicted: Sequence[Pa
 
 def compare(rows: Sequence[Mapping[str, Any]], predicted: Sequence[Path]) -> list[dict[str, Any]]:
     """Return measured rows with ``predicted_us`` and ``error_percent``; None for ways without prediction."""
-    models: dict[str, Mapping[str, Any]] = {}
+    models: dict[tuple[str, str, str], float] = {}
     for path in predicted:
         for model in json.loads(path.read_text())["rows"]:
-            if (model["unfused"], model["order"]) == ("one kernel", "remote_first"):
-                models[model["shape"]] = model
+            models[model["shape"], model["implementation"], model["schedule"]] = model["time_us"]
     found = []
     for row in rows:
-        model = models.get("batch {batch}, {tables} tables a rank, pooling {pooling}, dim 256".format(**row), {})
-        key, note = next((found for way, found in PREDICTED.items() if row["way"].endswith(way)), ("", ""))
-        us, measured = model.get(key), row["us"]
+        shape = "batch {batch}, {tables} tables a rank, pooling {pooling}, dim 256".format(**row)
+        way, note = next((found for way, found in PREDICTED.items() if row["way"].endswith(way)), (("", ""), ""))
+        us, measured = models.get((shape, *way)), row["us"]
         error = None if us is None or measured is None else 100 * (us / measured - 1)
         note = row.get("note", "") or (note if us is not None else "")
         found.append({**row, "predicted_us": us, "error_percent": error, "note": note})

@@ -16,7 +16,7 @@ from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.harness.study import MODEL, FlatRow, Picture, Results
 from sidelane_lab.harness.table import Table, grouped, verdict
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
@@ -39,7 +39,7 @@ class FusedRow(FlatRow):
             repeats the fastest of these; ``auto`` is a call with ``method="auto"``; ``compute`` and ``collective`` are
             the parts alone.
         schedule: schedule of a fused operator, parts of an unfused one, or the way in which a part is done.
-        launch: ``eager`` or ``graph``.
+        launch: ``eager``, ``graph``, or ``model`` of a prediction.
         time_us: time of a call, median over the rounds of the slowest rank.
         compute_us: time of the computation alone, by the fastest way.
         comm_us: time of the collective alone, by the fastest way.
@@ -47,12 +47,14 @@ class FusedRow(FlatRow):
         max_rel_err: largest difference from the result in float64, over the largest element.
         correct: True if the result agreed with a reference; None when it could not run, or is a part.
         note: reason why there is no time, or the choice of ``auto`` with its reason.
+        low_percent, high_percent: of an unfused way that is predicted, the ends of the percent by which the fused
+            kernel's time is lower, over the plausible values of the machine's description.
         gbps: bytes of the rows of tables, or of the weight of a GEMV, that a call reads, over the time.
         skew_us: time between the first and the last end of the ranks behind the last call of a sample, median over the
             rounds.
     """
 
-    allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", LAUNCHES))
+    allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", (*LAUNCHES, MODEL)))
     figures = ("time_us",)
 
     op: str
@@ -71,6 +73,21 @@ class FusedRow(FlatRow):
     note: str = ""
     gbps: float | None = None
     skew_us: float | None = None
+    low_percent: float | None = None
+    high_percent: float | None = None
+
+
+def lower_percent(row: FusedRow, rows: Sequence[FusedRow]) -> float:
+    """Return the percent by which the fused kernel takes less time than an unfused way that is predicted."""
+    kernel = (row.op, row.shape, FUSED, ORDERS[0])
+    fused = next(one for one in rows if (one.op, one.shape, one.implementation, one.schedule) == kernel)
+    return 100 * (1 - (fused.time_us or 0.0) / (row.time_us or 1.0))
+
+
+def _lower(row: FusedRow, same: Sequence[FusedRow]) -> str:
+    if row.low_percent is None:
+        return ""
+    return f"{lower_percent(row, same):.0f} ({row.low_percent:.0f} .. {row.high_percent:.0f})"
 
 
 def _ratio(row: FusedRow, same: Sequence[FusedRow]) -> str:
@@ -85,10 +102,21 @@ FUSED_COLUMNS: Mapping[str, Cell] = {
     "us": "time_us",
     "bound\nus": "bound_us",
     "times the\nbest unfused": _ratio,
+    "fused: lower\n% (plausible)": _lower,
     "GB/s\nread": "gbps",
     "skew\nus": "skew_us",
-    "<correct": lambda row, _: "" if row.implementation in ALONE and row.time_us is not None else verdict(row.correct),
+    "<correct": lambda row, _: "" if _is_unchecked(row) else verdict(row.correct),
 }
+OF_MODEL = (
+    "fused: results for other ranks come first; oblivious: they come in the order of the ranks",
+    "unfused_sidelane: the collective on copy engines, or by our kernel; in parts: carried by copy engines",
+    "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
+)
+"""Notes below tables of predictions."""
+
+
+def _is_unchecked(row: FusedRow) -> bool:
+    return row.launch == MODEL or (row.implementation in ALONE and row.time_us is not None)
 
 
 def fused_tables(rows: Sequence[FusedRow]) -> list[Table]:
@@ -101,6 +129,7 @@ def fused_tables(rows: Sequence[FusedRow]) -> list[Table]:
             by=lambda row: row.shape,
             value=lambda row: None if row.implementation in ALONE else row.time_us,
             keys=3,
+            notes=OF_MODEL if launch == MODEL else (),
         )
         for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False)
     ]
@@ -117,7 +146,7 @@ def draw_fused(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Pictu
 
     Graphs where there are some, whose host has no part in the times; else eager calls.
     """
-    launch = "graph" if any(row.launch == "graph" for row in rows) else "eager"
+    launch = max((row.launch for row in rows), key=("eager", "graph", MODEL).index)
     good = [row for row in rows if row.implementation == "fused" and row.launch == launch and row.time_us]
     return [*_by_programs(good, f"{where}, {launch}", folder), *_by_order(good, f"{where}, {launch}", folder)]
 
@@ -235,8 +264,16 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         if unfused:
             times[UNFUSED] = unfused[0].time_us or 0.0
         if len(times) > 1:
-            sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
-            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times)
+            yield FusedTime(op, world_size, launch == "graph", sizes_of(op, shape), element_bytes, times)
+
+
+def sizes_of(op: str, shape: str) -> tuple[int, ...]:
+    """Return the sizes in the words of a shape.
+
+    >>> sizes_of("gemv_all_reduce", "8192x4096, 16 tokens")
+    (8192, 4096, 16)
+    """
+    return tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
 
 
 def element_bytes_of(device_type: str) -> int:

@@ -36,6 +36,7 @@ from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 from sidelane_lab.studies.fused.kept import keep
+from sidelane_lab.studies.fused.predict import predict
 from sidelane_lab.studies.fused.rows import (
     ALONE,
     FusedRow,
@@ -288,6 +289,7 @@ STUDY = Study(
     tables=fused_tables,
     plots=lambda rows, results, folder: draw_fused(rows, results.where, folder),
     measure=_measure,
+    predict=predict,
     main=main,
     progress="fused operators",
 )

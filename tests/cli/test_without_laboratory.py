@@ -1,0 +1,17 @@
+"""The tool of a library that is installed without its laboratory."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from sidelane.cli import help, main
+
+
+def test_the_tool_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(help, "_added", dict)
+    monkeypatch.setattr(main, "commands", {name: main.commands[name] for name in ("info", "recorder")})
+    shown = CliRunner().invoke(main, ["--help"])
+    assert shown.exit_code == 0 and "sidelane[lab]" in shown.output and "info" in shown.output
+    refused = CliRunner().invoke(main, ["demo"])
+    assert refused.exit_code == 2 and "allowed=info, recorder" in refused.output and "sidelane[lab]" in refused.output
