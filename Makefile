@@ -11,6 +11,7 @@
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+# QUICK          what pytest runs in `make check`: it skips those that start ranks.
 # DEVICE_TESTS   files of tests for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
@@ -30,6 +31,9 @@ TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
+QUICK ?= tests/c3 tests/choice tests/execute tests/machine tests/memory tests/program tests/session tests/sim/test_physics.py \
+  tests/test_house.py tests/test_errors.py --ignore=tests/execute/test_addresses.py --ignore=tests/choice/test_choice_cli.py \
+  --ignore=tests/execute/test_executor_property.py --ignore=tests/program/test_verify_pairs.py
 TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 MEASURE ?=

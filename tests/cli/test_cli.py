@@ -34,7 +34,7 @@ from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.launch import RankFailedError
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.model import plan as sim_plan
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operator_results as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
@@ -144,8 +144,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 TO_ALL = (Kind.ALL_TO_ALL,)
-ONE = parse_workload("cb1_896M", *TO_ALL)
-BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+WHOLE = tuple(TABLE_II)
 OUT = Path("out")
 SPAN = tuple(1 << power for power in range(10, 33, 2))
 
@@ -153,22 +152,22 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [
-        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(), "000", [])),
+        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(workloads=WHOLE))),
         (
             "c3 --machine mi300x8 --version 002 --report out",
-            ("c3", "mi300x8", C3Options(report=OUT), "002", []),
+            ("c3", "mi300x8", C3Options(workloads=WHOLE, version="002", report=OUT)),
         ),
         (
             "c3 cb1_896M --machine m.toml --collective all_to_all",
-            ("c3", "m.toml", C3Options(collectives=TO_ALL), "000", [ONE]),
+            ("c3", "m.toml", C3Options(collectives=TO_ALL)),
         ),
         (
             "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
-            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp")), "000", [ONE]),
+            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp"))),
         ),
         (
             "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
-            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT), "000", BOTH),
+            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT)),
         ),
         ("collective --machine h200x4", ("collective", "h200x4", CollectiveOptions(sizes=SPAN))),
         (
@@ -214,7 +213,7 @@ SPAN = tuple(1 << power for power in range(10, 33, 2))
         ("claims --json - --ranges", ("claims", claims.ClaimsOptions(json=STDOUT))),
         ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
         ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
-        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(json=STDOUT), "000", [])),
+        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(workloads=WHOLE, json=STDOUT))),
         ("collective --machine a40x4 --json -", ("collective", "a40x4", CollectiveOptions(sizes=SPAN, json=STDOUT))),
         (
             "claims --machine h200x4 --results out --version 002 --no-ranges",

@@ -8,17 +8,48 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import sweeps
 import torch
 import torch.distributed as dist
+from on_ranks import default_stream, on_ranks
 from ranks import RankPool
+from sweeps import communicator
 
-from sidelane import Communicator, Config
+from sidelane import Communicator, Config, Work
 from sidelane.errors import PeerError, PeerTimeoutError
 
 
-def test_work_is_what_torch_expects(pool: RankPool) -> None:
-    pool.run(sweeps.works, 3)
+@on_ranks(3, gpu=default_stream)
+def test_work_is_what_torch_expects(group: dist.ProcessGroup) -> None:
+    """What an asynchronous call returns, asked in every way that torch.distributed knows."""
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        output, input = torch.zeros(2 * n), torch.full((2,), float(rank))
+        expected = torch.arange(n).float().repeat_interleave(2)
+        work = comm.all_gather(output, input, async_op=True)
+        assert isinstance(work, Work) and isinstance(work, dist.Work)
+        assert work.wait() is True and work.wait(timedelta(seconds=20)) is True
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        (found,) = work.result()
+        assert found is output and torch.equal(output, expected)
+
+        total = torch.ones(3)
+        work = comm.all_reduce(total, async_op=True)
+        assert work is not None
+        later = work.get_future().then(lambda future: future.value()[0] / n)
+        assert torch.equal(later.wait(), torch.ones(3)) and torch.equal(total, torch.full((3,), float(n)))
+        assert torch.equal(work.get_future().wait()[0], total), "of one that has ended, too"
+
+        many = [torch.zeros(n), torch.zeros(3 * n)]
+        work = comm.all_gather(many, [torch.ones(1), torch.ones(3)], async_op=True)
+        assert work is not None and [tensor.sum().item() for tensor in work.result()] == [n, 3 * n]
+        with comm.batch(async_op=True) as batch:
+            batch.all_gather(output, input)
+            batch.all_reduce(total)
+        assert batch.work is not None
+        first, second = batch.work.get_future().wait()
+        assert first is output and second is total and torch.equal(total, torch.full((3,), float(n * n)))
+        gathered = comm.gather(output if rank == 0 else None, input, root=0, async_op=True)
+        assert gathered is not None and len(gathered.result()) == (rank == 0)
 
 
 def waits_for_a_late_peer(group: dist.ProcessGroup) -> float:
@@ -94,7 +125,8 @@ class CompiledCode:
         return "work"
 
 
-def asked_of_compiled_code(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(group: dist.ProcessGroup) -> None:
     with Communicator(group) as comm:
         given, found = torch.full((4,), float(comm.rank)), torch.empty(8)
         for knows in (True, False):
@@ -114,7 +146,3 @@ def asked_of_compiled_code(group: dist.ProcessGroup) -> None:
                 assert found.tolist() == [0.0] * 4 + [1.0] * 4
                 assert len(code.said) == 1, "once, and Python made the call aside"
             comm._repeats = None
-
-
-def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(pool: RankPool) -> None:
-    pool.run(asked_of_compiled_code, 2)

@@ -6,19 +6,10 @@ A rank's tensors are on its default device, which the processes for GPUs set.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import random
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from contracts import under_contract
-from gather_rings import ring_of_gathers
-from sweeps import communicator
 
 from sidelane import Communicator
 from sidelane.program.builders import Transport, build, variants
@@ -38,7 +29,6 @@ from sidelane.program.collective import (
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
 from sidelane.session.bound_program import BoundProgram
-from sidelane_lab.model.engine_add import reduce_on_engines
 
 POISON = 0xA5
 INTS = Reduction(ReduceOp.SUM, "int32")
@@ -61,34 +51,6 @@ def definitions(n: int, rng: random.Random) -> list[Collective]:
         reduce_scatter(words, INTS),
         all_reduce(words, INTS, in_place=rng.random() < 0.5),
     ]
-
-
-def engines_that_add(group: dist.ProcessGroup) -> None:
-    """Programs whose copy engines reduce: an engine's thread adds between CPU processes."""
-    words = [8 * (1 + rank) for rank in range(dist.get_world_size(group))]
-    with communicator(group) as comm:
-        for make, variant in itertools.product((reduce_scatter, all_reduce), ("b2b", "pcpy")):
-            case = Case(comm, under_contract(reduce_on_engines(make(words, INTS), variant)))
-            for seed in range(3):
-                case.fill(seed)
-                case.run()
-                comm.synchronize()
-                case.check(seed)
-            case.run.close()
-
-
-def calls_that_wait_for_nobody(group: dist.ProcessGroup) -> None:
-    """A rank begins a call of its program before its peers do: posts of what all ranks know are not compared."""
-    with communicator(group) as comm:
-        case = Case(comm, under_contract(build(all_gather([8] * comm.world_size), "b2b")))
-        case.fill(0)
-        if comm.rank:
-            dist.barrier(group)
-        work = case.run(async_op=True)
-        if not comm.rank:
-            dist.barrier(group)
-        work.wait()
-        case.check(0)
 
 
 class Case:
@@ -128,7 +90,7 @@ class Case:
             assert found[size:].eq(POISON).all(), (str(self.run), name)
 
 
-def _built(collective: Collective, rng: random.Random) -> Program:
+def built(collective: Collective, rng: random.Random) -> Program:
     """By any variant and transport that there is for it."""
     ways = list(itertools.product(variants(collective.kind), [Transport.PUSH, Transport.PULL, Transport.STAGED]))
     rng.shuffle(ways)
@@ -153,37 +115,6 @@ def _combined(contract: Contract, result: Result, seed: int) -> torch.Tensor:
     return total.to(torch.int32).view(torch.uint8)
 
 
-def builders(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Programs of all builders under contracts, called at random next to each other and to collectives."""
-    rng = random.Random(seed)
-    with communicator(group) as comm:
-        n = comm.world_size
-        chosen = []
-        for collective in definitions(n, rng):
-            chosen.append(under_contract(_built(collective, rng)))
-        cases = [Case(comm, program) for program in chosen]
-        delays = random.Random(seed + 1 + comm.rank)
-        shard, whole = torch.empty(77, dtype=torch.int32), torch.empty(77 * n, dtype=torch.int32)
-        for call in range(calls):
-            case = rng.choice(cases)
-            case.fill(call)
-            if delays.random() < 0.1:
-                time.sleep(delays.random() * 0.003)
-            work = case.run(async_op=rng.random() < 0.2)
-            if work is not None:
-                work.wait()
-            if rng.random() < 0.3:
-                comm.all_gather(whole, shard.fill_(call + comm.rank))
-                assert whole.view(n, -1)[:, 5].tolist() == [call + rank for rank in range(n)]
-            comm.synchronize()
-            case.check(call)
-            assert comm.last_choice() is not None
-        for case in cases:
-            case.run.close()
-            case.run.close()
-    return len(cases)
-
-
 def handover(n: int, nbytes: int = 4000, *, slope: int = 1) -> Program:
     """Each rank hands the middle of its cache to the next one, whose inbox must be free: signals of a slope."""
     value = Value(0, slope)
@@ -200,165 +131,3 @@ def handover(n: int, nbytes: int = 4000, *, slope: int = 1) -> Program:
         queues.append(Queue(rank, Engine(EngineKind.DMA), commands))
     sizes = {"cache": (nbytes + 100,) * n, "inbox": (nbytes + 32,) * n}
     return Program(Contract.of("handover", sizes, results), "push", tuple(queues), (0,) * n, 2)
-
-
-def handed_over(group: dist.ProcessGroup, calls: int, slope: int) -> None:
-    """One that no collective is, back to back, on tensors of two sizes at once."""
-    with communicator(group) as comm:
-        cases = [Case(comm, handover(comm.world_size, nbytes, slope=slope)) for nbytes in (4000, 33)]
-        for call in range(calls):
-            for case in cases:
-                case.fill(call)
-            for case in cases[:: 1 - 2 * (call % 2)]:
-                case.run()
-            comm.synchronize()
-            for case in cases:
-                case.check(call)
-
-
-def far_on(group: dist.ProcessGroup, numbers: Sequence[int], skip: Callable[[Communicator, int], None]) -> None:
-    """Programs that are loaded after billions of calls, and such as have not been called for as many."""
-    with communicator(group) as comm:
-        cases = [Case(comm, handover(comm.world_size, slope=slope)) for slope in (1, 3)]
-        for seed, number in enumerate(numbers):
-            skip(comm, number)
-            cases.append(Case(comm, handover(comm.world_size, slope=1 + seed % 2)))
-            for again, case in itertools.product(range(2), cases):
-                case.fill(10 * seed + again)
-                if comm.rank == (seed + again) % comm.world_size:
-                    time.sleep(0.01)
-                case.run()
-                comm.synchronize()
-                case.check(10 * seed + again)
-
-
-def mistakes(group: dist.ProcessGroup) -> list[str]:
-    """Everything that is refused, on every rank alike, after which all goes on."""
-    texts = []
-    with communicator(group) as comm, communicator(group) as other:
-        n = comm.world_size
-        program = handover(n)
-        cache, inbox = torch.empty(4100, dtype=torch.uint8), comm.empty(4032, dtype=torch.uint8)
-        foreign, whole = other.empty(4032, dtype=torch.uint8), comm.empty(9000, dtype=torch.uint8)
-        spoilt = dataclasses.replace(program, queues=(*program.queues[:-1], Queue(n - 1, Engine(EngineKind.DMA), ())))
-        wrong: list[tuple[Any, Any]] = [
-            ("handover", {}),
-            (program, [cache, inbox]),
-            (handover(n + 1), {"cache": cache, "inbox": inbox}),
-            (program, {"cache": cache}),
-            (program, {"cache": cache, "inbox": inbox, "outbox": cache}),
-            (program, {"cache": cache[:-1], "inbox": inbox}),
-            (program, {"cache": cache, "inbox": torch.empty(4032, dtype=torch.uint8)}),
-            (program, {"cache": cache, "inbox": foreign}),
-            (program, {"cache": torch.empty(8200, dtype=torch.uint8)[::2], "inbox": inbox}),
-            (program, {"cache": cache, "inbox": "a string"}),
-            (program, {"cache": whole[:4100], "inbox": whole[4000:8032]}),
-            (spoilt, {"cache": cache, "inbox": inbox}),
-        ]
-        for given in wrong:
-            try:
-                comm.load(*given)
-                texts.append("no error")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        case = Case(comm, program)
-        case.fill(1)
-        case.run()
-        comm.synchronize()
-        case.check(1)
-        case.run.close()
-        try:
-            case.run()
-        except RuntimeError as error:
-            texts.append(f"{type(error).__name__}: {error}")
-        comm.barrier()
-    return texts
-
-
-def different(group: dist.ProcessGroup) -> list[str]:
-    """Ranks that load other programs, or put a buffer elsewhere: all hear of it, and go on."""
-    texts = []
-    with communicator(group) as comm:
-        n, odd = comm.world_size, comm.rank == 1
-        cache, inbox = torch.empty(4100, dtype=torch.uint8), comm.empty(8064, dtype=torch.uint8)
-        for program, start in ((handover(n, 3999 if odd else 4000), 0), (handover(n), 32 if odd else 0)):
-            try:
-                comm.load(program, {"cache": cache, "inbox": inbox[start : start + 4032]})
-                texts.append("no error")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        case = Case(comm, handover(n))
-        case.fill(2)
-        case.run()
-        comm.synchronize()
-        case.check(2)
-    return texts
-
-
-def gathers_in_a_ring(group: dist.ProcessGroup, nbytes: int) -> None:
-    """Next to what reads them, with entries in a ring of two, and without in one of three, called back to back."""
-    with communicator(group) as comm:
-        n, gathers = comm.world_size, 6
-        for slots, entries in ((2, True), (3, False)):
-            program = ring_of_gathers(n, slots, nbytes, behind=2, entries=entries, rounds=gathers // slots)
-            shards = torch.empty(gathers * nbytes, dtype=torch.uint8)
-            used = [torch.full((gathers * n * nbytes,), POISON, dtype=torch.uint8) for _ in range(2)]
-            runs = [comm.load(program, {"shards": shards, "used": one}) for one in used]
-            for number in range(10):
-                everyone = [
-                    torch.randint(
-                        256, shards.shape, generator=torch.Generator("cpu").manual_seed(n * number + rank), device="cpu"
-                    )
-                    for rank in range(n)
-                ]
-                shards.copy_(everyone[comm.rank])
-                wanted = torch.stack([one.view(gathers, nbytes) for one in everyone], 1).flatten()
-                for run in runs:
-                    run()
-                comm.synchronize()
-                for one in used:
-                    assert torch.equal(one.cpu(), wanted.to(torch.uint8)), (slots, number)
-            for run in runs:
-                run.close()
-
-
-def contract_is_the_collectives(group: dist.ProcessGroup) -> None:
-    """A built-in program may be loaded as it is, too, with the names that collectives have."""
-    with communicator(group) as comm:
-        n = comm.world_size
-        program = build(all_gather([40] * n), "b2b")
-        output, input = comm.empty(40 * n, dtype=torch.uint8), comm.empty(40, dtype=torch.uint8)
-        run = comm.load(program, {"input": input, "output": output})
-        for value in range(20):
-            input.fill_(value + comm.rank)
-            output.fill_(POISON)
-            run()
-            comm.synchronize()
-            assert output.view(n, 40)[:, 7].tolist() == [value + rank for rank in range(n)]
-
-
-def written_in_texts(group: dist.ProcessGroup) -> str:
-    """Some ranks write texts and numpy's numbers, others members and plain ones: they load the same average. Bytes
-    that there are not are refused, and all goes on.
-    """
-    with communicator(group) as comm:
-        n, plain = comm.world_size, comm.rank % 2 == 0
-        reduction = Reduction(ReduceOp.AVG, "float32") if plain else Reduction("avg", np.str_("float32"))  # type: ignore[arg-type]
-        nbytes = 32 if plain else np.int64(32)
-        program = build(all_reduce([nbytes] * n, reduction), "b2b")  # type: ignore[list-item]
-        input, output = (comm.empty(8 * n, dtype=torch.float32) for _ in range(2))
-        far = Copy(Span(0, "output", 0, 8), Span(n, "input", 0, 8))
-        spoilt = dataclasses.replace(program, queues=[*program.queues, Queue(0, Engine("dma", 7), [far])])  # type: ignore[arg-type]
-        try:
-            comm.load(spoilt, {"input": input, "output": output})
-            text = "no error"
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        run = comm.load(program, {"input": input, "output": output})
-        input.copy_(torch.arange(8 * n) * (comm.rank + 1))
-        run()
-        comm.synchronize()
-        total = input.cpu()
-        dist.all_reduce(total, group=group)  # Gloo has no average
-        assert torch.equal(output.cpu(), total / n)
-    return text

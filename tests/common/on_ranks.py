@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., None])
 OF_RANKS = ("group", "context")
 DEVICE_TEST_S = 180
+PARAM = type(pytest.param())
+"""One of several arguments, with marks."""
 
 
 class Place(NamedTuple):
@@ -79,18 +81,19 @@ def on_ranks(
 
     Args:
         ranks: numbers of CPU ranks, each for a test; or tuples of ranks, which form a group.
-        gpu: a test on GPUs; or how they execute it: ``own_stream`` (True), ``default_stream`` or functions like them.
+        gpu: a test on GPUs; or how they execute it: ``own_stream`` (True), ``default_stream`` or functions like them,
+            with marks where there is a reason to skip it.
         interpreted: the CPU ranks interpret Triton's kernels; there are four of them.
         fresh: the ranks on GPUs are processes of the test's own, which end with it.
         timeout_s: for the ranks to answer.
         arguments: parameters of the function that these tests have in common.
     """
-    ways = [own_stream] if gpu is True else [gpu] if callable(gpu) else list(gpu or ())
+    ways = [own_stream] if gpu is True else [gpu] if callable(gpu) or isinstance(gpu, PARAM) else list(gpu or ())
 
     def decorate(function: Function) -> Function:
         tests = []
         for each in (*ranks, *ways):
-            (value,), marks = (each.values, each.marks) if isinstance(each, type(pytest.param())) else ((each,), ())
+            (value,), marks = (each.values, each.marks) if isinstance(each, PARAM) else ((each,), ())
             if callable(value):
                 place = Place(way=value, fresh=fresh, timeout_s=timeout_s)
                 marks = (*marks, *ON_GPUS)
@@ -169,8 +172,9 @@ def context(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Eight ranks that all tests share."""
+    """Eight ranks that all tests share. Their start is no part of the test that needs them first."""
     ranks = RankPool()
+    ranks.run(id, 1)
     yield ranks
     ranks.close()
 
@@ -181,6 +185,7 @@ def four() -> Iterator[Crew]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         found = Crew(4)
+        found.run(id)
     yield found
     found.close()
 
@@ -209,8 +214,10 @@ def fresh_pool() -> Iterator[type[Pool]]:
 
 
 @pytest.fixture(scope="session")
-def shared_interpreter() -> Iterator[list[Interpreter]]:
+def shared_interpreter(request: pytest.FixtureRequest) -> Iterator[list[Interpreter]]:
     """The interpreter of :func:`interpreter`, if one has been started."""
+    if request.config.option.no_ranks:
+        pytest.skip("it starts programs")
     started: list[Interpreter] = []
     yield started
     for each in started:

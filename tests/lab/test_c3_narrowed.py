@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sidelane.c3.strategies import named
 from sidelane_lab.pairs.comparison import WORTH, aliases_of, lasting, narrowed
+from sidelane_lab.pairs.pair import PairLaunch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,7 @@ def test_the_best_round_of_a_look_decides() -> None:
 def test_only_what_has_rivals_is_looked_at() -> None:
     calls = [("c3_base", FAST, 0), ("c3_base", NEAR, 0), ("c3_base", SLOW, 0), ("c3_rp", SLOW, 8), ("c3_rp", FAST, 16)]
     planned = {f"{name}{units} {call.label}": (named(name), call, units) for name, call, units in calls}
-    launches: dict[str, tuple[Call, Callable[[], None]]] = {
-        label: (call, lambda: None) for label, (_, call, _) in planned.items()
-    }
+    launches = {label: PairLaunch(label, lambda: None) for label in planned}
     looks = Looks()
     left = narrowed(planned, launches, looks)
     assert looks.asked == ["c3_base0 fast", "c3_base0 near", "c3_base0 slow"]

@@ -17,6 +17,7 @@ from sidelane.choice.store import InForce, builtin
 from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
@@ -31,9 +32,7 @@ from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
 from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
-from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.model.study import c3_study, pair_name
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import overlap, predictions
 from sidelane_lab.papers.command import Survival, sensitivity_table
@@ -41,6 +40,7 @@ from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
 from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
+from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
 from sidelane_lab.studies.collectives import collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
@@ -48,7 +48,7 @@ from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.ordinary import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 from sidelane_lab.traces import dlrm_study as dlrm
@@ -100,18 +100,13 @@ def recorded(path: Path) -> list[Table]:
     return tables_of(files.read(path))
 
 
-def predicted_pairs() -> list[Table]:
+def predicted_pairs(workloads: tuple[str, ...] = ("cb1_896M",)) -> list[Table]:
     machine = named("mi300x8")
-    workload = parse_workload("cb1_896M", Kind.ALL_GATHER)
-    rows = [predict(machine, workload, strategy) for strategy in predictable()]
-    return [predictions.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
+    return predictions.pair_tables(machine, predicted_c3(machine, C3Options(workloads=workloads)))
 
 
 def predicted_study() -> list[Table]:
-    machine = named("mi300x8")
-    study = c3_study(machine)
-    rows = [row for row in study.rows if row.workload.collective is Kind.ALL_GATHER]
-    return [predictions.pairs_table(machine, rows, pair_name), predictions.averages_table(study)]
+    return predicted_pairs(tuple(TABLE_II))
 
 
 def predicted_sizes() -> list[Table]:

@@ -11,26 +11,132 @@ import sweeps
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
+from expected import any_bytes, same_bytes
 from made_up_gpus import made_up_gpus
+from on_ranks import BOTH_STREAMS, on_ranks
 from ranks import RankPool
 
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.program.collective import Kind
+from sidelane.session.prelaunch import Prelaunched
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_right_bytes(pool: RankPool, n: int) -> None:
-    assert min(pool.run(sweeps.prelaunched, n, timeout_s=100)) > 0
+@on_ranks(1, 2, 4, gpu=BOTH_STREAMS)
+def test_right_bytes(group: dist.ProcessGroup) -> None:
+    """Every variant, place and trigger of the handles, with other calls between two of them."""
+    with sweeps.communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        cases = [
+            (Kind.ALL_GATHER, variant, symmetric, in_place)
+            for variant in ("b2b", "pcpy", "bcst")
+            for symmetric, in_place in ((True, False), (True, True), (False, False))
+            if symmetric or variant != "bcst"
+        ] + [
+            (Kind.ALL_TO_ALL, variant, symmetric, in_place)
+            for variant in ("b2b", "pcpy", "swap")
+            for symmetric, in_place in ((True, False), (True, True), (False, False), (False, True))
+            if symmetric or variant != "swap"
+        ]
+        for seed, (kind, variant, symmetric, in_place) in enumerate(cases):
+            numel = 37 + seed
+            output = sweeps.place(comm, symmetric, n * numel, torch.float32)
+            if kind is Kind.ALL_GATHER:
+                input = output[rank * numel : (rank + 1) * numel] if in_place else torch.empty(numel)
+                prepare, sent = comm.prepare_all_gather, numel
+            else:
+                input = output if in_place else torch.empty(n * numel)
+                prepare, sent = comm.prepare_all_to_all, n * numel
+            host = bool(seed % 2)
+
+            def produce(
+                repeat: int,
+                seed: int = seed,
+                sent: int = sent,
+                output: torch.Tensor = output,
+                input: torch.Tensor = input,
+            ) -> list[torch.Tensor]:
+                inputs = [any_bytes(100 * seed + repeat, r, sent, torch.float32) for r in range(n)]
+                output.zero_()
+                input.copy_(inputs[rank])
+                return inputs
+
+            produce(0)  # a GPU cannot load kernels while a call is armed
+            with prepare(output, input, variant=variant, host_trigger=host) as handle:
+                for repeat in range(4):
+                    if repeat % 2:
+                        sweeps.delay()
+                    handle.arm()
+                    inputs = produce(repeat)
+                    fire(handle, host and repeat % 2 == 0)
+                    parts = inputs if kind is Kind.ALL_GATHER else [t.view(n, -1)[rank] for t in inputs]
+                    assert same_bytes(output, torch.cat(parts)), (kind, variant, symmetric, in_place, repeat)
+                    if repeat == 1:
+                        total = torch.ones(3)
+                        comm.all_reduce(total)
+                        assert total.tolist() == [n] * 3
 
 
-def test_many_rounds_back_to_back(pool: RankPool) -> None:
-    pool.run(sweeps.prelaunched_rounds, 3, 150, timeout_s=100)
+def fire(handle: Prelaunched, from_host: bool) -> None:
+    """Trigger, and make the output readable for the caller's stream."""
+    if not from_host:
+        handle.trigger()
+        return
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.current_stream().synchronize()  # the trigger does not wait for who made the input
+    handle.trigger_from_host()
+    handle.wait()
 
 
-def test_staging_may_move_between_two_calls(pool: RankPool) -> None:
-    pool.run(sweeps.prelaunched_staging, 3)
+@on_ranks(3, rounds=150)
+@on_ranks(gpu=BOTH_STREAMS, rounds=300)
+def test_many_rounds_back_to_back(group: dist.ProcessGroup, rounds: int) -> None:
+    """Two handles in turn, with random delays, ranks running ahead of each other."""
+    with sweeps.communicator(group) as comm:
+        n, rank, numel = comm.world_size, comm.rank, 129
+        gathered, shard = comm.empty(n * numel), torch.empty(numel)
+        exchanged, source = torch.empty(n * numel), torch.empty(n * numel)
+        with (
+            comm.prepare_all_gather(gathered, shard) as gather,
+            comm.prepare_all_to_all(exchanged, source, variant="pcpy") as exchange,
+        ):
+            for step in range(-1, rounds):
+                sweeps.delay()
+                if step < 0:  # a GPU cannot load kernels while a call is armed
+                    shard.fill_(step)
+                    source.view(n, numel).copy_(rank + torch.arange(n)[:, None].expand(n, numel))
+                    source.view(n, numel).copy_(step + 1000 * rank + torch.arange(n)[:, None].expand(n, numel))
+                    continue
+                gather.arm()
+                shard.fill_(step + 1000 * rank)
+                gather.trigger()
+                assert gathered.view(n, numel).eq(step + 1000 * torch.arange(n)[:, None]).all()
+                exchange.arm()
+                sweeps.delay()
+                source.view(n, numel).copy_(step + 1000 * rank + torch.arange(n)[:, None].expand(n, numel))
+                exchange.trigger()
+                assert exchanged.view(n, numel).eq(step + rank + 1000 * torch.arange(n)[:, None]).all()
 
 
-def cancelled(group: dist.ProcessGroup) -> None:
+@on_ranks(3, gpu=BOTH_STREAMS)
+def test_staging_may_move_between_two_calls(group: dist.ProcessGroup) -> None:
+    """A call between two triggers needs more staging than there was."""
+    with sweeps.communicator(group) as comm:
+        n, rank, numel = comm.world_size, comm.rank, 1000
+        output, shard = torch.empty(n * numel), torch.zeros(numel)
+        shard.fill_(rank)
+        with comm.prepare_all_gather(output, shard) as handle:
+            for step, between in enumerate((1 << 10, 1 << 20, 3 << 20)):
+                handle.arm()
+                shard.fill_(10 * step + rank)
+                handle.trigger()
+                assert output.view(n, numel).eq(10 * step + torch.arange(n)[:, None]).all()
+                large, whole = torch.full((between,), float(rank)), torch.empty(n * between)
+                comm.all_gather(whole, large)
+                assert whole.view(n, between).eq(torch.arange(n)[:, None]).all()
+
+
+@on_ranks(3)
+def test_what_is_armed_can_be_cancelled(group: dist.ProcessGroup) -> None:
     """Handles that all ranks close armed leave no trace."""
     with communicator(group) as comm:
         n = comm.world_size
@@ -44,10 +150,6 @@ def cancelled(group: dist.ProcessGroup) -> None:
         assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
         left = comm.prepare_all_gather(out, shard)
         left.arm()  # close() of the communicator ends it
-
-
-def test_what_is_armed_can_be_cancelled(pool: RankPool) -> None:
-    pool.run(cancelled, 3)
 
 
 def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -195,7 +297,9 @@ def test_handles_know_what_runs_next_to_them(pool: RankPool, setting: str, besid
     assert pool.run(prepared_beside, 2, setting, beside) == [[alone] * 2] * 2
 
 
-def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:
+@on_ranks(2, timeout_s=30)
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_next_handle_is_armed_before_the_wait_for_one(group: dist.ProcessGroup, on_gpus: bool) -> None:
     """A call that the host has fired is waited for while the next one is armed, whose trigger comes behind that."""
     with made_up_gpus() if on_gpus else contextlib.nullcontext() as driver, communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
@@ -216,8 +320,3 @@ def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:
                     driver.synchronize()
                 assert outs[0].view(n, 4).eq(10 * step + torch.arange(n)[:, None]).all(), step
                 assert outs[1].view(n, 4).eq(10 * step - torch.arange(n)[:, None]).all(), step
-
-
-@pytest.mark.parametrize("on_gpus", [False, True])
-def test_the_next_handle_is_armed_before_the_wait_for_one(pool: RankPool, on_gpus: bool) -> None:
-    pool.run(armed_before_the_wait, 2, on_gpus, timeout_s=30)

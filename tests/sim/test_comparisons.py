@@ -218,7 +218,7 @@ def test_the_fastest_variant_has_those_beside_it_that_are_as_good(tmp_path: Path
 
 def test_what_a_machine_cannot_do_is_a_reason() -> None:
     nodes = comparison_of("000/8").evaluate([], named("h100x8x2"))
-    assert "not predicted among nodes" in nodes.missing[PREDICTED]
+    assert "what crosses nodes is modelled for" in nodes.missing[PREDICTED]
     assert not nodes.measured
     dlrm = comparison_of("001/15").evaluate([], named("h200x4"))
     assert "allowed=several of one GPU" in dlrm.missing[PREDICTED]

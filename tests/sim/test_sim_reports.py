@@ -16,24 +16,25 @@ from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.harness import drawing
+from sidelane_lab.machines import numbers as machine_files
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.panels import draw_all, mark_cut
-from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import conccl, operator_results, overlap
 from sidelane_lab.papers import fused as fused_paper
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.measurements import PairReadings
 from sidelane_lab.studies.fused import predict as sim_fused
 
 MACHINE = named("mi300x8")
 
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
-    workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    sim_study.c3_main("h200x4", C3Options(report=tmp_path), "000", workloads)
+    sim_study.c3_main("h200x4", C3Options(report=tmp_path))
     shown = capsys.readouterr().out
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
@@ -43,8 +44,7 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
 
 
 def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
-    options = C3Options(strategies=("c3_sp", "c3_rp"))
-    sim_study.c3_main("h200x4", options, "000", [parse_workload("cb1_896M")])
+    sim_study.c3_main("h200x4", C3Options(collectives=(Kind.ALL_GATHER,), strategies=("c3_sp", "c3_rp")))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
     assert "c3_sp: two streams, the collective first; c3_rp: the GEMM first" in shown and "c3_base:" not in shown
@@ -56,8 +56,8 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     certain = MACHINE
     for path, quantity in MACHINE.quantities().items():
         certain = certain.with_value(path, float(quantity))
-    monkeypatch.setattr(sim_study, "find", lambda name: certain)
-    sim_study.c3_main("mi300x8", C3Options(report=tmp_path), "000")
+    monkeypatch.setattr(machine_files, "find", lambda name: certain)
+    sim_study.c3_main("mi300x8", C3Options(workloads=tuple(TABLE_II), report=tmp_path))
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
@@ -153,7 +153,7 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     (panel,) = next(figure for figure in conccl.figures() if figure.name == "c3-conccl").panels(only, True)
     band = panel.curves["conccl"]
     assert all(low < mean < high for low, mean, high in zip(band.low, band.values, band.high, strict=True))
-    assert band.values[-1] == pytest.approx(conccl.C3Context(MACHINE).mean_speedup("conccl"))
+    assert band.values[-1] == pytest.approx(PairReadings.of(conccl.pair_rows(MACHINE)).mean_speedup("conccl"))
 
 
 @pytest.mark.parametrize(("least", "strokes"), [(0.0, 0), (-5.0, 0), (0.9, 2)])

@@ -25,9 +25,11 @@ from sidelane_lab.model.pipeline import (
 )
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.strategies import partitions, predict, predictable
-from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
+from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, table_ii_workload
 from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
+from sidelane_lab.papers.conccl import pair_rows
+from sidelane_lab.papers.measurements import PairReadings, pair_name
 
 MACHINE = named("mi300x8")
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200x2"
@@ -39,15 +41,18 @@ def study():
     return c3_study(MACHINE)
 
 
-def test_the_study_is_complete_and_all_classes_are_right(study):
-    assert len(study.rows) == 15 * 2 * len(predictable())
-    for row in study.select("serial"):
-        expected = next(c for n, c in TABLE_II.items() if table_ii_workload(n, row.workload.collective) == row.workload)
-        assert row.c3_class is expected
+@pytest.fixture(scope="module")
+def pairs():
+    return PairReadings.of(pair_rows(MACHINE))
+
+
+def test_the_study_is_complete_and_all_classes_are_right(study, pairs):
+    assert len(study) == 15 * 2 * len(predictable())
+    assert pairs.class_words() == TABLE_II
 
 
 def test_serial_is_the_sum_and_nothing_beats_the_longer_by_much(study):
-    for row in study.rows:
+    for row in study:
         if row.strategy == "serial":
             assert row.time_us == pytest.approx(row.gemm_us + row.comm_us)
         else:
@@ -62,18 +67,19 @@ def test_an_own_part_that_stays_costs_nothing_next_to_a_gemm() -> None:
     assert predict(machine, gather, "conccl_left").time_us == predict(machine, gather, "conccl").time_us
 
 
-def test_averages_come_in_the_papers_order(study):
-    best = study.best_percent(("c3_base", "c3_sp", "c3_rp", "c3_sp_rp"))
-    order = [study.percent(name) for name in ("c3_base", "c3_rp", "c3_sp")]
-    order += [best, study.percent("conccl"), study.percent("conccl_rp")]
+def test_averages_come_in_the_papers_order(pairs):
+    best = pairs.best_percent(("c3_base", "c3_sp", "c3_rp", "c3_sp_rp"))
+    order = [pairs.percent(name) for name in ("c3_base", "c3_rp", "c3_sp")]
+    order += [best, pairs.percent("conccl"), pairs.percent("conccl_rp")]
     assert order == sorted(order) and len(set(order)) == len(order)
 
 
 def test_a_bar_has_one_partition_the_best_on_average(study):
     bars: dict[tuple, list] = {}
-    for row in study.rows:
+    for row in study:
         if row.strategy == "c3_rp":
-            bars.setdefault((row.workload.collective, TABLE_II[pair_name(row)]), []).append(row)
+            name = pair_name((row.workload.gemm.tag, row.workload.nbytes, ""))
+            bars.setdefault((row.workload.collective, TABLE_II[name]), []).append(row)
     assert sum(map(len, bars.values())) == 30
     for rows in bars.values():
         assert len({row.units for row in rows}) == 1

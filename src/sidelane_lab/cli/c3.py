@@ -234,6 +234,7 @@ class C3Options(PairOptions):
     )
     known: Isolated | None = None  # isolated times and rows that are there: the study fills them in
     done: frozenset[Key] = frozenset()
+    version: str = "000"  # of the ConCCL paper, of predictions of its whole study
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
@@ -364,13 +365,12 @@ def _predict(machine: str, version: str, results: Path | None, options: C3Option
         refuse_beside_machine("results", "json", "report")
         loaded("studies.c3.prediction").main(machine, results, options.report, options.json)
         return
-    workloads = []
     if any(map(given, ("pairs", "gemms", "sizes", "by_class"))):
         refuse_beside_machine("pairs", "gemms", "sizes", "by_class", "collectives", "strategies", "json", "report")
-        workloads = [parse_workload(pair, kind) for kind in options.collectives for pair in options.workloads]
     else:
         refuse_beside_machine("version", "json", "report")
-    loaded("papers.predictions").c3_main(machine, options, version, workloads)
+        options = dataclasses.replace(options, workloads=tuple(loaded("model.study").TABLE_II), version=version)
+    loaded("papers.predictions").c3_main(machine, options)
 
 
 c3 = command(

@@ -21,10 +21,9 @@ from sidelane_lab.model.panels import Panel, PaperFigure, TimelinePanel
 from sidelane_lab.model.study import SIZES, TABLE_II
 from sidelane_lab.pairs.workload import TABLE_I, parse_gemm
 from sidelane_lab.papers import conccl, dma, fused, overlap
-from sidelane_lab.papers.claim_measurements import CLASSES
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.dma import claimed_range
-from sidelane_lab.papers.measurements import BETWEEN_NODES, FIFTH
+from sidelane_lab.papers.measurements import BETWEEN_NODES, CLASSES, FIFTH
 from sidelane_lab.traces import dlrm_study
 
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
@@ -76,7 +75,7 @@ def _gemm_words(machine: Machine | None, ranges: bool, version: str) -> Mapping[
 
 def _class_words(machine: Machine | None, ranges: bool, version: str) -> Mapping[str, str]:
     assert machine is not None
-    return conccl.C3Context(machine, version).classes
+    return panels.class_words(conccl.pair_rows(machine, version))
 
 
 def _best_words(kind: Kind) -> Callable[[Machine | None, bool, str], Mapping[str, str]]:

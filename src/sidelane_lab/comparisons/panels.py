@@ -223,15 +223,8 @@ def alone_words(us: float, slower_percent: float) -> str:
 
 
 def class_words(file: ResultFile) -> dict[str, str]:
-    """Table II of the ConCCL paper: the measured class of each pair."""
-    pairs = PairReadings.of(file)
-    found: dict[str, dict[str, str]] = {}
-    for pair, rows in pairs.rows.items():
-        found.setdefault(pair_name(pair), {})[pair[2]] = rows["serial"]["class"]
-    return {
-        name: next(iter(by.values())) if len(set(by.values())) == 1 else ", ".join(f"{k}: {c}" for k, c in by.items())
-        for name, by in found.items()
-    }
+    """Table II of the ConCCL paper: the class of each pair by its own times."""
+    return PairReadings.of(file).class_words()
 
 
 def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:

@@ -65,7 +65,8 @@ class Meter:
         self._hidden_factor = 1.0
         # Never the legacy default stream: some collectives refuse it, and it waits for every other stream.
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        if device_barrier is not None:  # what loads a kernel or connects for the first time waits for armed calls
+        if self._stream is not None and device_barrier is not None:
+            # Kernels that are loaded and groups that connect for the first time wait for calls that are armed.
             with self.on_stream():
                 torch.cuda._sleep(1)
                 device_barrier()

@@ -21,7 +21,7 @@ def predict_study(
     machine_name: str,
     options: StudyOptions,
     *,
-    further: Callable[[Machine], Sequence[Table]] = lambda machine: (),
+    tables: Callable[[Machine, Sequence[Any]], Sequence[Table]] | None = None,
     draw: Callable[[Machine, Sequence[Any], Path], object] | None = None,
 ) -> None:
     """Predict the study that the options are of: print its tables, and write what the options ask for.
@@ -29,7 +29,7 @@ def predict_study(
     Args:
         machine_name: name in the catalogue, or a TOML or JSON file.
         options: options of the study, with where to write.
-        further: makes tables that are printed behind those of the rows.
+        tables: makes tables of rows for a machine, in place of the study's tables.
         draw: draws rows for a machine into the folder of a report, in place of the study's pictures.
 
     Raises:
@@ -40,7 +40,7 @@ def predict_study(
     with progress_console().status("simulating"):
         rows = study.predict(machine, options)
     console.print(f"{study.title}: predicted for {machine.title}", style="bold")
-    for table in (*study.tables(rows), *further(machine)):
+    for table in study.tables(rows) if tables is None else tables(machine, rows):
         console.print(table.to_rich())
     numbers = [row.to_dict() for row in rows]
     files = write_report(options.json, options.report, study.name, machine, numbers, f"{study.name}_predicted")

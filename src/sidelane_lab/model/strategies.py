@@ -29,7 +29,7 @@ class Prediction:
     Attributes:
         units: compute units of the collective where the strategy chose them, else 0.
         gemm_us, comm_us: alone; ``comm_us`` is the vendor library's, as in the papers' definition of ideal.
-        best_comm_us: the faster of the library's and that of DMA engines.
+        engines_us: the collective on DMA engines, alone.
         time_us: both together.
         other_us: both together, if the other of the two gets the units first; None where nothing is left to chance.
     """
@@ -39,10 +39,15 @@ class Prediction:
     units: int
     gemm_us: float
     comm_us: float
-    best_comm_us: float
+    engines_us: float
     time_us: float
     timeline: tuple[Interval, ...] = ()
     other_us: float | None = None
+
+    @property
+    def best_comm_us(self) -> float:
+        """The faster of the library's collective and that of DMA engines, alone."""
+        return min(self.comm_us, self.engines_us)
 
     @property
     def speedup(self) -> float:
@@ -121,10 +126,9 @@ def predict(
     alone, engines = (
         gangs_us(machine, made(machine, workload.collective, workload.nbytes)) for made in (library_gangs, engine_gangs)
     )
-    fastest = min(alone, engines)
     alone_gemm = gemm_us(machine, workload.gemm)
     other_us = others[0].time_us if others else None
-    return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline, other_us)
+    return Prediction(workload, chosen.name, best, alone_gemm, alone, engines, run.time_us, run.timeline, other_us)
 
 
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:

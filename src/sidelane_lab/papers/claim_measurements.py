@@ -26,12 +26,13 @@ from sidelane_lab.harness.study import AS_GOOD
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.pairs.workload import Bound
-from sidelane_lab.papers import dma
+from sidelane_lab.papers import conccl, dma
 from sidelane_lab.papers.claims import numbers, published, value_text
-from sidelane_lab.papers.conccl import CB, MB
+from sidelane_lab.papers.conccl import ALL_CLASSES, CB, MB
 from sidelane_lab.papers.dma import NAMES, claimed_range
 from sidelane_lab.papers.measurements import (
     BETWEEN_NODES,
+    CLASSES,
     FIFTH,
     ChainReadings,
     CollectiveReadings,
@@ -43,7 +44,6 @@ from sidelane_lab.papers.measurements import (
     UnitReadings,
     find_results,
     normalised_between_nodes,
-    pair_name,
 )
 from sidelane_lab.papers.rows import ClaimReading
 
@@ -51,8 +51,6 @@ MB_BYTES = 1 << 20
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
 TENTH = 32 / 304
 """Share of an MI300X's units that the ConCCL paper's collectives need at least."""
-CLASSES = "c3-classes"
-"""Pairs of every class and bound: a file of the study ``c3``."""
 FILES = {
     "collectives": "collectives.json",
     "prelaunch": "prelaunch.json",
@@ -207,12 +205,8 @@ def _both(measure: Callable[[Kind], Any]) -> dict[str, Any]:
     return {name: measure(kind) for name, kind in NAMES.items()}
 
 
-def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
-    return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
-
-
 def _classes(read: Callable[[PairReadings], Any], differs: str) -> ClaimReading:
-    return ClaimReading(CLASSES, lambda file: read(PairReadings.of(file)), differs)
+    return dataclasses.replace(conccl.pairs(read, differs), study=CLASSES)
 
 
 def _units(read: Callable[[UnitReadings], Any], differs: str = "") -> ClaimReading:
@@ -227,39 +221,12 @@ def _pipelines(read: Callable[[PipelineReadings], Any], differs: str = "") -> Cl
     return ClaimReading("occupancy", lambda file: read(PipelineReadings(file)), differs)
 
 
-def _class_of(name: str) -> Callable[[PairReadings], str]:
-    def read(pairs: PairReadings) -> str:
-        mine = {pair[2]: found["serial"]["class"] for pair, found in pairs.rows.items() if pair_name(pair) == name}
-        words = [f"{one} with {kind}" for kind, one in mine.items()]
-        return next(iter(mine.values())) if len(set(mine.values())) == 1 else ", ".join(words) or _nothing()
-
-    return read
-
-
 def _nothing() -> NoReturn:
     raise ValueError("no such row")
 
 
 def _needed_share(units: UnitReadings) -> list[float]:
     found = [100 * units.needed(kind) / units.units for kind in ("all_gather", "all_to_all")]
-    return [min(found), max(found)]
-
-
-def _order_holds(pairs: PairReadings) -> bool:
-    best = pairs.best_percent(LIBRARY_STRATEGIES)
-    everywhere = all(
-        pairs.percent("conccl", kind, c3_class) > pairs.percent("c3_base", kind, c3_class)
-        for kind in (AG, AA)
-        for c3_class in pairs.classes(kind)
-    )
-    return everywhere and pairs.percent("conccl_rp") >= pairs.percent("conccl") > best
-
-
-LIBRARY_STRATEGIES = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
-
-
-def _group_range(pairs: PairReadings, strategy: str) -> list[float]:
-    found = [pairs.mean_speedup(strategy, kind, one) for kind in (AG, AA) for one in pairs.classes(kind)]
     return [min(found), max(found)]
 
 
@@ -279,11 +246,6 @@ def _units_to_gain(pairs: PairReadings) -> int:
 def _units_and_us(part: str) -> tuple[int, float]:
     units, time_us = part.split()
     return int(units), float(time_us)
-
-
-def _gain_over(pairs: PairReadings, strategy: str, other: str) -> float:
-    both = pairs.ran_under(strategy, other)
-    return both.percent(strategy) - both.percent(other)
 
 
 def _right(heuristic: str) -> Callable[[ResultFile], dict[str, int]]:
@@ -395,21 +357,18 @@ def _last_two(curve: list[float]) -> list[float]:
     return curve[-2:]
 
 
-BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
 COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
-ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
 STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
 SHARE = "the same share of the units is taken: 16 and 32 of 132"
 ONE_MACHINE = "two GPUs of one machine stand in for nodes, over sockets; the copies of the unfused way count"
 PROGRAMS_WORDS = "programs on a unit, of 16, stand in for the occupancy"
 
 READINGS: dict[str, ClaimReading] = {
-    **{check.claim_id: check.predict for check in dma.PAPER.checks if isinstance(check.predict, ClaimReading)},
-    "C3-TAX-02": _pairs(lambda p: dict(Counter(p.rows[pair]["serial"]["class"] for pair in p.pairs(AG))), BY_CLASS),
     **{
-        claim_id: _pairs(_class_of(claim_id.removeprefix("C3-T2-").replace("-", "_")))
-        for claim_id in published()
-        if claim_id.startswith("C3-T2-")
+        check.claim_id: check.predict
+        for paper in (conccl.PAPER, dma.PAPER)
+        for check in paper.checks
+        if isinstance(check.predict, ClaimReading)
     },
     "C3-CU-01": _units(_needed_share, "within 5% of the time with all units; only powers of two from 8 were tried"),
     "C3-CU-02": ClaimReading("heuristics", _launched_units(AG), "NCCL's blocks, one on a unit"),
@@ -424,33 +383,15 @@ READINGS: dict[str, ClaimReading] = {
         COMPUTE_BOUND,
     ),
     "C3-CU-09": _classes(_units_to_gain, f"{ALL_CLASSES}; 0: no number of units makes them faster on average"),
-    "C3-ID-01": _pairs(lambda p: statistics.fmean(map(p.ideal, p.rows)), BY_CLASS),
-    "C3-ID-02": _pairs(lambda p: [min(map(p.ideal, p.rows)), max(map(p.ideal, p.rows))]),
-    "C3-BASE-01": _pairs(lambda p: p.mean_speedup("c3_base")),
-    "C3-BASE-02": _pairs(lambda p: p.percent("c3_base")),
-    "C3-BASE-03": _pairs(lambda p: _group_range(p, "c3_base")),
-    "C3-BASE-04": _pairs(lambda p: p.class_range("c3_base", AA)),
-    "C3-BASE-05": _pairs(lambda p: p.class_range("c3_base", AG)),
-    "C3-BASE-06": _pairs(lambda p: p.mean_speedup("c3_base", AA)),
-    "C3-SP-01": _pairs(lambda p: p.percent("c3_sp")),
-    "C3-SP-02": _pairs(lambda p: p.class_range("c3_sp", AA)),
-    "C3-SP-03": _pairs(lambda p: p.class_range("c3_sp", AG)),
-    "C3-RP-01": _pairs(lambda p: p.percent("c3_rp")),
-    "C3-SPRP-01": _pairs(lambda p: _gain_over(p, "c3_sp_rp", "c3_sp"), "over the pairs that ran under both"),
-    "C3-BEST-01": _pairs(lambda p: p.best_percent(LIBRARY_STRATEGIES)),
     "C3-HEU-01": ClaimReading("heuristics", _right("partition")),
     "C3-HEU-02": ClaimReading("heuristics", _worst_loss, "the greatest loss of those that are wrong"),
     "C3-HEU-05": ClaimReading("heuristics", _right("launch_order"), "how often the rule gives the faster order"),
     "CC-01": dma.collectives(lambda c: dma.worst_gap(c, (AG,)), "pcpy in a graph"),
     "CC-02": dma.collectives(lambda c: 1 / c.behind(AG, ("pcpy",), c.sizes(AG, 32 * MB_BYTES)), "pcpy in a graph"),
-    "CC-03": _pairs(lambda p: p.percent("conccl")),
-    "CC-04": _pairs(lambda p: p.mean_speedup("conccl", AA)),
     "CC-05": _classes(
         lambda p: {strategy: p.percent(strategy) for strategy in ("conccl_rp", "conccl")},
         f"{ALL_CLASSES}; conccl of the same pairs stands beside it",
     ),
-    "CC-06": _pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl"))),
-    "CC-07": _classes(_order_holds, ALL_CLASSES),
     "FU-SUM-01": _fused(_extremes, STRONGER),
     "FU-EMB-01": _fused(_mean_lower(EMBEDDING), STRONGER),
     "FU-EMB-02": _fused(lambda f: max(f.lower(EMBEDDING)), STRONGER),

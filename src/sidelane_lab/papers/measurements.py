@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from sidelane.program.collective import Kind
@@ -21,7 +22,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.files import text_of
 from sidelane_lab.harness.study import AS_GOOD, MODEL, PRELAUNCHED, studies
 from sidelane_lab.model.collectives import geomean
-from sidelane_lab.model.study import percent_of_means
+from sidelane_lab.model.study import TABLE_II, percent_of_means
 from sidelane_lab.pairs.workload import TABLE_I, Gemm, ideal_speedup
 from sidelane_lab.studies.fused.shapes import HALF
 from sidelane_lab.studies.prelaunch import CALL, KERNEL, STREAM
@@ -29,6 +30,8 @@ from sidelane_lab.studies.prelaunch import CALL, KERNEL, STREAM
 Row = Mapping[str, Any]
 FIFTH = 64 / 304
 """Share of the units that the ConCCL paper's collectives need at most, of an MI300X's 304."""
+CLASSES = "c3-classes"
+"""Pairs of every class and bound: a file of the study ``c3``."""
 BETWEEN_NODES = "fused_between_nodes"
 """Study of fused embeddings on two GPUs as two nodes, whose file is no file of a declared study."""
 
@@ -48,6 +51,11 @@ class ResultFile:
     def where(self) -> str:
         """The ranks and the device, for titles: ``2 x H200``."""
         return f"{self.ranks} x {self.device.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+
+    @property
+    def predicted(self) -> bool:
+        """The model filled the rows."""
+        return self.path == Path()
 
 
 def read_results(path: Path) -> ResultFile | None:
@@ -161,36 +169,50 @@ Pair = tuple[str, int, str]
 
 
 class PairReadings:
-    """Pairs of a GEMM and a collective under strategies, as papers define speedups: over the library's collective."""
+    """Pairs of a GEMM and a collective under strategies, as papers define speedups: over the library's collective.
 
-    def __init__(self, rows: Mapping[Pair, Mapping[str, Row]]) -> None:
+    Args:
+        rows: by pair and strategy.
+        given: classes of pairs that are not those of the rows.
+    """
+
+    def __init__(
+        self, rows: Mapping[Pair, Mapping[str, Row]], given: Mapping[Pair, str] = MappingProxyType({})
+    ) -> None:
         self.rows = {pair: found for pair, found in rows.items() if "serial" in found}
+        self._given = given
 
     @classmethod
     def of(cls, file: ResultFile) -> Self:
-        """Read a file."""
+        """Read a file. Predicted pairs are grouped as the paper's Table II has them, whatever numbers are varied."""
         found: dict[Pair, dict[str, Row]] = {}
         for row in file.rows:
             if row["time_us"] is not None:
                 found.setdefault((row["gemm"], row["bytes"], row["collective"]), {})[row["strategy"]] = row
-        return cls(found)
+        names = {pair: pair_name(pair) for pair in found if file.predicted}
+        return cls(found, {pair: TABLE_II[name] for pair, name in names.items() if name in TABLE_II})
 
     def ran_under(self, *strategies: str) -> Self:
         """Return the pairs that ran under all of some strategies."""
-        return type(self)({pair: found for pair, found in self.rows.items() if set(strategies) <= set(found)})
+        rows = {pair: found for pair, found in self.rows.items() if set(strategies) <= set(found)}
+        return type(self)(rows, self._given)
 
     def part(self, kind: Kind | None = None, c3_class: str | None = None, bound: str | None = None) -> Self:
         """Return the pairs of a collective, of a class, and of a GEMM's bound as the file has it; None: of any."""
         mine = [pair for pair in self.pairs(kind, c3_class) if bound in (None, self.rows[pair]["serial"].get("bound"))]
-        return type(self)({pair: self.rows[pair] for pair in mine})
+        return type(self)({pair: self.rows[pair] for pair in mine}, self._given)
 
     def pairs(self, kind: Kind | None = None, c3_class: str | None = None, strategy: str = "serial") -> list[Pair]:
         """Return the pairs of a collective and a class that ran under a strategy; None: of any."""
         return [
             pair
             for pair, found in self.rows.items()
-            if kind in (None, pair[2]) and c3_class in (None, found["serial"]["class"]) and strategy in found
+            if kind in (None, pair[2]) and c3_class in (None, self.c3_class(pair)) and strategy in found
         ]
+
+    def c3_class(self, pair: Pair) -> str:
+        """Return the class that a pair is grouped by."""
+        return str(self._given.get(pair, self.own_class(pair)))
 
     def ideal(self, pair: Pair) -> float:
         """Return the ideal speedup of a pair."""
@@ -207,14 +229,26 @@ class PairReadings:
         return statistics.fmean(self.speedup(pair, strategy) for pair in self.pairs(kind, c3_class, strategy))
 
     def percent(self, strategy: str, kind: Kind | None = None, c3_class: str | None = None) -> float:
-        """Return the percent of ideal of a group, from the mean speedups as :class:`C3Study` has it."""
+        """Return the percent of the papers' ideal of a group, by mean speedups: the paper's 21% are of 1.13 and 1.6."""
         pairs = self.pairs(kind, c3_class, strategy)
         gained = percent_of_means(self.speedup(pair, strategy) for pair in pairs)
         return 100 * gained / percent_of_means(map(self.ideal, pairs))
 
+    def own_class(self, pair: Pair) -> str:
+        """Return the class that a pair has by its own times."""
+        return str(self.rows[pair]["serial"]["class"])
+
+    def class_words(self) -> dict[str, str]:
+        """Return the own class of the pairs of each name, in words where it differs by collective."""
+        found: dict[str, dict[str, str]] = {}
+        for pair in self.rows:
+            found.setdefault(pair_name(pair), {})[pair[2]] = self.own_class(pair)
+        words = {name: ", ".join(f"{kind}: {own}" for kind, own in by.items()) for name, by in found.items()}
+        return {n: next(iter(by.values())) if len({*by.values()}) == 1 else words[n] for n, by in found.items()}
+
     def classes(self, kind: Kind | None = None) -> list[str]:
         """Return the classes that have pairs."""
-        return list(dict.fromkeys(self.rows[pair]["serial"]["class"] for pair in self.pairs(kind)))
+        return list(dict.fromkeys(map(self.c3_class, self.pairs(kind))))
 
     def class_range(self, strategy: str, kind: Kind) -> list[float]:
         """Return the least and the greatest percent of ideal of a class."""

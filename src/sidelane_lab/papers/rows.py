@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.options import StudyOptions
-from sidelane_lab.harness.study import study_of
+from sidelane_lab.harness.study import FlatRow, study_of
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import BANDS, Panel, PublishedValue
@@ -27,13 +27,18 @@ MOST_TICKS = 6
 """Number of sizes that can be named below a panel of a row."""
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def model_rows(machine: Machine, options: StudyOptions) -> ResultFile:
     """Return the rows that the model fills for a machine. ``options``: of a study that predicts."""
     predict = study_of(options.study).predict
     assert predict is not None, options.study
-    rows = tuple(row.exact() for row in predict(machine, options))
-    return ResultFile(Path(), options.study, machine.name, machine.title, machine.world_size, rows)
+    return in_file(machine, options.study, predict(machine, options))
+
+
+def in_file(machine: Machine, study: str, rows: Sequence[FlatRow]) -> ResultFile:
+    """Return predicted rows as those of a file."""
+    exact = tuple(row.exact() for row in rows)
+    return ResultFile(Path(), study, machine.name, machine.title, machine.world_size, exact)
 
 
 class PredictedStudies(Protocol):

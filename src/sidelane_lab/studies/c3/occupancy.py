@@ -26,7 +26,7 @@ from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Job
-from sidelane_lab.pairs.pair import GemmRun, Workers, check_launch, pair_streams
+from sidelane_lab.pairs.pair import GemmRun, PairLaunch, Workers, check_launch, pair_streams
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
@@ -320,7 +320,7 @@ class PipelinedPair:
             once = lambda calls=calls: self._run.start() if next(calls) == 0 else lambda: None  # noqa: E731
             pipelined = Pipelined(shaped.launch, once, self._streams, self._second, workers)
             launch = functools.partial(pipelined.overlapped, schedule)
-            problem = check_launch(self._meter, "a pipeline", launch, self._run, gemms, seed)
+            problem = check_launch(self._meter, PairLaunch("a pipeline", launch, self._run, gemms), seed)
             if problem is not None:
                 return problem.text
         return None

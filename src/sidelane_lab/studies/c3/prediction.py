@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import Mover, Strategy
+from sidelane.c3.strategies import named as strategy_named
+from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.cli.output import write_json
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
@@ -23,10 +28,17 @@ from sidelane_lab.machines.ranges import in_between, nearest
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import KINDS, default_units
 from sidelane_lab.model.device import run_device
-from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels, predict
-from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of
+from sidelane_lab.model.strategies import PairAlone, Prediction, objection, pair_kernels, predict
+from sidelane_lab.model.study import TABLE_II, c3_study
+from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of, ideal_speedup, parse_workload
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 
+SERIAL = "serial"
+ALL = tuple(strategy.name for strategy in all_strategies())
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("comm_us", "time_us", "speedup", "percent_of_ideal", "percent_of_ideal_nccl"),
+)
+"""Figures of a row without a prediction."""
 OUT_OF_PLACE = "out of place"
 """Words of a note: the collective had a buffer of its own for its output."""
 
@@ -64,6 +76,52 @@ class Compared:
     def _off(self, predicted: float | None) -> float | None:
         measured = self.row.time_us
         return None if predicted is None or not measured or self.between else predicted / measured - 1
+
+
+def predicted_rows(machine: Machine, options: C3Options) -> list[C3Row]:
+    """Return the rows of a machine that is described; with all pairs of Table II those of the ConCCL paper's study.
+
+    Raises:
+        ValueError: a pair, a strategy or a machine that the model does not speak to.
+    """
+    if options.workloads == tuple(TABLE_II):
+        machine.refuse_nodes("c3 without pairs, which is the ConCCL paper's study")
+        return [_row(one) for one in c3_study(machine, options.strategies, version=options.version)]
+    rows = []
+    for kind, text in itertools.product(options.collectives, options.workloads):
+        workload = parse_workload(text, kind)
+        serial = _row(predict(machine, workload, SERIAL))  # which has the times of both alone
+        others = [named for name in options.strategies or ALL if (named := strategy_named(name)).concurrent]
+        rows += [serial, *(_row_under(machine, workload, strategy, serial) for strategy in others)]
+    return rows
+
+
+def _row_under(machine: Machine, workload: Workload, strategy: Strategy, serial: C3Row) -> C3Row:
+    if not (reason := objection(strategy, machine)):
+        return _row(predict(machine, workload, strategy))
+    return dataclasses.replace(serial, **NOTHING, strategy=strategy.name, note=reason)
+
+
+def _row(found: Prediction) -> C3Row:
+    strategy, best_us = strategy_named(found.strategy), found.best_comm_us
+    other = f"{found.other_us:.5g} us where the other of the two gets the units first" if found.other_us else ""
+    alone_us = {Mover.SM: None, Mover.LIBRARY: found.comm_us}.get(strategy.mover, found.engines_us)
+    return C3Row(
+        **found.workload.columns,
+        c3_class=found.c3_class,
+        strategy=found.strategy,
+        chosen="",
+        gemm_us=found.gemm_us,
+        comm_us=alone_us,
+        best_comm_us=best_us,
+        time_us=found.time_us,
+        speedup=(found.gemm_us + best_us) / found.time_us,
+        ideal=ideal_speedup(found.gemm_us, best_us),
+        percent_of_ideal=found.percent,
+        percent_of_ideal_nccl=found.percent_of_library,
+        units=found.units,
+        note=other,
+    )
 
 
 def main(machine_name: str, file: Path, report: Path | None, json: Path | None) -> list[Compared]:

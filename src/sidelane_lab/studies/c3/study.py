@@ -22,6 +22,7 @@ from sidelane_lab.harness.study import Picture, Results, Study
 from sidelane_lab.studies.c3.rows import NOT_RUN, C3Row, c3_tables, too_few_cores
 
 if TYPE_CHECKING:
+    from sidelane_lab.machines.spec import Machine
     from sidelane_lab.pairs.isolated import Isolated
 
 
@@ -90,6 +91,13 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     yield from measure(rank, options, sender)
 
 
+def _predict(machine: Machine, options: C3Options) -> list[C3Row]:
+    """Fill the rows for a machine that is described."""
+    from sidelane_lab.studies.c3.prediction import predicted_rows
+
+    return predicted_rows(machine, options)
+
+
 def _draw(rows: Sequence[C3Row], results: Results, folder: Path) -> list[Picture]:
     """Draw the pairs."""
     from sidelane_lab.studies.c3.pictures import draw_pairs
@@ -116,6 +124,7 @@ STUDY = Study(
     warning=too_few_cores,
     key=key_of_row,
     measure=_measure,
+    predict=_predict,
     main=main,
     progress="computation and communication",
 )

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.drawing import (
     BLACK,
     BLUE,
@@ -33,11 +34,13 @@ from sidelane_lab.harness.drawing import (
     size_axis,
 )
 from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.table import grouped
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.strategies import predict
-from sidelane_lab.model.study import c3_study
+from sidelane_lab.model.study import TABLE_II, percent_of_means
 from sidelane_lab.pairs.workload import Workload, parse_gemm, parse_workload
+from sidelane_lab.studies.c3.prediction import predicted_rows
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
 PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}
@@ -74,8 +77,11 @@ def draw(data: dict[str, Any], folder: Path) -> list[Picture]:
 
 def overlap_percents(data: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return mean percents of ideal by strategy: predicted for MI300X, measured and predicted for H200."""
-    study = c3_study(named(PREDICTED))
-    predicted = {strategy: study.percent_of_fastest(strategy) for strategy in PAPER}
+    pairs = predicted_rows(named(PREDICTED), C3Options(workloads=tuple(TABLE_II), strategies=tuple(PAPER)))
+    predicted = {}
+    for strategy, alike in grouped(pairs, lambda row: row.strategy, ordered=False):
+        speedups, ideals = ([getattr(row, name) or 0.0 for row in alike] for name in ("speedup", "ideal"))
+        predicted[strategy] = 100 * percent_of_means(speedups) / percent_of_means(ideals)
     found: dict[str, list[float]] = {}
     again: dict[str, list[float]] = {}
     machine = named(MEASURED_LIKE)
