@@ -46,7 +46,7 @@ from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.ordinary import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 from sidelane_lab.traces import dlrm_study as dlrm
