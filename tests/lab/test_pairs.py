@@ -1,4 +1,4 @@
-"""Pairs: GEMMs and classes of the ConCCL paper, ideal and speedup, which calls are timed, and the judgement of a run."""
+"""Pairs: GEMMs and classes of the ConCCL paper, ideal and speedup, which calls are timed, and what a run says."""
 
 from __future__ import annotations
 
