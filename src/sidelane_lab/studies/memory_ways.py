@@ -30,7 +30,8 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.studies.ordinary.rows import STAGED, SYMMETRIC
+
+SYMMETRIC, STAGED = "symmetric", "staged"
 
 PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
     {
