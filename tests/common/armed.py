@@ -39,10 +39,10 @@ class Armed:
             executor.order(self.world.streams[rank].cuda_stream, executor.held_stream())
             self.data.ranks[rank].run(self.world.epoch, (executor.held_stream(), False))
 
-    def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None) -> None:
+    def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None, *, follows: bool = True) -> None:
         for rank in self._ranks(ranks):
             handle = self.world.streams[rank].cuda_stream if stream is None else stream
-            self.triggers[rank].fire(self.world.epoch, (handle, False))
+            self.triggers[rank].fire(self.world.epoch, (handle, False), follows=follows)
 
     def fire_from_host(self, ranks: Sequence[int] | None = None) -> None:
         for rank in self._ranks(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -132,6 +133,20 @@ def test_the_trigger_follows_the_stream_and_is_followed_by_it(pair: World) -> No
         for driver in pair.drivers:
             driver.synchronize()
         assert [seen[rank] for rank in range(2)] == [good.tolist() for good in expected]
+
+
+def test_work_behind_a_trigger_of_a_loaded_program_does_not_wait_for_its_end(pair: World) -> None:
+    """The caller's stream follows a program that it has loaded where it waits for the work: the peer may fire later."""
+    armed = Armed(pair, gather(2))
+    expected = armed.data.fill(1)
+    armed.arm()
+    went_on = threading.Event()
+    armed.fire([0], follows=False)
+    pair.drivers[0].do(pair.streams[0].cuda_stream, went_on.set)
+    assert went_on.wait(10)
+    armed.fire([1], follows=False)
+    pair.synchronize()
+    armed.data.check(expected)
 
 
 @pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Trigger(Protocol):
     """Flags of this rank that its caller signals while a program is under way."""
 
-    def fire(self, epoch: int, caller: CallerStream) -> None:
-        """Signal behind the caller's work so far. The caller's next work follows the end of what runs ahead."""
+    def fire(self, epoch: int, caller: CallerStream, *, follows: bool = False) -> None:
+        """Signal behind the caller's work so far. ``follows``: the caller's next work follows the end of the call."""
         ...
 
     def fire_from_host(self, epoch: int) -> None:

@@ -146,7 +146,7 @@ class CpuTrigger:
     def __init__(self, words: Sequence[tuple[int, Value]]) -> None:
         self._words = [(ctypes.c_uint32.from_address(address), value) for address, value in words]
 
-    def fire(self, epoch: int, caller: CallerStream) -> None:
+    def fire(self, epoch: int, caller: CallerStream, *, follows: bool = False) -> None:
         self.fire_from_host(epoch)
 
     def fire_from_host(self, epoch: int) -> None:

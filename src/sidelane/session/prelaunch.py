@@ -110,7 +110,7 @@ class Prelaunched(LoadedProgram):
         self._require_armed("trigger")
         caller = self._caller_stream("trigger")
         with self._calls.failing_for_good():
-            self._triggers[0].fire(self._epoch, caller)
+            self._triggers[0].fire(self._epoch, caller, follows=True)
         self._end_behind(caller)
 
     def trigger_from_host(self) -> None:

@@ -169,14 +169,14 @@ class CudaTrigger(_FlagCalls):
         self._expect, self._follow = slice(count + 1, count + 3), slice(count + 2, count + 3)
         super().__init__(executor, ops, values, title)
 
-    def fire(self, epoch: int, caller: CallerStream) -> None:
-        """Signal behind the work of a stream, whose next work follows the end if the trigger fires a whole call.
+    def fire(self, epoch: int, caller: CallerStream, *, follows: bool = False) -> None:
+        """Signal behind the work of a stream. ``follows``: its next work follows the end, which ``ended`` tells.
 
         Raises:
             PeerError, PeerTimeoutError: an invocation failed.
             DriverError: the driver refused it. The executor is of no use any more.
         """
-        self._submit("trigger", epoch, caller[0], self._fire)
+        self._submit("trigger", epoch, caller[0], self._fire if follows else self._signal)
 
     def fire_from_host(self, epoch: int) -> None:
         """Signal at once, without order behind a stream. Raises as :meth:`fire`."""
