@@ -177,6 +177,8 @@ class Meter:
                 problem = self._checked(way, way.run_again, next(seeds))
                 if problem is not None:
                     problems[key] = problem
+                elif not way.as_graph:  # a replay is no call: the library's last one was another way's
+                    way.settle()
                 way.close()
         return [WayOutcome(key, ways.get(key), rounds.get(key), problems.get(key)) for key in makers]
 
@@ -194,13 +196,13 @@ class Meter:
             refused = self.attempt(way.capture)
             if refused is not None:
                 return Problem(f"capture: {refused}")
-        return self._checked(way, way.run, seed)
-
-    def _checked(self, way: Way, run: Callable[[], None], seed: int) -> Problem | None:
-        problem = self.check(way.label, functools.partial(_run, way, run, seed), lambda: way.error(seed))
+        problem = self._checked(way, way.run, seed)
         if problem is None:
             way.settle()
         return problem
+
+    def _checked(self, way: Way, run: Callable[[], None], seed: int) -> Problem | None:
+        return self.check(way.label, functools.partial(_run, way, run, seed), lambda: way.error(seed))
 
     def of_all_ranks(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank; all ranks have as many. Collective."""

@@ -123,7 +123,7 @@ class Way:
         """Go over to a graph."""
 
     def settle(self) -> None:
-        """Note after a right run what the library chose for it."""
+        """Note what the library chose for the last call, after a right run; for a graph, while that was its capture."""
 
     def close(self) -> None:
         """Release what it holds. All ranks alike."""
