@@ -155,6 +155,8 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
     said = advised(planned("library, own units", 800.0, 100.0, 400.0, 50.0, 150.0, 16))[0]
     assert said.startswith("Give the library's kernels 16 units of their own: 0.2")
     assert any("measure before" in line for line in advised(dataclasses.replace(better, high_us=260.0)))
+    hidden = TrainingPlan(H200, step, (dataclasses.replace(library, low_us=0.0), better))
+    assert any("measure before" in line for line in advice(hidden)), "nothing may stay exposed"
     assert advised(dataclasses.replace(better, times=library.times))[0].startswith("Leave")
     assert advised(planned("dma both", 800.0, 500.0, 900.0, 400.0, 600.0))[-1].endswith("about 12288 tokens a rank.")
 

@@ -409,7 +409,8 @@ def advice(planned: TrainingPlan) -> list[str]:
     if best.strategy != "library" and saved > WORTH * library.time_us:
         share = 100 * saved / library.time_us
         lines.append(f"{where}{_recipe(best)}: {_ms(saved)} ms a step less ({share:.0f}%).")
-        if (planned.usual.low_us or math.inf) < (best.high_us or 0.0):
+        least_us, most_us = planned.usual.low_us, best.high_us
+        if least_us is not None and most_us is not None and least_us < most_us:
             lines.append("The plausible ranges overlap: measure before you count on it.")
     else:
         lines.append(f"{where}Leave the library's kernels: copy engines save less than 1% of this step.")
