@@ -11,6 +11,7 @@
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
+# QUICK          what pytest runs in `make check`: it skips those that start ranks.
 # DEVICE_TESTS   files of tests for `make test-device`, where GPUs are lent for less than all takes; all if empty.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # YARDSTICK      options of `make yardstick`: "--jobs 8 --seconds 540 --out found.json" goes on from that file when called again.
@@ -30,6 +31,9 @@ TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
+QUICK ?= tests/c3 tests/choice tests/execute tests/machine tests/memory tests/program tests/session tests/sim/test_physics.py \
+  tests/test_house.py tests/test_errors.py --ignore=tests/execute/test_addresses.py --ignore=tests/choice/test_choice_cli.py \
+  --ignore=tests/execute/test_executor_property.py --ignore=tests/program/test_verify_pairs.py
 TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
 DEVICE_TESTS ?=
 MEASURE ?=
@@ -53,7 +57,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -83,7 +87,7 @@ test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
 
 nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
-	@for each in test-long test-restart test-clients attack soak coverage yardstick asan; \
+	@for each in specs test-long test-restart test-clients attack soak coverage yardstick asan; \
 	do $(MAKE) --no-print-directory $$each || failed="$$failed $$each"; done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
@@ -101,6 +105,9 @@ test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Glo
 
 versions: $(READY) ## try Python 3.11 to 3.14 with torch 2.11 to the newest; TRY="3.11:2.11 3.13:newest"
 	@PYTHONPATH=src $(BIN)/python tools/versions.py $(TRY)
+
+specs: $(READY) ## explore the models of protocols, which are apart from the code; ten seconds
+	@$(BIN)/python -m pytest -q specs
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart

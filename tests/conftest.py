@@ -12,7 +12,7 @@ import pytest
 
 from sidelane_lab.harness import processes
 
-pytest_plugins = ("on_ranks", "replay_fixtures")
+pytest_plugins = ("cpu_seconds", "on_ranks", "replay_fixtures")
 
 # Programs and models are many small objects: the collector would look through them for a twentieth of the time.
 gc.set_threshold(50_000, 20, 20)
@@ -20,6 +20,10 @@ gc.set_threshold(50_000, 20, 20)
 # Whoever starts tests in the background of a shell script starts them, and all processes of theirs, deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-ranks", action="store_true", help="skip tests when they start ranks or programs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +58,8 @@ def import_ahead(config: pytest.Config) -> None:
 
     def ensure_running() -> None:
         """Start the server with stdout and stderr of the whole run, which outlive those of the test that needs it."""
+        if config.option.no_ranks:
+            pytest.skip("it starts ranks")
         if server._forkserver_pid is not None:
             return type(server).ensure_running(server)
         streams = sys.stdout, sys.stderr  # a test may have others in their place, which would be lost

@@ -16,7 +16,13 @@ from interpreter import Interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("contrib/*/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted(ROOT.glob("contrib/*/*.md")),
+    *sorted(ROOT.glob("results/notes/*.md")),
+]
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 SOURCES = [
     path

@@ -44,12 +44,14 @@ PROSE = re.compile(
 
 
 @pytest.fixture(scope="module")
-def house() -> ModuleType:
+def house() -> Iterator[ModuleType]:
     sys.path.insert(0, "tools")
     try:
-        return importlib.import_module("house")
+        module = importlib.import_module("house")
     finally:
         sys.path.remove("tools")
+    yield module
+    module.trees.cache_clear()  # the garbage collector would look through them for every test that follows
 
 
 def test_decisions_are_counted(house: ModuleType) -> None:

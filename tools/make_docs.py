@@ -38,7 +38,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, and say what is out of date")
     check = parser.parse_args().check
     made = {ROOT / "docs" / name: page() for name, page in PAGES.items()}
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "results" / "notes").glob("*.md")]
+    for path in (ROOT / "README.md", *sorted(pages)):
         text = path.read_text(encoding="utf-8")
         if path not in made and MARK in text:
             made[path], found = TABLE.subn(lambda match: with_table(match[1]), text)

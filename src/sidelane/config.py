@@ -28,7 +28,7 @@ variable                      meaning                                           
 (g) none is written (docs/guide/observability.md). It is no setting of a communicator.
 (h) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
 
-What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
+What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (results/notes/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
 """
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from homeless import leave_home
+from on_ranks import on_ranks
 from ranks import RankPool
 
 from sidelane import Communicator, Config, MismatchError, PeerError
@@ -176,7 +177,8 @@ def test_what_ran_is_counted(pool: RankPool) -> None:
     pool.run(proof, 4)
 
 
-def cached(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_repeated_calls_are_recalled(group: dist.ProcessGroup) -> None:
     """A repeated call chooses, plans and agrees no more."""
     with Communicator(group, config=Config(timeout_s=30)) as comm:
         output, shard = comm.empty(comm.world_size * SMALL), torch.ones(SMALL)
@@ -186,10 +188,6 @@ def cached(group: dist.ProcessGroup) -> None:
         for _ in range(3):
             comm.all_gather(output, shard)
         assert comm.last_choice() is first
-
-
-def test_repeated_calls_are_recalled(pool: RankPool) -> None:
-    pool.run(cached, 2)
 
 
 def weighed(group: dist.ProcessGroup) -> list[str]:

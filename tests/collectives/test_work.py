@@ -125,7 +125,8 @@ class CompiledCode:
         return "work"
 
 
-def asked_of_compiled_code(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(group: dist.ProcessGroup) -> None:
     with Communicator(group) as comm:
         given, found = torch.full((4,), float(comm.rank)), torch.empty(8)
         for knows in (True, False):
@@ -145,7 +146,3 @@ def asked_of_compiled_code(group: dist.ProcessGroup) -> None:
                 assert found.tolist() == [0.0] * 4 + [1.0] * 4
                 assert len(code.said) == 1, "once, and Python made the call aside"
             comm._repeats = None
-
-
-def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(pool: RankPool) -> None:
-    pool.run(asked_of_compiled_code, 2)

@@ -205,7 +205,7 @@ def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
     """Return a copy inside the GPU that runs beside the pulls if no other local copy does.
 
     Without it, the next call's copy into its slot would follow the pulls directly: the change from peer copies to a
-    copy inside the GPU costs a stream 7 us of 28 there, and nothing behind a join (docs/lab/probes.md).
+    copy inside the GPU costs a stream 7 us of 28 there, and nothing behind a join (results/notes/probes.md).
     """
     nbytes = min(slot.nbytes, SPARE_BYTES)
     return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))

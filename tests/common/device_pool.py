@@ -6,7 +6,6 @@ time.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import time
@@ -35,9 +34,8 @@ def world_size() -> int:
     return max(2, min(4, gpus()))
 
 
-Case = str | Callable[..., Any]
-"""A function of a rank's ``Context`` and arguments, or the name of one, which is in ``device_cases`` if no module is
-given."""
+Case = Callable[..., Any]
+"""A function of a rank's ``Context`` and arguments."""
 
 
 class Pool:
@@ -72,7 +70,7 @@ class Pool:
 
     def begin(self, case: Case, *args: Any) -> None:
         """Start a case on every rank."""
-        self._case = case if isinstance(case, str) else case.__qualname__
+        self._case = getattr(case, "__qualname__", "a test")
         for pipe in self._pipes:
             pipe.send((case, args))
 
@@ -163,9 +161,6 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: connection.Connectio
         except EOFError:
             break
         try:
-            if isinstance(case, str):
-                module, _, name = case.rpartition(".")
-                case = getattr(importlib.import_module(module or "device_cases"), name)
             answer = (True, case(context, *args))
         except Exception:
             answer = (False, traceback.format_exc())

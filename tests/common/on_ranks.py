@@ -172,8 +172,9 @@ def context(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Eight ranks that all tests share."""
+    """Eight ranks that all tests share. Their start is no part of the test that needs them first."""
     ranks = RankPool()
+    ranks.run(id, 1)
     yield ranks
     ranks.close()
 
@@ -184,6 +185,7 @@ def four() -> Iterator[Crew]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         found = Crew(4)
+        found.run(id)
     yield found
     found.close()
 
@@ -212,8 +214,10 @@ def fresh_pool() -> Iterator[type[Pool]]:
 
 
 @pytest.fixture(scope="session")
-def shared_interpreter() -> Iterator[list[Interpreter]]:
+def shared_interpreter(request: pytest.FixtureRequest) -> Iterator[list[Interpreter]]:
     """The interpreter of :func:`interpreter`, if one has been started."""
+    if request.config.option.no_ranks:
+        pytest.skip("it starts programs")
     started: list[Interpreter] = []
     yield started
     for each in started:

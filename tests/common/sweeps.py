@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config
+from sidelane.choice.candidate import SM, SM_VARIANTS
+from sidelane.program.collective import Kind
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -28,3 +30,8 @@ def delay() -> None:
         torch.cuda._sleep(10_000_000)
     else:
         time.sleep(0.005)
+
+
+def variants(comm: Communicator, kind: Kind) -> tuple[str, ...]:
+    """All that this machine has for a reduction."""
+    return ("auto", "b2b", "pcpy", *(SM_VARIANTS[kind] if SM in comm.abilities.implementations else ()))

@@ -11,7 +11,7 @@ from device_pool import Pool, Ranks
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-CASES = "fused_cases."
+import fused_cases
 
 
 @pytest.mark.parametrize(
@@ -31,27 +31,27 @@ CASES = "fused_cases."
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", module, name, 7, calls, timeout_s=150))
+    assert all(ranks.run(fused_cases.as_on_cpus, module, name, 7, calls, timeout_s=150))
 
 
 def test_default_tiles(ranks: Ranks) -> None:
-    ranks.run(CASES + "as_on_cpus", "fused_gemm_family", "default_tiles", timeout_s=120)
+    ranks.run(fused_cases.as_on_cpus, "fused_gemm_family", "default_tiles", timeout_s=120)
 
 
 def test_gemvs_with_default_tilings(ranks: Ranks) -> None:
-    ranks.run(CASES + "as_on_cpus", "fused_ops", "default_tilings", (4096, 2048), (1001, 515), timeout_s=150)
+    ranks.run(fused_cases.as_on_cpus, "fused_ops", "default_tilings", (4096, 2048), (1001, 515), timeout_s=150)
 
 
 def test_large_norms(ranks: Ranks) -> None:
     sizes = [(1, 8192), (6, 6144), (16, 8192), (3, 16384), (128, 8192), (512, 8192), (512, 16384)]
-    for found in ranks.run(CASES + "as_on_cpus", "fused_ops", "large_norms", sizes, timeout_s=150):
+    for found in ranks.run(fused_cases.as_on_cpus, "fused_ops", "large_norms", sizes, timeout_s=150):
         assert found >= {"cells"}
 
 
 def test_norms_in_8_bits(ranks: Ranks) -> None:
     sizes = [(1, 8192), (3, 34), (16, 4096), (200, 8192)]
-    assert min(ranks.run(CASES + "as_on_cpus", "fused_ops", "quantized_norms", sizes, timeout_s=150)) == 72
-    ranks.run(CASES + "as_on_cpus", "fused_ops", "norms_of_nan", timeout_s=60)
+    assert min(ranks.run(fused_cases.as_on_cpus, "fused_ops", "quantized_norms", sizes, timeout_s=150)) == 72
+    ranks.run(fused_cases.as_on_cpus, "fused_ops", "norms_of_nan", timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_norms_in_8_bits(ranks: Ranks) -> None:
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
-    *others, own = ranks.run(CASES + "refusals", module, name, timeout_s=120)
+    *others, own = ranks.run(fused_cases.refusals, module, name, timeout_s=120)
     assert all(re.match(r"(Value|Type)Error: .*(value|allowed)=", line) for line in own), own
     for told in others:
         for line, reason in zip(told, own, strict=True):
@@ -83,58 +83,58 @@ NAMES += ["dispatch_gemm", "counts_of_the_host", "tokens_once"]
 
 @pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])
 def test_in_a_graph(ranks: Ranks, name: str) -> None:
-    ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
+    ranks.run(fused_cases.in_a_graph, name, 12, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "gemm"])
 def test_a_default_method_that_is_fused_in_graphs_only(ranks: Ranks, name: str) -> None:
     """Its first launch is the captured one."""
-    ranks.run(CASES + "in_a_graph", name, 4, True, timeout_s=120)
+    ranks.run(fused_cases.in_a_graph, name, 4, True, timeout_s=120)
 
 
 def test_calls_that_c_makes_again(ranks: Ranks) -> None:
-    print(ranks.run("fused_cases.repeated_elsewhere", 100, timeout_s=150))
+    print(ranks.run(fused_cases.repeated_elsewhere, 100, timeout_s=150))
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
-    assert all(ranks.run("fused_cases.on_several_streams", captured, timeout_s=120))
+    assert all(ranks.run(fused_cases.on_several_streams, captured, timeout_s=120))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_of_tokens_are_compiled_whole(ranks: Ranks, backend: str) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "there_and_back", 5, 1, backend, timeout_s=170))
+    assert all(ranks.run(fused_cases.as_on_cpus, "fused_tokens", "there_and_back", 5, 1, backend, timeout_s=170))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
+    assert all(ranks.run(fused_cases.as_on_cpus, "fused_modules", name, backend, timeout_s=170))
 
 
 def test_products_and_collectives_are_replaced(ranks: Ranks) -> None:
-    assert all(ranks.run(CASES + "by_our_group", "replaced", timeout_s=170))
+    assert all(ranks.run(fused_cases.by_our_group, "replaced", timeout_s=170))
 
 
 @pytest.mark.parametrize("name", ["norms", "batches"])
 def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
     """In processes of their own: Dynamo of torch 2.11 skips a function of a gather for good once it has met it outside
     of what it compiles."""
-    assert all(fresh_pool().run(CASES + "by_our_group", name, timeout_s=170))
+    assert all(fresh_pool().run(fused_cases.by_our_group, name, timeout_s=170))
 
 
 def test_several_experts_by_every_way(ranks: Ranks) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", "fused_experts", "back_to_back", 5, 8, timeout_s=170))
+    assert all(ranks.run(fused_cases.as_on_cpus, "fused_experts", "back_to_back", 5, 8, timeout_s=170))
 
 
 def test_tokens_travel_in_float8(ranks: Ranks) -> None:
-    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "by_float8", timeout_s=120))
+    assert all(ranks.run(fused_cases.as_on_cpus, "fused_tokens", "by_float8", timeout_s=120))
 
 
 def test_operators_run_with_reduced_overhead(fresh_pool: type[Pool]) -> None:
     """By a graph that torch.compile captures; in processes of their own, whose graphs end with them."""
-    assert all(fresh_pool().run(CASES + "as_on_cpus", "fused_modules", "reduce_overhead", timeout_s=170))
+    assert all(fresh_pool().run(fused_cases.as_on_cpus, "fused_modules", "reduce_overhead", timeout_s=170))
 
 
 def test_timelines(ranks: Ranks) -> None:
-    assert all(len(found) == 7 for found in ranks.run(CASES + "as_on_cpus", "fused_timelines", "timelines"))
+    assert all(len(found) == 7 for found in ranks.run(fused_cases.as_on_cpus, "fused_timelines", "timelines"))

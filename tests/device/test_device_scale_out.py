@@ -15,6 +15,8 @@ from device_pool import Pool
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import fused_cases
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CASES = "scale_out_cases"
 
@@ -36,7 +38,7 @@ class Nodes:
 
     def run(self, name: str, *args: object, timeout_s: float = 120.0) -> list[object]:
         """Run a case of CPU ranks on the GPUs."""
-        return self.pool().run("fused_cases.as_on_cpus", CASES, name, self.layout, *args, timeout_s=timeout_s)
+        return self.pool().run(fused_cases.as_on_cpus, CASES, name, self.layout, *args, timeout_s=timeout_s)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -91,7 +93,7 @@ def test_a_rank_that_dies_is_named(is_fused: bool) -> None:
     nodes = Nodes(2)
     try:
         pool = nodes.pool()
-        pool.begin("fused_cases.as_on_cpus", CASES, "fails", nodes.layout, 1, "dies", is_fused)
+        pool.begin(fused_cases.as_on_cpus, CASES, "fails", nodes.layout, 1, "dies", is_fused)
         ((ranks, text),) = pool.finish(90.0, but=(1,))
         assert ranks == (1,), text
     finally:

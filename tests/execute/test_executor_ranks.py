@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from marks import long
+from on_ranks import on_ranks
 from ranks import RankPool, crew
 from worlds import Rig, holdings, random_delays
 
@@ -88,7 +89,8 @@ def test_every_kind_of_program_moves_the_right_bytes(pool: RankPool, n: int) -> 
     assert min(pool.run(run_all, n, n)) > 20, "programs"
 
 
-def run_frozen(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_frozen_programs_reset_their_flags(group: dist.ProcessGroup) -> None:
     rig = Rig(group, delay=random_delays(dist.get_rank(group)))
     n = rig.world_size
     kinds = [all_gather([99] * n, in_place=True), all_to_all([[64] * n] * n), reduce_scatter([8] * n, SUM)]
@@ -101,11 +103,8 @@ def run_frozen(group: dist.ProcessGroup) -> None:
 SUM = Reduction(ReduceOp.SUM, "int32")
 
 
-def test_frozen_programs_reset_their_flags(pool: RankPool) -> None:
-    pool.run(run_frozen, 4)
-
-
-def run_back_to_back(group: dist.ProcessGroup, invocations: int) -> None:
+@on_ranks(4, invocations=200)
+def test_200_invocations_back_to_back_with_random_delays(group: dist.ProcessGroup, invocations: int) -> None:
     """Nothing orders the ranks but the programs; one rank at a time is slow."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     rig = Rig(group, delay=random_delays(rank, probability=0.03))
@@ -121,11 +120,8 @@ def run_back_to_back(group: dist.ProcessGroup, invocations: int) -> None:
     rig.close()
 
 
-def test_200_invocations_back_to_back_with_random_delays(pool: RankPool) -> None:
-    pool.run(run_back_to_back, 4, 200)
-
-
-def run_large(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_large_messages(group: dist.ProcessGroup) -> None:
     """Several pieces a copy, and engines that really overlap."""
     rig = Rig(group)
     n = rig.world_size
@@ -137,11 +133,8 @@ def run_large(group: dist.ProcessGroup) -> None:
     rig.close()
 
 
-def test_large_messages(pool: RankPool) -> None:
-    pool.run(run_large, 3)
-
-
-def run_two(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_two_executors_in_one_process(group: dist.ProcessGroup) -> None:
     """Two executors of one group at once, and one of a part of it, each with its own memory and epochs."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     first, second = Rig(group), Rig(group, delay=random_delays(rank))
@@ -154,10 +147,6 @@ def run_two(group: dist.ProcessGroup) -> None:
     first.close()
     two.run_checked(200)  # the other one is closed, by now or soon, on every rank
     second.close()
-
-
-def test_two_executors_in_one_process(pool: RankPool) -> None:
-    pool.run(run_two, 3)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -209,7 +198,8 @@ def test_a_rank_that_stays_away_is_named_on_every_rank(pool: RankPool) -> None:
     assert "gave up" in results[2][2], "it is told who gave up on it"
 
 
-def one_waits_for_who_stays_away(group: dist.ProcessGroup) -> Seen | None:
+@on_ranks(3)
+def test_a_rank_that_waits_itself_is_not_to_blame(group: dist.ProcessGroup) -> None:
     """Rank 2 stays away; rank 1 waits for it in call 1, and rank 0, which needed nothing from 2, for both in call 2."""
     rig = Rig(group, timeout_s=2.0 if dist.get_rank(group) == 0 else 60.0)
     result: Seen | None = None
@@ -228,13 +218,9 @@ def one_waits_for_who_stays_away(group: dist.ProcessGroup) -> Seen | None:
     del chain, everyone
     dist.barrier(group)
     assert leftovers(rig) == []
-    return result
-
-
-def test_a_rank_that_waits_itself_is_not_to_blame(pool: RankPool) -> None:
-    for kind, ranks, text in pool.run(one_waits_for_who_stays_away, 3):
-        assert (kind, ranks) == ("PeerTimeoutError", (2,)), text
-        assert "rank 1 (pid" in text and "in call 1" in text and "have not come" in text
+    kind, ranks, text = result
+    assert (kind, ranks) == ("PeerTimeoutError", (2,)), text
+    assert "rank 1 (pid" in text and "in call 1" in text and "have not come" in text
 
 
 def one_is_killed(group: dist.ProcessGroup) -> tuple[Seen, list[str]]:

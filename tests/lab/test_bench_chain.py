@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster
-from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.study import read
 from sidelane_lab.studies import chain as chain_study
 from sidelane_lab.studies.chain import CALLS, ChainOptions, ChainRow
 
@@ -120,25 +116,3 @@ def test_one_rank_that_fails_at_a_prelaunched_chain_leaves_nobody_hanging(broken
             assert failed.note.startswith("rank 0: PeerError")
         assert all(row.correct and row.time_us for row in ours.values()), ours
         assert all("the handle was closed" in text for text in closed)
-
-
-@pytest.mark.long
-def test_from_end_to_end(tmp_path: Path) -> None:
-    options = ChainOptions(
-        **QUICK,
-        sizes=(1,),
-        variants=("b2b",),
-        launches=("prelaunched", "eager"),
-        json=tmp_path / "chain.json",
-        report=tmp_path / "report",
-        command="test",
-    )
-    results = running.run(options)
-    assert results is not None
-    assert read(tmp_path / "chain.json").rows == results.rows
-    rows = json.loads((tmp_path / "chain.json").read_text())["rows"]
-    ways = {(row["implementation"], row["variant"], row["launch"]) for row in rows if row["implementation"] != "auto"}
-    assert ways == {("gloo", "", "eager"), ("dma", "b2b", "eager"), ("dma", "b2b", "prelaunched")}
-    assert {row["bytes"] for row in rows} == {2 * 4096 * 4}
-    assert all(row["correct"] and row["time_us"] for row in rows)
-    assert "GEMM, all_gather, GEMM, float32, prelaunched" in (tmp_path / "report" / "index.html").read_text()

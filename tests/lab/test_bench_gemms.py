@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from sidelane_lab.harness import running
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import Results, read
-from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS
 from sidelane_lab.studies.gemms import (
     COLD_BYTES,
     FITTED,
     MODELS,
     SEEN,
-    GemmOptions,
-    GemmRow,
     LinearLayers,
     calls_of,
     projections,
 )
-
-
-@pytest.mark.long
-def test_every_layer_is_checked_and_timed(tmp_path: Path) -> None:
-    path = tmp_path / "gemms.json"
-    options = GemmOptions(device="cpu", models=("qwen-32b/4",), quiet=True, warmup=0, repeats=1, json=path)
-    results = running.run(options)
-    assert isinstance(results, Results) and results.ranks == 1
-    rows = [row for row in read(path).rows if isinstance(row, GemmRow)]
-    assert [row.layer for row in rows] == [one.layer for one in projections(("qwen-32b/4",))]
-    for row in rows:
-        operations = 2 * row.m * row.n * row.k
-        assert row.correct and row.time_us and operations <= CPU_GEMM_FLOPS
-        assert row.tflops == pytest.approx(operations / row.time_us / 1e6, rel=1e-3)
-    assert len(tables_of(results)) == 1
 
 
 def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

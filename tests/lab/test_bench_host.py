@@ -6,7 +6,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,38 +16,13 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import Results, read
 from sidelane_lab.studies import host as host_study
-from sidelane_lab.studies.host import BLOCKS, HostCall, HostOptions, HostRow, HostWay, calls_of, row_of
+from sidelane_lab.studies.host import HostCall, HostOptions, HostRow, HostWay, calls_of, row_of
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}
 WAIT_S = 2e-3
-
-
-def test_on_cpus_all_is_checked_and_only_the_store_is_timed(tmp_path: Path):
-    path = tmp_path / "host.json"
-    results = running.run(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
-    assert isinstance(results, Results)
-    rows = [row for row in read(path).rows if isinstance(row, HostRow)]
-    assert [(row.operation, row.implementation, row.symmetric) for row in rows] == [
-        *(("all_gather", "dma", symmetric) for symmetric in (True, False)),
-        *(
-            (operation, "dma", symmetric)
-            for operation in ("trigger", "trigger_from_host")
-            for symmetric in (True, False)
-        ),
-        *(("all_gather", "auto", symmetric) for symmetric in (True, False)),
-    ]
-    for row in rows:
-        timed = row.operation == "trigger_from_host"
-        assert (row.bytes, row.correct, row.note) == (1024 - 1024 % 32, True, "" if timed else BLOCKS)
-        assert (row.host_us is not None) == timed
-        assert row.best_us is None or row.best_us <= row.host_us
-    assert [table.notes for table in tables_of(results)] == [(f"all: {BLOCKS}",), (f"all: {BLOCKS}",), ()]
 
 
 class Slow(Gloo):

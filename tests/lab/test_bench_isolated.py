@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from sidelane.cli import main
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
-from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import read, write
 from sidelane_lab.pairs.comparison import judge
 from sidelane_lab.pairs.heuristics import units_for
@@ -246,3 +247,13 @@ def test_a_carve_out_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with isolated_measure.torch_carve_out(16):
         assert told == [16]
     assert told == [16, 4]
+
+
+@pytest.mark.long
+def test_figures_5_to_7_of_a_file(tmp_path: Path) -> None:
+    results = read(Path(__file__).parents[2] / "results" / "h200x2" / "isolated.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a legend that has no room warns
+        pictures = draw(results, tmp_path)
+    assert [picture.name for picture in pictures] == ["isolated-gemms", "isolated-units", "isolated-sizes"]
+    assert all("NVIDIA H200" in picture.title and (tmp_path / f"{picture.name}.svg").exists() for picture in pictures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +10,11 @@ import torch.distributed as dist
 from ranks import RankPool
 from sweeps import communicator
 
-from sidelane_lab.harness import running
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import read
 from sidelane_lab.studies.layout_exchanges import LayoutCase, LayoutExchanges
 from sidelane_lab.studies.layouts import (
     CONTIGUOUS,
     LAYOUTS,
     LayoutOptions,
-    LayoutRow,
     parse_shape,
     shapes_of,
 )
@@ -31,38 +26,6 @@ WAYS = [
     ("auto", "symmetric", "b2b"),
     ("auto", "ordinary", "b2b"),
 ]
-
-
-def test_from_end_to_end(tmp_path: Path) -> None:
-    path = tmp_path / "layouts.json"
-    options = LayoutOptions(**QUICK, shapes=((1, 7, 4, 8),), json=path, report=tmp_path / "report", command="test")
-    results = running.run(options)
-    assert results is not None
-    rows = [row for row in read(path).rows if isinstance(row, LayoutRow)]
-    assert all(row.correct and row.time_us for row in rows), [row.note for row in rows if not row.correct]
-    alone = [row for row in rows if not row.gemm]
-    assert [(row.layout, row.implementation, row.memory, row.variant) for row in alone] == [
-        (layout, *way) for layout in LAYOUTS for way in WAYS if (layout, way[-1]) != (CONTIGUOUS, "together")
-    ]
-    for row in alone:
-        assert (row.shape, row.tensors, row.row_bytes) == ("1x8x4x8", 3, 32)  # positions are rounded up
-        assert row.bytes == 3 * 4 * 4 * 8 * 2 // 2 and row.time_us is not None
-        assert row.gbps == pytest.approx(row.bytes / row.time_us / 1e3, rel=1e-3)
-    beside = [row for row in rows if row.gemm]
-    assert [row.layout for row in beside] == [layout for layout in LAYOUTS[:2] for _ in WAYS]
-    for row in beside:
-        assert row.gemm_us and row.comm_us and row.best_comm_us and row.speedup and row.ideal and row.gbps is None
-    assert len(tables_of(results)) == 2
-    assert "All-to-alls with a layout" in (tmp_path / "report" / "index.html").read_text()
-
-
-def test_one_tensor_has_no_lists(tmp_path: Path) -> None:
-    path = tmp_path / "layouts.json"
-    running.run(LayoutOptions(**QUICK, shapes=((2, 4, 2, 8),), tensors=1, parts=("alone",), json=path))
-    rows = [row for row in read(path).rows if isinstance(row, LayoutRow)]
-    assert all(row.correct for row in rows) and {row.variant for row in rows if row.implementation == "gloo"} == {
-        "each"
-    }
 
 
 def wrong_bytes_are_found(group: dist.ProcessGroup) -> list[str | None]:

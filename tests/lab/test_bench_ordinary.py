@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,52 +19,15 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import read
 from sidelane_lab.pairs.beside import RoundTimes
 from sidelane_lab.pairs.workload import parse_workload
-from sidelane_lab.studies.ordinary.parts import Parts
-from sidelane_lab.studies.ordinary.rows import OrdinaryRow
-from sidelane_lab.studies.ordinary.study import OrdinaryOptions
-from sidelane_lab.studies.ordinary.ways import make_ways
+from sidelane_lab.studies.memory_ways import make_ways
+from sidelane_lab.studies.ordinary import OrdinaryOptions, OrdinaryRow, Parts
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("auto", "symmetric"), ("auto", "staged"), ("gloo", "")]
 SMALL = "256x256x256_256K"
 CPU = torch.device("cpu")
-
-
-@pytest.mark.long
-def test_from_end_to_end(tmp_path: Path) -> None:
-    path = tmp_path / "ordinary.json"
-    options = OrdinaryOptions(
-        **QUICK, sizes=(1000,), pairs=(SMALL,), json=path, report=tmp_path / "report", command="test"
-    )
-    results = running.run(options)
-    assert results is not None
-    rows = [row for row in read(path).rows if isinstance(row, OrdinaryRow)]
-    assert all(row.correct and row.time_us for row in rows), [row.note for row in rows if not row.correct]
-    alone = [row for row in rows if not row.gemm]
-    both = ("all_gather", "all_reduce")
-    places = {kind: (False, True) if kind in both else (False,) for kind in (*both, "all_to_all", "reduce_scatter")}
-    for kind, in_places in places.items():
-        for in_place in in_places:
-            ways = [(r.implementation, r.reach) for r in alone if (r.collective, r.in_place) == (kind, in_place)]
-            # torch's all_reduce has no output of its own.
-            assert ways == (WAYS[:2] if (kind, in_place) == ("all_reduce", False) else WAYS)
-    assert {row.bytes for row in alone} == {1024 - 1024 % 32}
-    pairs = [row for row in rows if row.gemm]
-    assert [(r.collective, r.implementation, r.reach) for r in pairs] == [
-        (kind, *way) for kind in ("all_gather", "all_to_all") for way in WAYS
-    ]
-    for row in pairs:
-        assert (row.gemm, row.m, row.bus_gbps) == ("256x256x256", 256, None)
-        assert row.gemm_us and row.best_comm_us and row.comm_us and row.speedup and row.ideal
-    titles = [table.title for table in tables_of(results)]
-    assert len(titles) == 6 + 2
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert "Collectives on ordinary memory" in page and page.count("<img") == 6
-    assert {"reach", "gemm_us", "best_comm_us", "percent_of_ideal"} <= set(json.loads(path.read_text())["rows"][0])
 
 
 def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:

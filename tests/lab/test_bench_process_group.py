@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,10 @@ from ranks import RankPool
 
 import sidelane
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import read
-from sidelane_lab.studies import process_group as group_study
 from sidelane_lab.studies.process_group import (
-    FIRST_CALLS,
-    FIRST_STEP,
     KINDS,
-    OPERATIONS,
     GroupOptions,
     GroupRow,
     rows_of,
@@ -33,30 +25,6 @@ from sidelane_lab.studies.torch_groups import GroupWay
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "pooled"))]
 CPU = torch.device("cpu")
-
-
-@pytest.mark.long
-def test_from_end_to_end(tmp_path: Path) -> None:
-    path = tmp_path / "process-group.json"
-    results = running.run(GroupOptions(**QUICK, sizes=(1000,), json=path, report=tmp_path / "report"))
-    assert results is not None
-    rows = [row for row in read(path).rows if isinstance(row, GroupRow)]
-    first, calls = rows[:4], rows[4:]
-    uses = [(row.operation, row.implementation, row.held_mb is not None) for row in first]
-    assert uses == [
-        (use, name, name == "sidelane") for use in (FIRST_CALLS, FIRST_STEP) for name in ("gloo", "sidelane")
-    ]
-    assert all(row.time_us and row.held_mb != 0 for row in first)
-    found = [(row.operation, row.implementation, row.tensors, row.launch) for row in calls]
-    assert found == [(name, *way, launch) for name in OPERATIONS for way in WAYS for launch in ("eager", "async")]
-    for row in calls:
-        assert row.correct and row.time_us and row.bytes == 1024 - 1024 % 32, row
-        assert row.made_by == row.implementation and bool(row.variant) == (row.made_by == "sidelane")
-    titles = [table.title for table in tables_of(results)]
-    assert titles == [*OPERATIONS, "First use, seconds from begin to end"]
-    assert "Calls of torch.distributed" in (tmp_path / "report" / "index.html").read_text()
-    (asked,) = (option.default for option in group_study.pg.params if option.name == "operations")
-    assert tuple(str(asked).split(",")) == OPERATIONS
 
 
 class Two:

@@ -217,36 +217,6 @@ def test_a_collective_that_spoils_the_gemm_is_wrong(pool: RankPool) -> None:
         assert "GEMM" in failures[name].text
 
 
-def test_collectives_from_end_to_end(tmp_path: Path) -> None:
-    options = CollectiveOptions(
-        **QUICK, sizes=(1000, 16384), json=tmp_path / "collectives.json", report=tmp_path / "report", command="test"
-    )
-    results = running.run(options)
-    assert results is not None
-    assert read(tmp_path / "collectives.json").rows == results.rows
-    assert (tmp_path / "report" / "index.html").exists()
-    assert {row.bytes for row in results.rows} == {1024, 16384}
-    assert {row.implementation for row in results.rows} == {"gloo", "dma", "auto"}
-    for row in results.rows:
-        if row.implementation == "auto":
-            assert row.variant in variants(Kind(row.collective)), "its rows say what it chose"
-    ways = {(row.collective, row.variant, row.in_place) for row in results.rows if row.implementation == "dma"}
-    assert ways == {
-        (kind, variant, in_place)
-        for kind, variants in (("all_gather", ("bcst",)), ("all_to_all", ("swap",)))
-        for variant in (
-            "pcpy",
-            "b2b",
-            "striped",
-            *variants,
-        )
-        for in_place in (False, True)
-    }
-    for row in results.rows:
-        assert row.correct, row
-        assert row.time_us, row
-
-
 def test_which_calls_are_measured() -> None:
     class Engines:
         name = "dma"

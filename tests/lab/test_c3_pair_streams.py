@@ -14,6 +14,7 @@ from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.pair import Pair, Workers
+from sidelane_lab.pairs.spans import Traced
 
 
 class Work:
@@ -64,6 +65,22 @@ def test_a_priority_is_that_of_the_lane(device: FakeDevice) -> None:
 
 def test_serial_stays_on_the_callers_stream(device: FakeDevice) -> None:
     assert launched(device, "serial") == ["caller: gemm", "caller: collective"]
+
+
+def test_stamps_are_on_the_lane_of_each_operation(device: FakeDevice) -> None:
+    streams = PairStreams(*map(device.stream, ("gemm_lane", "comm_lane", "urgent_lane")))  # type: ignore[arg-type]
+    traced = Traced(Work(device.queue("gemm")), Work(device.queue("collective")), on_cpu=False)
+    with Workers() as workers:
+        traced.launched(Pair(traced, streams, workers).launch(named("conccl"), traced))()
+    assert device.log[0] == "caller: record e1", "what the others count from"
+    comm = [line for line in device.log if line.startswith("comm_lane")]
+    assert [line.partition(" ")[2].partition(" ")[0] for line in comm] == [
+        "wait", "record", "record", "collective", "record",
+    ]  # fmt: skip
+    gemm = [line for line in device.log if line.startswith("gemm_lane")]
+    assert gemm[-3].startswith("gemm_lane: record") and gemm[-2:] == ["gemm_lane: gemm", gemm[-1]]
+    trace = traced.read()
+    assert trace.gemms == ((2000.0, 2000.0),) == trace.collectives  # this device's events are 2 ms apart
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.chain import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
 from sidelane_lab.studies.host import STUDY, HostRow
-from sidelane_lab.studies.ordinary.rows import OrdinaryRow
+from sidelane_lab.studies.ordinary import OrdinaryRow
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True

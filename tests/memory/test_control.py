@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
@@ -34,7 +35,8 @@ def failure(control: ControlBlock, call: int, within_s: float = 5.0) -> tuple[st
     raise AssertionError(f"check({call}) found nothing")
 
 
-def post_and_compare(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 3, (2, 5))
+def test_posted_calls_reach_all(group: dist.ProcessGroup) -> None:
     control = ControlBlock(Exchange(group, 60.0))
     rank = dist.get_rank(group)
     for call in range(1, 3 * RING_CALLS):
@@ -62,11 +64,6 @@ def post_and_compare(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, (2, 5)])
-def test_posted_calls_reach_all(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
-    pool.run(post_and_compare, ranks)
-
-
 def slow_reader(group: dist.ProcessGroup) -> list[str]:
     """Rank 1 has read what all posted and makes hundreds of calls, before rank 0 looks."""
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
@@ -85,7 +82,8 @@ def test_a_post_stays_until_all_have_read_it(pool: RankPool) -> None:
     assert pool.run(slow_reader, 2) == [["first of rank 0", "first of rank 1"]] * 2
 
 
-def reader_that_left(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_nobody_waits_for_a_reader_that_left(group: dist.ProcessGroup) -> None:
     """Nobody waits for a reader that has closed its side or given up."""
     for leave in (ControlBlock.close, lambda control: control.abort("had enough")):
         control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
@@ -100,11 +98,8 @@ def reader_that_left(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
 
 
-def test_nobody_waits_for_a_reader_that_left(pool: RankPool) -> None:
-    pool.run(reader_that_left, 2)
-
-
-def read_by_one(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_nobody_waits_for_a_rank_that_has_passed_a_call_without_reading(group: dist.ProcessGroup) -> None:
     """Rank 0 reads the posts of a call; rank 1 has made it before, and reads none, then or later."""
     control = ControlBlock(Exchange(group, 60.0))
     for call in range(1, 3 * RING_CALLS):
@@ -115,10 +110,6 @@ def read_by_one(group: dist.ProcessGroup) -> None:
             dist.barrier(group)
     dist.barrier(group)
     control.close()
-
-
-def test_nobody_waits_for_a_rank_that_has_passed_a_call_without_reading(pool: RankPool) -> None:
-    pool.run(read_by_one, 2)
 
 
 def overwritten(group: dist.ProcessGroup) -> list[str]:
@@ -138,7 +129,8 @@ def test_a_post_that_is_gone_is_no_time_out(pool: RankPool) -> None:
     assert other.startswith("64 calls ahead, its call 5 is no longer on record")
 
 
-def progress(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_progress_is_seen_and_ends_are_counted_in_order(group: dist.ProcessGroup) -> None:
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     assert control.absent(1) == (0, 1, 2)
     dist.barrier(group)
@@ -169,10 +161,6 @@ def progress(group: dist.ProcessGroup) -> None:
     assert control.at_fault((0, 1)) == (0, 1)
     control.check(6)
     dist.barrier(group)
-
-
-def test_progress_is_seen_and_ends_are_counted_in_order(pool: RankPool) -> None:
-    pool.run(progress, 3)
 
 
 def wait_for_all(group: dist.ProcessGroup, missing: list[int]) -> tuple[str, tuple[int, ...], str]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import long
+from on_ranks import on_ranks
 from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
@@ -49,7 +50,8 @@ def leftovers() -> list[str]:
     return [held for held in shared_memory() if held not in held_before]
 
 
-def peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, long(8), (1, 4, 6), (7, 2))
+def test_peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     memory = ShmMemory(Exchange(group, 60.0))
     for nbytes in (1, 5000, 3 << 20):
@@ -68,11 +70,6 @@ def peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
         ctypes.memset(block.addresses[(rank + 1) % n] + nbytes - 1, 100 + rank, 1)
         dist.barrier(group)
         assert block.tensor[-1] == 100 + (rank - 1) % n
-
-
-@pytest.mark.parametrize("ranks", [1, 2, long(8), (1, 4, 6), (7, 2)])
-def test_peers_see_each_others_bytes(pool: RankPool, ranks: int | tuple[int, ...]) -> None:
-    pool.run(peers_see_each_others_bytes, ranks)
 
 
 def refused(group: dist.ProcessGroup, sizes: list[int]) -> str:
@@ -103,7 +100,8 @@ def test_lack_of_memory_is_an_error_before_it_is_a_signal(pool: RankPool) -> Non
         assert "available" in text
 
 
-def refuse_reservation(group: dist.ProcessGroup) -> str:
+@on_ranks(3)
+def test_a_rank_that_cannot_reserve_fails_all(group: dist.ProcessGroup) -> None:
     """One rank whose kernel has no pages left at the moment of reserving."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
@@ -115,7 +113,8 @@ def refuse_reservation(group: dist.ProcessGroup) -> str:
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(1 << 20)
     assert leftovers() == []
-    return str(caught.value)
+    text = str(caught.value)
+    assert "rank 1: cannot map and reserve" in text and "no more memory" in text and "No space left" in text
 
 
 def _limit_with(few: int) -> int:
@@ -129,11 +128,6 @@ def _limit_with(few: int) -> int:
         return False
 
     return next(itertools.islice(filter(is_free, itertools.count()), few, None))
-
-
-def test_a_rank_that_cannot_reserve_fails_all(pool: RankPool) -> None:
-    for text in pool.run(refuse_reservation, 3):
-        assert "rank 1: cannot map and reserve" in text and "no more memory" in text and "No space left" in text
 
 
 def out_of_descriptors(group: dist.ProcessGroup) -> list[str]:
@@ -188,18 +182,16 @@ def pretend(group: dist.ProcessGroup, **changes: object) -> str:
     return str(caught.value)
 
 
-def on_another_host(group: dist.ProcessGroup) -> str:
-    return pretend(group, host="elsewhere", boot="another")
+@on_ranks(3)
+def test_ranks_on_two_hosts_are_named(group: dist.ProcessGroup) -> None:
+    text = pretend(group, host="elsewhere", boot="another")
+    assert "must be on one machine" in text
+    assert "rank 1 on elsewhere" in text
+    assert f"rank 2 on {ProcessIdentity.own().host}" in text
 
 
-def test_ranks_on_two_hosts_are_named(pool: RankPool) -> None:
-    for text in pool.run(on_another_host, 3):
-        assert "must be on one machine" in text
-        assert "rank 1 on elsewhere" in text
-        assert f"rank 2 on {ProcessIdentity.own().host}" in text
-
-
-def pid_of_somebody_else(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+def test_a_wrong_process_behind_the_pid_is_noticed(group: dist.ProcessGroup) -> None:
     """What a rank in another pid namespace may find behind the pid of rank 0: a different file."""
     stranger = os.memfd_create("stranger")
     real = os.open
@@ -209,13 +201,9 @@ def pid_of_somebody_else(group: dist.ProcessGroup) -> str:
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(100)
     os.close(stranger)
-    return str(caught.value)
-
-
-def test_a_wrong_process_behind_the_pid_is_noticed(pool: RankPool) -> None:
-    for text in pool.run(pid_of_somebody_else, 2):
-        assert "rank 1:" in text
-        assert "is not the file of rank 0" in text
+    text = str(caught.value)
+    assert "rank 1:" in text
+    assert "is not the file of rank 0" in text
 
 
 SECRET = b"of somebody else"
@@ -290,21 +278,19 @@ def test_a_post_reaches_no_other_file(pool: RankPool, make: Callable[[Path, int]
         assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
 
 
-def as_another_user(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+def test_memory_of_another_user_is_refused(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
             patch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(100)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "a rank: rank 1: " in text and "allowed=(12345, " in text and "; rank" not in text, text
 
 
-def test_memory_of_another_user_is_refused(pool: RankPool) -> None:
-    for text in pool.run(as_another_user, 2):
-        assert "a rank: rank 1: " in text and "allowed=(12345, " in text and "; rank" not in text, text
-
-
-def outlive(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_view_keeps_the_memory_and_the_last_one_frees_it(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     memory = ShmMemory(Exchange(group, 60.0))
     block = memory.allocate(10_000)
@@ -324,10 +310,6 @@ def outlive(group: dist.ProcessGroup) -> None:
     assert len(leftovers()) == (2 if sys.version_info < (3, 13) else 1), "one mapping, with its descriptor"
     del tail
     assert leftovers() == []
-
-
-def test_a_view_keeps_the_memory_and_the_last_one_frees_it(pool: RankPool) -> None:
-    pool.run(outlive, 2)
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_an_algorithm_of_ones_own_is_right_for_all_shards(in_place: bool) -> Non
 
 @pytest.mark.parametrize("variant", ["b2b", long("pcpy")])
 def test_sixty_four_ranks(variant: str) -> None:
-    """A tenth of a second to four, where it took a minute; ``python tests/common/large_programs.py`` says how long."""
+    """A tenth of a second to four, where it took a minute; ``python tests/program/large_programs.py`` says how long."""
     for program in (
         build(all_gather([64] * 64), variant),
         build(all_to_all([[64] * 64] * 64), variant, Transport.STAGED),

@@ -96,7 +96,7 @@ def test_deadlock_across_two_engines_of_a_rank() -> None:
 
 
 def test_lost_signal_of_flags_that_the_waiter_resets() -> None:
-    """docs/lab/hardware.md: a fast rank signals invocation i+1 before a slow one has reset invocation i."""
+    """results/notes/hardware.md: a fast rank signals invocation i+1 before a slow one has reset invocation i."""
     program = nothing(2, RESET_BARRIER)
     verify(program, invocations=1)
     for rounds in (2, 3, 5):
@@ -113,7 +113,7 @@ def test_lost_signal_of_flags_that_the_waiter_resets() -> None:
 
 
 def test_what_makes_resets_safe() -> None:
-    """Two alternating sets of flags, epochs, or an entry handshake (docs/lab/hardware.md)."""
+    """Two alternating sets of flags, epochs, or an entry handshake (results/notes/hardware.md)."""
     odd = nothing(2, RESET_BARRIER.replace("flag 0", "flag 2").replace("flag 1", "flag 3"))
     verify_sequence([nothing(2, RESET_BARRIER), odd])
     verify(nothing(2, EPOCH_BARRIER))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 
 from sidelane import Communicator, Config
 from sidelane.session import answers
 from sidelane.session.answers import lookup, remember
 
 
-def memo(group: dist.ProcessGroup) -> None:
+@on_ranks(1)
+def test_few_answers_are_remembered(group: dist.ProcessGroup) -> None:
     with Communicator(group, config=Config(timeout_s=30)) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "MOST_ANSWERS", 3)
         assert lookup(comm, "first") is None
@@ -21,7 +22,3 @@ def memo(group: dist.ProcessGroup) -> None:
         assert lookup(comm, ["unhashable"]) is None  # type: ignore[arg-type]
         remember(comm, "fourth", 4)
         assert [lookup(comm, question) for question in ("first", "fourth")] == [None, 4], "room was made"
-
-
-def test_few_answers_are_remembered(pool: RankPool) -> None:
-    pool.run(memo, 1)

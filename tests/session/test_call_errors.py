@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
+from on_ranks import on_ranks
 from ranks import RankPool
 
 from sidelane import CommunicatorClosedError, MismatchError
@@ -51,7 +52,8 @@ def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) ->
     assert first[1:] == second == ["Communicator: closed; calls come before close(), or inside of its block"]
 
 
-def different_known_calls_in_debug(group: dist.ProcessGroup) -> str:
+@on_ranks(3)
+def test_known_calls_are_compared_in_debug(group: dist.ProcessGroup) -> None:
     with communicator(group, debug=True) as comm:
         n = comm.world_size
         small, large = (torch.full((5 * n,), -1.0), torch.empty(5)), (torch.full((9 * n,), -1.0), torch.empty(9))
@@ -63,11 +65,7 @@ def different_known_calls_in_debug(group: dist.ProcessGroup) -> str:
         assert isinstance(error, MismatchError), error
         assert (out == -1).all()
         comm.barrier()
-        return str(error)
-
-
-def test_known_calls_are_compared_in_debug(pool: RankPool) -> None:
-    for text in pool.run(different_known_calls_in_debug, 3):
+        text = str(error)
         assert "rank 0: all_gather(3 ranks, 60 bytes" in text and "rank 1: all_gather(3 ranks, 108 bytes" in text
 
 
@@ -139,7 +137,8 @@ def test_a_refused_known_call_is_an_error_on_the_peers(pool: RankPool) -> None:
         assert "rank 1" in results[rank][1] and "output must hold" in results[rank][1]
 
 
-def threads_and_files(group: dist.ProcessGroup) -> tuple[list[str], int]:
+@on_ranks(3)
+def test_closing_leaves_no_thread_and_no_file(group: dist.ProcessGroup) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
@@ -153,13 +152,8 @@ def threads_and_files(group: dist.ProcessGroup) -> tuple[list[str], int]:
             comm.all_gather(torch.empty(comm.world_size), torch.ones(1))
         del tensor
     left = [thread.name for thread in set(threading.enumerate()) - running if thread.name.startswith("sidelane")]
-    return left, count() - before
-
-
-def test_closing_leaves_no_thread_and_no_file(pool: RankPool) -> None:
-    for threads, files in pool.run(threads_and_files, 3):
-        assert threads == []
-        assert files <= 1
+    assert left == []
+    assert count() - before <= 1
 
 
 def closed(group: dist.ProcessGroup) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
+from on_ranks import on_ranks
 from ranks import RankPool, crew, shared_memory
 
 import sidelane
@@ -165,7 +166,8 @@ def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> 
     assert text.endswith(" (1,)"), text
 
 
-def made_before(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ranks_agree_whatever_they_have_made_before(group: dist.ProcessGroup) -> None:
     """Torch names the groups of those who begin anew as those before them: ``0`` is the first of any process."""
     rank, store = dist.get_rank(group), exchanges.store_of(group)
 
@@ -183,10 +185,6 @@ def made_before(group: dist.ProcessGroup) -> None:
         dist.barrier(group)  # as ranks meet when they make a group
     for each_group in made:
         each_group.close()
-
-
-def test_ranks_agree_whatever_they_have_made_before(pool: RankPool) -> None:
-    pool.run(made_before, 2)
 
 
 def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
@@ -231,7 +229,8 @@ def test_ranks_agree_on_what_became_of_a_communicator(pool: RankPool, interrupte
     assert text.startswith("PeerError (0,)" if interrupted else "PeerTimeoutError (2,)")
 
 
-def late_in_making(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_a_rank_that_is_late_in_making_a_communicator_gets_the_error_of_its_peers(group: dist.ProcessGroup) -> None:
     """A rank comes late to a later exchange of a communicator: to one that it then could not do, or could."""
     rank, store = dist.get_rank(group), exchanges.store_of(group)
     found = []
@@ -261,14 +260,9 @@ def late_in_making(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...],
                     store.set(key, "")
         with communicator(group) as comm:
             comm.barrier()
-    return found
-
-
-def test_a_rank_that_is_late_in_making_a_communicator_gets_the_error_of_its_peers(pool: RankPool) -> None:
-    for found in pool.run(late_in_making, 3):
-        assert [(name, ranks) for name, ranks, _ in found] == [
-            ("PeerTimeoutError", (late,)) for late in (1, 1, 0, 0, 1)
-        ], found
+    assert [(name, ranks) for name, ranks, _ in found] == [("PeerTimeoutError", (late,)) for late in (1, 1, 0, 0, 1)], (
+        found
+    )
 
 
 class Bomb:
@@ -315,7 +309,8 @@ def test_what_others_write_to_the_store_is_data(pool: RankPool, tmp_path: Path) 
     assert len(found) == 18
 
 
-def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_ranks_of_two_versions_say_so(group: dist.ProcessGroup) -> None:
     found, before = [], shared_memory()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
@@ -325,20 +320,14 @@ def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]
         assert set(shared_memory()) <= set(before)
     with communicator(group) as comm:
         comm.barrier()
-    return found
+    for what, (name, _, text) in zip(("Communicator", "wrap"), found, strict=True):
+        rest = f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION}; install one version on all ranks"
+        assert name == "MismatchError" and text.startswith(f"{what} (")
+        assert text.endswith(f": ranks run different versions of Sidelane: {rest}")
 
 
-def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
-    for found in pool.run(of_two_versions, 3):
-        for what, (name, _, text) in zip(("Communicator", "wrap"), found, strict=True):
-            rest = (
-                f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION}; install one version on all ranks"
-            )
-            assert name == "MismatchError" and text.startswith(f"{what} (")
-            assert text.endswith(f": ranks run different versions of Sidelane: {rest}")
-
-
-def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
+@on_ranks(3, timeout_s=100)
+def test_exchanges_of_two_threads_do_not_meet(group: dist.ProcessGroup) -> None:
     """Two communicators' worth of exchanges on one group, at random times: neither meets the other's."""
     several = [Exchange(group, 20.0) for _ in range(2)]
     found: list[list[Any]] = [[], []]
@@ -353,13 +342,8 @@ def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
-
-
-def test_exchanges_of_two_threads_do_not_meet(pool: RankPool) -> None:
-    for found in pool.run(two_at_once, 3, timeout_s=100):
-        for which in range(2):
-            assert found[which] == [[(which, k, rank) for rank in range(3)] for k in range(40)]
+    for which in range(2):
+        assert found[which] == [[(which, k, rank) for rank in range(3)] for k in range(40)]
 
 
 def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
@@ -382,7 +366,9 @@ def test_a_group_without_a_store_is_refused() -> None:
             exchanges.store_of(object())  # type: ignore[arg-type]
 
 
-def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(3)
+@pytest.mark.parametrize("text", ['{"format": ' + "[" * 200_000, "{", '{"format": 1, "curves": [], "key": Infinity}'])
+def test_a_profile_that_is_none_is_refused_by_all(group: dist.ProcessGroup, text: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sidelane-test-") as folder:
         profile = os.path.join(folder, "p.json") if dist.get_rank(group) == 0 else None
         if profile is not None:
@@ -390,24 +376,16 @@ def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int,
         found = outcome(communicator, group, profile=profile)
     with communicator(group) as comm:  # the group is as good as before
         comm.barrier()
-    return found
+    name, _, why = found
+    assert name == "ValueError" and "not a profile" in why
 
 
-@pytest.mark.parametrize("text", ['{"format": ' + "[" * 200_000, "{", '{"format": 1, "curves": [], "key": Infinity}'])
-def test_a_profile_that_is_none_is_refused_by_all(pool: RankPool, text: str) -> None:
-    for name, _, why in pool.run(wrong_profiles, 3, text):
-        assert name == "ValueError" and "not a profile" in why
-
-
-def other_tables(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(3)
+def test_ranks_with_other_tables_are_refused_by_all(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 2:
             patch.setattr(profiles, "builtin_digest", lambda: "another")
-        return outcome(communicator, group)
-
-
-def test_ranks_with_other_tables_are_refused_by_all(pool: RankPool) -> None:
-    for name, _, why in pool.run(other_tables, 3):
+        name, _, why = outcome(communicator, group)
         assert name == "ValueError" and "with different tables of times" in why
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
+from on_ranks import on_ranks
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
@@ -85,7 +86,8 @@ MODES = (
 )
 
 
-def calls_of_a_rank_in_a_mode(group: dist.ProcessGroup) -> list[list[str]]:
+@on_ranks(2)
+def test_the_modes_of_a_caller_are_not_those_of_a_call(group: dist.ProcessGroup) -> None:
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
     seen = []
@@ -122,15 +124,12 @@ def calls_of_a_rank_in_a_mode(group: dist.ProcessGroup) -> list[list[str]]:
                 reduce(tensor)
             assert tensor.eq(4 * n).all() and counter.get_total_flops() == 128
             seen.append(mode.seen)
-    return seen
+    own, gloo = seen
+    assert own == [name for name in gloo if not name.startswith("c10d.")]
 
 
-def test_the_modes_of_a_caller_are_not_those_of_a_call(pool: RankPool) -> None:
-    for own, gloo in pool.run(calls_of_a_rank_in_a_mode, 2):
-        assert own == [name for name in gloo if not name.startswith("c10d.")]
-
-
-def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
+@on_ranks(1, timeout_s=100)
+def test_a_compiler_breaks_its_graph_at_a_call(group: dist.ProcessGroup) -> None:
     with communicator(group) as comm:
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -142,12 +141,7 @@ def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
         whole = torch.compile(step, backend="eager", fullgraph=True)
         _, _, text = outcome(whole, torch.ones(4))
         comm.barrier()
-        return float(found[0]), text
-
-
-def test_a_compiler_breaks_its_graph_at_a_call(pool: RankPool) -> None:
-    for value, text in pool.run(compiled, 1, timeout_s=100):
-        assert value == 2 + 1
+        assert found[0] == 2 + 1
         assert "a call of Sidelane runs as it is" in text
 
 
@@ -244,7 +238,10 @@ def test_a_call_that_found_no_memory_is_compared_again(pool: RankPool) -> None:
     assert "rank 1 refused it" in texts[0][0] and "rank 1 refused it" in texts[2][0]
 
 
-def known_calls_of_different_sizes(group: dist.ProcessGroup, symmetric: bool) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(2)
+@pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
+def test_known_calls_that_differ_do_not_pass_for_one(group: dist.ProcessGroup, symmetric: bool) -> None:
+    """The bytes of all ranks fit somehow: only what they posted tells."""
     comm = communicator(group)
     n = comm.world_size
     empty = comm.empty if symmetric else torch.empty
@@ -254,15 +251,9 @@ def known_calls_of_different_sizes(group: dist.ProcessGroup, symmetric: bool) ->
     found = outcome(comm.all_gather, *calls[comm.rank == 1])
     assert outcome(comm.all_gather, *calls[0])[0] == "CommunicatorClosedError"
     comm.close()
-    return found
-
-
-@pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
-def test_known_calls_that_differ_do_not_pass_for_one(pool: RankPool, symmetric: bool) -> None:
-    """The bytes of all ranks fit somehow: only what they posted tells."""
-    for name, _, text in pool.run(known_calls_of_different_sizes, 2, symmetric):
-        assert name == "PeerError"
-        assert "ranks made different calls" in text and "32 bytes" in text and "64 bytes" in text
+    name, _, text = found
+    assert name == "PeerError"
+    assert "ranks made different calls" in text and "32 bytes" in text and "64 bytes" in text
 
 
 def refuses_a_known_call(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from cpu_calls import communicator, in_a_forked_copy
 from marks import long
+from on_ranks import on_ranks
 from ranks import RankPool
 from turns import Turns
 
@@ -250,7 +251,8 @@ def test_what_a_thread_holds_its_signal_handlers_may_take() -> None:
         assert not thread.is_alive(), function
 
 
-def threads_that_take_turns(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_threads_may_take_turns(group: dist.ProcessGroup) -> None:
     with communicator(group) as comm:
         lock = threading.Lock()
         total = torch.zeros(1, dtype=torch.int64)
@@ -268,10 +270,6 @@ def threads_that_take_turns(group: dist.ProcessGroup) -> None:
         for thread in threads:
             thread.join(60)
         assert int(total) == 200 * comm.world_size
-
-
-def test_threads_may_take_turns(pool: RankPool) -> None:
-    pool.run(threads_that_take_turns, 3)
 
 
 def forked_copies(group: dist.ProcessGroup) -> list[str]:

@@ -135,7 +135,8 @@ def test_staging_may_move_between_two_calls(group: dist.ProcessGroup) -> None:
                 assert whole.view(n, between).eq(torch.arange(n)[:, None]).all()
 
 
-def cancelled(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_what_is_armed_can_be_cancelled(group: dist.ProcessGroup) -> None:
     """Handles that all ranks close armed leave no trace."""
     with communicator(group) as comm:
         n = comm.world_size
@@ -149,10 +150,6 @@ def cancelled(group: dist.ProcessGroup) -> None:
         assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
         left = comm.prepare_all_gather(out, shard)
         left.arm()  # close() of the communicator ends it
-
-
-def test_what_is_armed_can_be_cancelled(pool: RankPool) -> None:
-    pool.run(cancelled, 3)
 
 
 def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -300,7 +297,9 @@ def test_handles_know_what_runs_next_to_them(pool: RankPool, setting: str, besid
     assert pool.run(prepared_beside, 2, setting, beside) == [[alone] * 2] * 2
 
 
-def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:
+@on_ranks(2, timeout_s=30)
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_next_handle_is_armed_before_the_wait_for_one(group: dist.ProcessGroup, on_gpus: bool) -> None:
     """A call that the host has fired is waited for while the next one is armed, whose trigger comes behind that."""
     with made_up_gpus() if on_gpus else contextlib.nullcontext() as driver, communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
@@ -321,8 +320,3 @@ def armed_before_the_wait(group: dist.ProcessGroup, on_gpus: bool) -> None:
                     driver.synchronize()
                 assert outs[0].view(n, 4).eq(10 * step + torch.arange(n)[:, None]).all(), step
                 assert outs[1].view(n, 4).eq(10 * step - torch.arange(n)[:, None]).all(), step
-
-
-@pytest.mark.parametrize("on_gpus", [False, True])
-def test_the_next_handle_is_armed_before_the_wait_for_one(pool: RankPool, on_gpus: bool) -> None:
-    pool.run(armed_before_the_wait, 2, on_gpus, timeout_s=30)

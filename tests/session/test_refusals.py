@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
+from on_ranks import on_ranks
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -289,7 +290,8 @@ def test_refusals(pool: RankPool, debug: bool) -> None:
     check_golden("refusals", {name: f"{kind}: {text}" for name, (kind, _, text) in odd.items()})
 
 
-def accepted(group: dist.ProcessGroup) -> None:
+@on_ranks(RANKS)
+def test_what_is_accepted(group: dist.ProcessGroup) -> None:
     """Make calls that look like some of those."""
 
     def keyword(comm: Any, *, scale: int = 1) -> int:
@@ -316,7 +318,3 @@ def accepted(group: dist.ProcessGroup) -> None:
         assert output.tolist() == [10.0 * source + rank for source in range(n)]
         comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))
         assert tensor.tolist() == [n] * 3
-
-
-def test_what_is_accepted(pool: RankPool) -> None:
-    pool.run(accepted, RANKS)

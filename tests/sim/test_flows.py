@@ -10,22 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidelane_lab.machines.load import named
-from sidelane_lab.sim.flows import FlowNetwork
+from sidelane_lab.sim.flows import VirtualTime
 
 
 def end_times(capacities, flows):
     """Run flows (start, bytes, weights) and return when each ends."""
-    network: FlowNetwork[int] = FlowNetwork(list(capacities))
-    waiting = sorted((start, index) for index, (start, _, _) in enumerate(flows))
-    ends, now = {}, 0.0
-    while waiting or len(ends) < len(flows):
-        end = network.next_end(now)
-        if waiting and waiting[0][0] <= end:
-            now, index = waiting.pop(0)
-            network.start(flows[index][1], flows[index][2], index, now)
-        else:
-            now = end
-            ends.update(dict.fromkeys(network.pop_ended(now), now))
+    ends: dict[int, float] = {}
+    time = VirtualTime(capacities, lambda ended: ends.update(dict.fromkeys(ended, time.now)))
+    for index, (start, nbytes, weights) in enumerate(flows):
+        time.at(start, time.start, nbytes, weights, index)
+    while time.step():
+        pass
     return [ends[index] for index in range(len(flows))]
 
 
@@ -147,3 +142,15 @@ def test_queues_that_share_an_engine_leave_what_the_description_says_unless_rank
     usual = statistics.median(turns([0.0, *(draw.uniform(0, 2) for _ in range(3))]) for _ in range(100))
     assert float(named("h200x4").dma.shared_queues) == pytest.approx(usual, rel=0.05)
     assert turns([0.0, 0.25, 0.5, 0.75]) == pytest.approx(0.75, rel=0.01)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_flows_that_end_and_events_of_the_same_time_have_an_order(ends_first):
+    happened: list[str] = []
+    time = VirtualTime([1.0], happened.extend, ends_first=ends_first)
+    time.start(10.0, {0: 1.0}, "flow")
+    for name in ("event", "next event"):
+        time.at(10.0, happened.append, name)
+    while time.step():
+        assert time.now == 10.0
+    assert happened == (["flow", "event", "next event"] if ends_first else ["event", "next event", "flow"])

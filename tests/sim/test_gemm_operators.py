@@ -282,7 +282,7 @@ def test_gemms_in_parts_on_one_gpu_are_as_near_as_the_notes_say(held):
         assert len(errors) >= 9 and max(errors) <= worst, op
 
 
-# m, n, k; GEMM, behind it NCCL's all-to-all, behind it ours on copy engines: two H200s (docs/lab/hardware.md)
+# m, n, k; GEMM, behind it NCCL's all-to-all, behind it ours on copy engines: two H200s (results/notes/hardware.md)
 CHAINS = (
     ((4096, 4096, 4096), (177, 262, 232)),
     ((8192, 4096, 14336), (1190, 1374, 1380)),

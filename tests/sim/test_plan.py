@@ -35,8 +35,8 @@ MEASURED = {
         (LARGE, 4, 4096, 4096, (179.9, 172.9, 172.2), 163.4),
     ),
 }
-"""Milliseconds of FSDP2 steps by number of H200s (docs/lab/hardware.md): by strategy, and without communication. None
-was fitted to: kernels' times of other steps on two of them were (results/h200x2/fsdp-profile.json)."""
+"""Milliseconds of FSDP2 steps by number of H200s (results/notes/hardware.md): by strategy, and without communication.
+None was fitted to: kernels' times of other steps on two of them were (results/h200x2/fsdp-profile.json)."""
 
 
 @pytest.mark.parametrize(("gpus", "most"), [(4, 0.06), long(2, 0.06)])

@@ -1,4 +1,4 @@
-"""Relayed broadcasts in the simulator: the figures of docs/lab/performance.md, and what the rule of thumb rests on."""
+"""Relayed broadcasts in the simulator: figures of results/notes/performance.md, and the ground of the rule of thumb."""
 
 from __future__ import annotations
 

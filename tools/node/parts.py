@@ -238,7 +238,7 @@ def studies() -> Iterator[Part]:
         timeout_s=200,
         small=on_cpus(f"pg --operations all_reduce --bytes 1K --no-first {TINY_RUN}"),
     )
-    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (docs/lab/performance.md).
+    # By themselves: NCCL 2.28 fails in groups of broadcasts behind groups of others (results/notes/performance.md).
     yield from collectives(
         "broadcasts",
         (("broadcast", "--factor 4 --max-bytes 1G --iterations 9", 45, 120), ("broadcast", LISTS, 30, 90)),

@@ -42,7 +42,7 @@ KERNELS = tuple(one.name for one in strategies() if one.mover is Mover.SM)
 """Names of strategies whose bytes kernels move, if a device has them."""
 
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
-"""Names of strategies for callers' calls, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
+"""Names of strategies for calls, the best guess first ("GEMM next to a collective" in results/notes/hardware.md)."""
 
 PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is not None)
 """Names of strategies that take compute units from the computation, if a device can."""

@@ -124,8 +124,8 @@ _URGENT = "the GEMM first, the collective on an urgent stream"
 _OWN_UNITS = "the GEMM first, the collective on units of its own"
 
 # Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
-# would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
-# are in their best case in place, if the collective has that.
+# would wait for the end of a GEMM that was released before it (results/notes/hardware.md, "Copy engines"). The
+# library's are in their best case in place, if the collective has that.
 _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is

@@ -36,7 +36,7 @@ STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
 """Extra time in microseconds of larger reductions by kernels on ordinary tensors, which they copy to staging first,
 while times are measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB
-(docs/lab/kernels.md). All other costs of ordinary tensors are much the same for all candidates."""
+(results/notes/kernels.md). All other costs of ordinary tensors are much the same for all candidates."""
 
 
 MB = 1 << 20
@@ -53,7 +53,7 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float, float]] = MappingProxyType(
 With eight tensors, copy engines are within 4% from there on, and take no compute units; in graphs of 256 MB, where
 every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. Reductions hide nothing with them, so
 kernels that read the tensors in place stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
-probes, in docs/lab/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
+probes, in results/notes/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""

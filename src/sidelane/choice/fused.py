@@ -32,7 +32,7 @@ ROUTED = "gemm_all_to_all", "all_to_all_gemm"
 """Operators whose weight may be of several experts a rank."""
 
 WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
-"""Operators that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
+"""Operators that are split or unfused: fused kernels took longer at every shape (results/notes/kernels.md)."""
 
 FLOPS_PER_US = {2: 700e6, 4: 50e6}
 """Rate of a product in operations a microsecond, by bytes of an element."""

@@ -32,8 +32,8 @@ ACQUIRING_POLLS = tl.constexpr(64)
 
 POLLS = tl.constexpr(32 if os.environ.get("TRITON_INTERPRET") == "1" else 8192)
 """Polls between two loads of the abort word: some milliseconds. All warps of a block load it, over PCIe, which
-delays the fences of signals: with a load every 256 polls, one late rank made all others late (docs/lab/kernels.md).
-A poll takes the interpreter a thousand times as long."""
+delays the fences of signals: with a load every 256 polls, one late rank made all others late
+(results/notes/kernels.md). A poll takes the interpreter a thousand times as long."""
 
 
 @triton.jit
@@ -177,9 +177,9 @@ def _poll(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: t
 def _poll_acquire(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr):
     """Poll as :func:`_poll` does, and acquire at system scope by a load instead of an atomic operation.
 
-    It saves 0.2 to 0.4 us a wait (docs/lab/kernels.md): an atomic operation begins only when a plain load has found the
-    flag. A load that acquires drops what the unit has cached, which may slow down other kernels there, so that few of
-    them are made.
+    It saves 0.2 to 0.4 us a wait (results/notes/kernels.md): an atomic operation begins only when a plain load has
+    found the flag. A load that acquires drops what the unit has cached, which may slow down other kernels there, so
+    that few of them are made.
     """
     missing = 1
     polls = 0

@@ -61,7 +61,7 @@ FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS, MOST_STAGES = 24, 16384, 32, 6
 FEW_SHARED_BYTES = 192 << 10
 """Bytes of shared memory for launches of few blocks, each of which needs more bytes in flight: the compiler prefetches
 tiles into shared memory (``num_stages``). 13 blocks take 168 us for 64 MiB of four ranks, 232 without prefetching, and
-416 with tiles of 4 KB (probes: docs/lab/probes.md)."""
+416 with tiles of 4 KB (probes: results/notes/probes.md)."""
 
 DONE = tl.constexpr(layout.PHASES - 1)
 SLOTS = tl.constexpr(kernel_chunks.SLOTS)

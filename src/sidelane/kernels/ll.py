@@ -62,7 +62,7 @@ WORDS_PER_TILE, WARPS = 512, 8
 FEW_WORDS_PER_TILE = 128
 """Words of a tile where a launch has a block for each such tile, up to 32 KiB. A block then has a warp for each peer:
 between two GPUs a single one, which decides without others whether all words are there. On two H200s an all-reduce of
-512 bytes takes 2.3 us, and 2.5 with large tiles (docs/lab/kernels.md)."""
+512 bytes takes 2.3 us, and 2.5 with large tiles (results/notes/kernels.md)."""
 
 
 def arrange(

@@ -27,7 +27,7 @@ MOST_CHECKED = 64
 
 WARP_BYTES = 1024
 """Bytes of a row that a warp loads at once. Shorter rows belong to a warp each, whose threads keep their own sums:
-threads that exchange sums in the loop took 2.5 times as long (docs/lab/kernels.md)."""
+threads that exchange sums in the loop took 2.5 times as long (results/notes/kernels.md)."""
 MOST_WARPS = 8
 SUMS = 64
 """Sums of a thread: the number of elements that it loads at a time."""

@@ -70,7 +70,7 @@ LANES = 256
 MOST_TOKENS = 16
 CELLS_BYTES = 512 << 10
 """Largest number of bytes of a rank's float32 partial results that ``auto`` sends in cells; more was not measured
-(docs/lab/kernels.md)."""
+(results/notes/kernels.md)."""
 
 MOST_STAGES = 8
 EVICTIONS = ("", "evict_first")
@@ -172,7 +172,7 @@ OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
 
 
 def tiling_of(tokens: int) -> Tiling:
-    """Return the fastest tiling in the measurements (docs/lab/kernels.md, *GEMVs whose sums are cells*)."""
+    """Return the fastest tiling in the measurements (results/notes/kernels.md, *GEMVs whose sums are cells*)."""
     return OF_DOTS if tokens > 1 else Tiling()
 
 

@@ -10,8 +10,9 @@ all_gather_gemm     all-gather of rows; ``gathered @ weight.T``                 
 gemm_all_reduce     ``y = x @ weight.T``; all-reduce                            an all-reduce for each part of the rows
 ==================  ==========================================================  =======================================
 
-No compute unit moves data, and the vendor's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md).
-The price: parts are smaller, and the host has to know the counts; a graph keeps those of its capture.
+No compute unit moves data, and the vendor's GEMM computes, which is faster than any of Triton's
+(results/notes/kernels.md). The price: parts are smaller, and the host has to know the counts; a graph keeps those
+of its capture.
 
 ``MovedParts.send``, two ranks, two pieces; the rows that stay come last, and are computed in place::
 

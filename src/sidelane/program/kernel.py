@@ -45,7 +45,7 @@ reductions in two shots among two ranks may have all of them at any size (``kern
 
 NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
-in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
+in 171, 6 in 181, and 128 wide ones in 164 (probes: results/notes/probes.md)."""
 
 LARGE_PART_BYTES = 8 << 20
 
@@ -344,8 +344,8 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
 
 _RELAY_SAVES_BYTES = 1 << 20
 """Bytes that a relay must save the root: among four, block flags take 8.6 us for 256 KB and 10.9 for 512 KB, relayed
-ones 10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
+ones 10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (results/notes/probes.md)."""
 
 _LL_BYTES_OF_A_RANK = 384 << 10
 """Bytes from a rank to all its peers at which the LL protocol and block flags are equally fast; four H200s
-(docs/lab/kernels.md)."""
+(results/notes/kernels.md)."""

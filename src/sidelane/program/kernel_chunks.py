@@ -12,7 +12,7 @@ import math
 
 TILE_BYTES = 16 << 10
 """Bytes that a thread block moves at a time: 16 MiB of two H200s take 54 us, in tiles of 8 KB 58
-(docs/lab/probes.md)."""
+(results/notes/probes.md)."""
 
 SLOTS = 4
 """Number of slots. A rank stores chunk c in the slot of chunk c - 4. Before that it has waited for each peer's signal

@@ -14,8 +14,8 @@ RUNS = 5
 
 HIDDEN = {"mi300x": (0.66, 0.42), "h200": (0.92, 0.02), "h100": (0.95, 0.0)}
 """Shares of the shorter operation that disappear behind the longer one, on copy engines and by kernels that are
-launched first, by device. MI300X: averages of the ConCCL paper, section V. H200: docs/lab/hardware.md, "GEMM next to a
-collective", and the all-gathers of results/h200x2/c3.json. H100: results/h100x2/c3.json, one pair."""
+launched first, by device. MI300X: averages of the ConCCL paper, section V. H200: results/notes/hardware.md, "GEMM next
+to a collective", and the all-gathers of results/h200x2/c3.json. H100: results/h100x2/c3.json, one pair."""
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -29,7 +29,8 @@ operator takes one. Nothing else can be set: all kernels use up to 24 blocks, wh
   numbers from -7 to 7, whose sums are exact in bfloat16 for up to 36 ranks: outputs are compared byte for byte.
 
 Left out: an all_to_all and a broadcast, which torch has for the NVSHMEM and NCCL backends only (``all_to_all_vdev``,
-``nvshmem_all_to_all``), and ``multimem_*``, which need NVLink multicast (docs/lab/performance.md, *Who is compared*).
+``nvshmem_all_to_all``), and ``multimem_*``, which need NVLink multicast (results/notes/performance.md, *Who is
+compared*).
 """
 
 from __future__ import annotations

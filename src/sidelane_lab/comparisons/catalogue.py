@@ -111,7 +111,7 @@ def _overlap_figure(number: str, caption: str, claims: tuple[str, ...], **missin
         claims=claims,
         predict=lambda machine, ranges, version: figure.panels(machine, ranges),
         study="occupancy",
-        measure=panels.pipelines(figure),
+        measure=figure.measured,
         missing={PUBLISHED: NO_POINTS, **missing},
     )
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from sidelane.integrations.nodes.topology import FLAT
 from sidelane.program.collective import ELEMENT_BYTES, Kind
-from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, run_device
@@ -51,7 +50,7 @@ def engine_gangs(machine: Machine, kind: Kind, nbytes: int, *, write_back: bool 
     """Return the collective on copy engines, as far as these reach; arguments are those of :func:`dma_gangs`."""
     if machine.nodes == 1:
         return dma_gangs(machine, kind, nbytes, write_back=write_back)
-    times = _nodes_times(machine, kind, nbytes)
+    times = nodes_times(machine, kind, nbytes)
     if times.hierarchical_us is None or times.choice.name == FLAT:
         return (_ring(machine, kind, nbytes, flat_us(machine, kind, nbytes)),)
     return _plan_gangs(machine, kind, nbytes, times)
@@ -80,11 +79,6 @@ def flat_us(machine: Machine, kind: Kind, nbytes: int) -> float:
 def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:
     """Return the time of a collective alone."""
     return run_device(machine, gangs).time_us
-
-
-@remembered("gpu", "links", "dma", "library")
-def _nodes_times(machine: Machine, kind: Kind, nbytes: int) -> NodesTimes:
-    return nodes_times(machine, kind, nbytes)
 
 
 def _ring(machine: Machine, kind: Kind, nbytes: int, alone_us: float) -> Gang:

@@ -176,8 +176,8 @@ def pieces_of(choice: NodesChoice, nbytes: int) -> int:
     return count_pieces(nbytes) if choice.name == HIERARCHICAL else 1
 
 
-def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int, root: int = 0) -> NodePlan:
-    """Record the steps of a rank; the arguments are those of ``run_recipe``."""
+def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int) -> NodePlan:
+    """Record the steps of a rank; the arguments are those of ``run_recipe``, and a root is rank 0."""
     parts = len(nodes.of)
     many = {Kind.ALL_GATHER: (parts, 1), Kind.REDUCE_SCATTER: (1, parts), Kind.ALL_TO_ALL: (parts, parts)}
     of_output, of_input = many.get(kind, (1, 1))
@@ -186,5 +186,5 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
         (plan.tensor(OUTPUT, of_output * count, number), plan.tensor(INPUT, of_input * count, number))
         for number, count in enumerate(counts)
     ]
-    run_recipe(plan, kind, nodes, rank, pairs, counts, pieces, root)
+    run_recipe(plan, kind, nodes, rank, pairs, counts, pieces, root=0)
     return plan

@@ -55,14 +55,14 @@ class NodesTimes:
     steps: tuple[TimedStep, ...] = ()
 
 
-def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = None) -> NodesTimes:
+@remembered("gpu", "links", "dma", "library")
+def nodes_times(machine: Machine, kind: Kind, nbytes: int) -> NodesTimes:
     """Predict a collective among all GPUs of several nodes.
 
     Args:
         machine: several nodes that are connected.
         kind: one of :data:`KINDS`; a broadcast is from rank 0.
         nbytes: gathered bytes of an all_gather, the local buffer of the others.
-        pieces: largest number of pieces of the plan; None for the choice's.
 
     Raises:
         ValueError: another kind, one node, or nodes that are not connected.
@@ -72,7 +72,7 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
     if machine.gpus > 1:
-        plans = planned(machine, kind, nbytes, pieces_of(choice, nbytes) if pieces is None else pieces)
+        plans = planned(machine, kind, nbytes, pieces_of(choice, nbytes))
         run = plans.simulate()
         hierarchical = run.time_us
         steps = tuple(TimedStep(step, run.stamps[0, begin], run.stamps[0, end]) for step, begin, end in plans.steps)

@@ -36,7 +36,7 @@ from sidelane_lab.model.strategies import partitions
 
 SUSTAINED = 0.11
 """Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
-and 12% of two H200s (kernels' times, docs/lab/hardware.md); 5 to 8% on two others (fsdp-profile.json). Assumed for
+and 12% of two H200s (kernels' times, results/notes/hardware.md); 5 to 8% on two others (fsdp-profile.json). Assumed for
 other machines."""
 COMMUNICATING = 0.04
 """The same of a step that communicates over one that does not, apart from what runs beside transfers: the power cap is

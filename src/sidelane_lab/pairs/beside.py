@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.ways import Job, Rounds, Way, WayOutcome
-from sidelane_lab.pairs.comparison import median_of_rounds, percent_of_rounds
-from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, Workers
-from sidelane_lab.pairs.workload import Gemm, ideal_speedup, speedup
+from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
+from sidelane_lab.pairs.comparison import RoundTimes
+from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, PairLaunch, Workers
+from sidelane_lab.pairs.workload import Gemm
 
 K = TypeVar("K", bound=Hashable)
-Times = Sequence[float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Times of one way, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
-
-    gemm: Times
-    best: Times
-    alone: Times
-    together: Times
-
-    def columns(self) -> dict[str, Any]:
-        """Return what a row has of them: ratios in each round first, then medians."""
-        return {
-            "gemm_us": statistics.median(self.gemm),
-            "comm_us": statistics.median(self.alone),
-            "best_comm_us": statistics.median(self.best),
-            "speedup": median_of_rounds(speedup, self.gemm, self.best, self.together),
-            "ideal": median_of_rounds(ideal_speedup, self.gemm, self.best),
-            "percent_of_ideal": percent_of_rounds(self.gemm, self.best, self.together),
-        }
-
-
-class BesideGemm(Way):
+class BesideGemm(PairLaunch):
     """A collective next to a GEMM.
 
     Args:
@@ -51,19 +28,8 @@ class BesideGemm(Way):
     """
 
     def __init__(self, call: Any, gemm: GemmRun, pair: Pair) -> None:
-        self.call, self.label, self._gemm = call, f"{call.label}, next to a GEMM", gemm
-        self._launch = pair.launch(named("conccl"), call)
-
-    def fill(self, seed: int) -> None:
-        self.call.fill(seed)
-        self._gemm.poison()
-
-    def run(self) -> None:
-        self._launch()
-
-    def error(self, seed: int) -> str | None:
-        wrong: str | None = self.call.error(seed)
-        return wrong or self._gemm.error()
+        super().__init__(f"{call.label}, next to a GEMM", pair.launch(named("conccl"), call), call, (gemm,))
+        self.call: Any = call
 
     def settle(self) -> None:
         self.call.settle()

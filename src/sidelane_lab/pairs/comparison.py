@@ -31,6 +31,7 @@ from sidelane_lab.pairs.pair import (
     Configuration,
     GemmRun,
     Pair,
+    PairLaunch,
     Workers,
     check_launch,
     refusal,
@@ -62,8 +63,8 @@ Times = Mapping[str, Sequence[float]]
 
 
 C = TypeVar("C", bound=Any)
-Launches = dict[str, tuple[C, Callable[[], None]]]
-"""Calls, and what launches them with the GEMM or alone, by names."""
+Launches = dict[str, PairLaunch]
+"""Launches of calls, with the GEMM or alone, by names."""
 
 Planned = Mapping[str, tuple[Strategy, C, int]]
 """A strategy, a call and units taken from the GEMM, by names."""
@@ -180,23 +181,23 @@ def _compare(
     seeds: Iterator[int],
 ) -> tuple[dict[str, Sequence[float]], dict[str, Problem]]:
     """Return times and failures by names, of the GEMM, of collectives alone, and of strategies with each of them."""
-    by_itself: Launches[CollectiveRun] = {run.label: (run, functools.partial(run_alone, run)) for run in collectives}
-    alone, failed_alone = _check(by_itself, (), instruments, seeds)
-    looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
+    by_itself = {run.label: PairLaunch(run.label, functools.partial(run_alone, run), run) for run in collectives}
+    alone, failed_alone = _check(by_itself, instruments, seeds)
+    looked = instruments.look({label: way.run for label, way in alone.items()}) if alone else {}
     every = _plan_of(strategies, [run for run in collectives if run.label in alone], collectives, looked, tried)
     aliases = aliases_of(every)
     planned = {
-        label: (run, pair.launch(strategy, run, units))
+        label: PairLaunch(label, pair.launch(strategy, run, units), run, (gemm,))
         for label, (strategy, run, units) in every.items()
         if label not in aliases
     }
-    together, failed_together = _check(planned, (gemm,), instruments, seeds)
+    together, failed_together = _check(planned, instruments, seeds)
     kept = narrowed(every, together, instruments)
     by_library: dict[str, list[str]] = {}
-    for label, (run, _) in alone.items():
-        by_library.setdefault(run.implementation, []).append(label)
+    for run in (run for run in collectives if run.label in alone):
+        by_library.setdefault(run.implementation, []).append(run.label)
     needed = {every[label][1].label for label in kept} | lasting(by_library.values(), looked) | set(kept)
-    launches = {label: launch for label, (_, launch) in {**alone, **kept}.items() if label in needed}
+    launches = {label: way.run for label, way in {**alone, **kept}.items() if label in needed}
     times = dict(instruments.time({GEMM: gemm.run, **launches}))
     for label, twin in aliases.items():
         if twin in times:
@@ -228,16 +229,11 @@ def _plan_of(
     return planned
 
 
-def _check(
-    launches: Launches[CollectiveRun], gemms: Sequence[GemmRun], instruments: Any, seeds: Iterator[int]
-) -> tuple[Launches[CollectiveRun], dict[str, Problem]]:
+def _check(launches: Launches, instruments: Any, seeds: Iterator[int]) -> tuple[Launches, dict[str, Problem]]:
     """Keep those launches that are right on every rank; the others with what was wrong."""
-    failures = {
-        label: problem
-        for label, (run, launch) in launches.items()
-        if (problem := check_launch(instruments, label, launch, run, gemms, next(seeds))) is not None
-    }
-    return {label: launch for label, launch in launches.items() if label not in failures}, failures
+    found = {label: check_launch(instruments, way, next(seeds)) for label, way in launches.items()}
+    failures = {label: problem for label, problem in found.items() if problem is not None}
+    return {label: way for label, way in launches.items() if label not in failures}, failures
 
 
 def aliases_of(planned: Planned[C]) -> dict[str, str]:
@@ -260,7 +256,7 @@ def aliases_of(planned: Planned[C]) -> dict[str, str]:
     return found
 
 
-def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> Launches[C]:
+def narrowed(planned: Planned[C], launches: Launches, instruments: Any) -> Launches:
     """Return what is left of launches after a look at those that have rivals. Collective.
 
     Args:
@@ -275,7 +271,7 @@ def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> La
     asked = [label for labels in rivals.values() if len(labels) > 1 for label in labels]
     if not asked:
         return launches
-    looked = instruments.look({label: launches[label][1] for label in asked})
+    looked = instruments.look({label: launches[label].run for label in asked})
     gone = set(asked) - lasting(rivals.values(), looked)
     return {label: launch for label, launch in launches.items() if label not in gone}
 
@@ -294,6 +290,33 @@ def lasting(rivals: Iterable[Sequence[str]], looked: Mapping[str, Sequence[float
         for label in labels
         if best_us[label] <= WORTH * min(best_us[other] for other in labels)
     }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Times of a pair, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
+
+    gemm: Sequence[float]
+    best: Sequence[float]
+    alone: Sequence[float]
+    together: Sequence[float]
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a row has of them: ratios in each round first, then medians."""
+        return {
+            "gemm_us": statistics.median(self.gemm),
+            "comm_us": statistics.median(self.alone),
+            "best_comm_us": statistics.median(self.best),
+            "speedup": statistics.median(map(speedup, self.gemm, self.best, self.together)),
+            "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
+            "percent_of_ideal": self.percent_of_ideal(),
+        }
+
+    def percent_of_ideal(self) -> float | None:
+        """Return the median percent of ideal, where most rounds have one."""
+        found = list(map(percent_of_ideal, self.gemm, self.best, self.together))
+        defined = [percent for percent in found if percent is not None]
+        return statistics.median(defined) if 2 * len(defined) > len(found) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -453,18 +476,17 @@ def _judge_strategy(
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
-    gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
+    rounds = RoundTimes(times[GEMM], times[best.label], times[chosen.label], times[pair_label(strategy, chosen, units)])
+    figures = rounds.columns()
+    of_library = None if library is None else dataclasses.replace(rounds, best=times[library.label])
     return StrategyResult(
         strategy=strategy.name,
         label=chosen.label,
         units=units,
         by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
-        comm_us=statistics.median(times[chosen.label]),
-        time_us=statistics.median(pair),
-        speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
-        ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
-        percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
-        percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
+        time_us=statistics.median(rounds.together),
+        percent_of_ideal_library=None if of_library is None else of_library.percent_of_ideal(),
+        **{name: figures[name] for name in ("comm_us", "speedup", "ideal", "percent_of_ideal")},
     )
 
 
@@ -477,15 +499,3 @@ def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
 def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:
     timed = [c for c in configurations if c.label in times]
     return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
-
-
-def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
-    """Return the median of a figure of each round."""
-    return statistics.median(figure(*values) for values in zip(*series, strict=True))
-
-
-def percent_of_rounds(*series: Sequence[float]) -> float | None:
-    """Return the median percent of ideal, where most rounds have one."""
-    found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
-    defined = [percent for percent in found if percent is not None]
-    return statistics.median(defined) if 2 * len(defined) > len(found) else None

@@ -50,7 +50,7 @@ of the shorter operation if they were launched first (docs/lab/measured.md)."""
 
 OWN_CHUNK_HIDDEN = 0.03
 """Share of the shorter operation that ``nccl_ce`` hides if it copies the caller's own chunk inside the GPU, a copy that
-waits for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
+waits for the GEMM (results/notes/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
 
 
 # --- the order of launches --------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from torch.nn import functional
 
 from sidelane.c3.partitions import DevicePartitions, PairStreams
 from sidelane.c3.strategies import Order, Strategy
-from sidelane_lab.harness.ways import Problem
+from sidelane_lab.harness.ways import Problem, Way
 from sidelane_lab.pairs.spans import Beginning, ComputePart
 from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
 
@@ -267,32 +267,52 @@ class GemmRun:
         return f"the GEMM's result differs from that of the GEMM alone (rtol={rtol:.2g}, atol={atol:.2g})"
 
 
-def check_launch(
-    instruments: Any,
-    label: str,
-    launch: Callable[[], object],
-    run: CollectiveRun,
-    gemms: Iterable[GemmRun],
-    seed: int,
-) -> Problem | None:
-    """Launch once on fresh input and poisoned outputs, and compare the bytes of a collective and GEMMs. Collective."""
-    gemms = tuple(gemms)
+class PairLaunch(Way):
+    """A launch of a collective, of GEMMs or of both, with a check of their results.
+
+    Args:
+        label: name in errors.
+        launch: function that launches it.
+        call: the collective; None without one.
+        gemms: GEMMs, which keep their inputs.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        launch: Callable[[], object],
+        call: CollectiveRun | None = None,
+        gemms: Iterable[GemmRun] = (),
+    ) -> None:
+        self.label, self.call, self._launch, self._gemms = label, call, launch, tuple(gemms)
+
+    def fill(self, seed: int) -> None:
+        if self.call is not None:
+            self.call.fill(seed)
+        for gemm in self._gemms:
+            gemm.poison()
+
+    def run(self) -> None:
+        self._launch()
+
+    def error(self, seed: int) -> str | None:
+        wrong = None if self.call is None else self.call.error(seed)
+        return wrong or next(filter(None, (gemm.error() for gemm in self._gemms)), None)
+
+
+def check_launch(instruments: Any, way: Way, seed: int) -> Problem | None:
+    """Launch once on fresh input and poisoned outputs, and compare the results. Collective."""
 
     def execute() -> None:
-        run.fill(seed)
-        for gemm in gemms:
-            gemm.poison()
-        launch()
-        instruments.finish(label)
-
-    def compare() -> str | None:
-        return run.error(seed) or next(filter(None, (gemm.error() for gemm in gemms)), None)
+        way.fill(seed)
+        way.run()
+        instruments.finish(way.label)
 
     # Two steps: a rank that could not run has nothing to compare, and the two are told apart in the result.
     refused = instruments.attempt(execute)
     if refused is not None:
         return Problem(refused)
-    wrong = instruments.attempt(compare)
+    wrong = instruments.attempt(lambda: way.error(seed))
     return None if wrong is None else Problem(wrong, wrong=True)
 
 
@@ -331,7 +351,7 @@ def orders_of(
             else:
                 launch = functools.partial(_on_cpu, [operations[name] for name in order])
             label = " > ".join(order)
-            if check_launch(instruments, label, launch, run, gemms.values(), next(seeds)) is None:
+            if check_launch(instruments, PairLaunch(label, launch, run, gemms.values()), next(seeds)) is None:
                 launches[label] = launch
         times = instruments.time(launches) if launches else {}
     return {tuple(label.split(" > ")): statistics.median(series) for label, series in times.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -485,6 +486,13 @@ class PipelineReadings:
         """Return a figure by pair, without pairs that have none of it."""
         found = {pair: self.curve(key, pair) for pair in self.PAIRS}
         return {pair: curve for pair, curve in found.items() if curve}
+
+    def rises(self) -> bool:
+        """True if with more blocks overlapped time comes closer to sequential time, in every pair."""
+        curves = [list(curve.values()) for curve in self.curves("base").values()]
+        if not curves:
+            raise ValueError("no such row")
+        return all(a <= b for curve in curves for a, b in itertools.pairwise(curve))
 
 
 def table_i_times(file: ResultFile) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ STUDIES = {
     "gemms": "sidelane_lab.studies.gemms",
     "fsdp": "sidelane_lab.studies.fsdp.study",
     "layouts": "sidelane_lab.studies.layouts",
-    "ordinary": "sidelane_lab.studies.ordinary.study",
+    "ordinary": "sidelane_lab.studies.ordinary",
     "clients": "sidelane_lab.studies.clients.study",
     "e2e": "sidelane_lab.studies.e2e.study",
     "process_group": "sidelane_lab.studies.process_group",

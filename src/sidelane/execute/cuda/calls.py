@@ -98,7 +98,7 @@ class Memcpy:
 class MemcpyBatch:
     """Copies to peers that do not depend on each other, as one call; the driver cannot capture it.
 
-    On an H200, three copies of 4 KB take 2.8 us instead of 7.3, three of 16 MB 4 us less (``docs/lab/probes.md``).
+    On an H200, three copies of 4 KB take 2.8 us instead of 7.3, three of 16 MB 4 us less (``results/notes/probes.md``).
     """
 
     copies: tuple[Memcpy, ...]

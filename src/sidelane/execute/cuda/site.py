@@ -282,7 +282,7 @@ class CudaSite:
         """Make a graph of a launch that is bound to the internal stream; None at the limit, or without memory.
 
         Launching it took the host 1.4 us instead of 3.3 for the launch of the kernel, and the device 0.1 us more (H200,
-        CUDA 13.0: docs/lab/performance.md). It takes 110 KB of device memory.
+        CUDA 13.0: results/notes/performance.md). It takes 110 KB of device memory.
         """
         if len(self._launch_graphs) >= MOST_LAUNCH_GRAPHS:
             return None

@@ -212,7 +212,7 @@ class _Handshake:
             (to, source), (other, _) = ((move.dst, move.src) for move in moves if isinstance(move, Copy))
             moves = [Broadcast((to, other), source)]
         # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
-        # of one with the beginning of the next (docs/lab/probes.md has the difference).
+        # of one with the beginning of the next (results/notes/probes.md has the difference).
         waits = [self._flags.wait_entry(partner=peer, mover=rank) for peer in group]
         exits = [self._flags.signal_exit(partner=peer, mover=rank) for peer in group]
         return [*waits, *moves, *exits]
@@ -261,7 +261,7 @@ def stripe(program: Program) -> Program:
         dma:1                                 wait | second halves | mark
 
     Both go round in the order of ``b2b``. On four H200s that saves 3 us of 23 for small copies, and 5 of 161 for 64 MiB
-    in all; from 64 MiB a peer on it is slower (docs/lab/probes.md). The algorithm is our own.
+    in all; from 64 MiB a peer on it is slower (results/notes/probes.md). The algorithm is our own.
 
     Args:
         program: a program that has one DMA queue a rank, with its copies behind each other.

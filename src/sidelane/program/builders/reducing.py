@@ -19,7 +19,7 @@ Large shards travel in pieces, so that reducing one hides behind the copies of t
 In a reduce_scatter the exits of a piece stand between its copies and those of the next, 5 us of hundreds. In a stream
 of their own they come late where that shares a hardware channel with the copies, and nothing overlaps: 2,480 us for
 1 GiB in a graph, not 2,230. An all_reduce has them there all the same: with exits between the copies a captured one
-took 5,650 us, not 4,450 (docs/lab/probes.md).
+took 5,650 us, not 4,450 (results/notes/probes.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, 
 PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
 """Bytes of a shard from which two, three and four pieces are faster on four H200s. In a reduce_scatter only the last
 piece's reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the
-second's, and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
+second's, and more pieces would only let the ranks fall out of step (results/notes/probes.md)."""
 
 
 def reduce(

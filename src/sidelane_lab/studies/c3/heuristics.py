@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import ENGINES
-from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions
+from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions, PairOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
@@ -169,14 +169,23 @@ def _measured(options: HeuristicsOptions) -> Results | None:
     return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options))
 
 
-def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
+def predict(machine: Machine, options: PairOptions) -> list[HeuristicRow]:
+    """Return the rows of a machine that is described; without pairs those of Table II of the ConCCL paper.
+
+    Raises:
+        ValueError: a machine of several nodes.
+    """
     machine.refuse_nodes("c3 --study heuristics")
-    if options.workloads == C3Options.workloads:
+    if options.workloads == PairOptions.workloads:
         workloads = [table_ii_workload(name, kind) for name in TABLE_II for kind in KINDS]
     else:
         workloads = [parse_workload(text, kind, options.dtype) for text in options.workloads for kind in KINDS]
     known = isolated_of_machine(machine)
-    judged = [row for workload in workloads for row in judge(sweep_of(machine, workload), known)]
+    return [row for workload in workloads for row in judge(sweep_of(machine, workload), known)]
+
+
+def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
+    rows = predict(machine, options)
     return Results(
         study="heuristics",
         machine=machine.name,
@@ -187,7 +196,7 @@ def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
         commit=provenance.commit(),
         command=_command(options),
         software=provenance.software_versions(),
-        rows=tuple(judged),
+        rows=tuple(rows),
     )
 
 
@@ -265,5 +274,6 @@ STUDY = Study(
     row=HeuristicRow,
     tables=heuristic_tables,
     plots=draw_heuristics,
+    predict=predict,
     main=main,
 )

@@ -22,7 +22,7 @@ SOURCES = ("measured", PREDICTED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseRow(FlatRow):
-    """Where one transfer or one collective spends its time, in microseconds (definitions: docs/lab/phases.md).
+    """Where one transfer or one collective spends its time, in microseconds (definitions: results/notes/phases.md).
 
     Attributes:
         operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.

@@ -1,4 +1,4 @@
-"""From what two clocks saw of a call to its phases, which add up to its time (definitions: docs/lab/phases.md)."""
+"""From what two clocks saw of a call to its phases, which add up to its time (definitions: results/notes/phases.md)."""
 
 from __future__ import annotations
 

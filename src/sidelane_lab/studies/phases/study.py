@@ -299,7 +299,7 @@ STUDY = Study(
         " the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
         "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of single calls of the "
         "slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the host. "
-        "Definitions: docs/lab/phases.md."
+        "Definitions: results/notes/phases.md."
     ),
     row=PhaseRow,
     tables=phase_tables,

@@ -31,7 +31,7 @@ LIBRARY = "library"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerRow(FlatRow):
-    """Power and energy of a collective that runs back to back (method: docs/lab/power.md).
+    """Power and energy of a collective that runs back to back (method: results/notes/power.md).
 
     Attributes:
         bytes: bytes as in :class:`CollectiveRow`.

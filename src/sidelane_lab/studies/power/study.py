@@ -255,7 +255,7 @@ STUDY = Study(
     title="Power and energy of collectives",
     legend=(
         "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
-        "over that. The least energy of each size is bold. Method: docs/lab/power.md."
+        "over that. The least energy of each size is bold. Method: results/notes/power.md."
     ),
     row=PowerRow,
     tables=power_tables,

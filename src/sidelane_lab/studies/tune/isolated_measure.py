@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,9 +22,10 @@ from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.ways import Job
+from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
-from sidelane_lab.pairs.pair import GemmRun, Pair, Workers, check_launch, pair_streams, refusal, run_alone
+from sidelane_lab.pairs.pair import GemmRun, Pair, PairLaunch, Workers, pair_streams, refusal, run_alone
+from sidelane_lab.pairs.spans import stamped, timed
 from sidelane_lab.pairs.workload import Gemm, implementation_of
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
@@ -47,6 +47,9 @@ CHANGE = "_set_sm_carveout_experimental"
 """Name of torch's request to cuBLASLt."""
 
 HIDE_LAUNCH_US = 300.0
+
+Measured = WayOutcome[Any, PairLaunch]
+"""A launch with its times, by units or by a label."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,29 +136,23 @@ class Bench:
 
     def _gemm(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         means, run = batch.means, self._filled(batch)
-        launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
         why_not = self._meter.attempt(functools.partial(self._objection, means))
         if why_not is not None and means != (THREADS if self._on_cpu else SPLIT):
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
             return
 
-        def make() -> str | None:
-            for units in (0, *(() if why_not else self._taken())):
-                launches[units] = self._launch(run, means, units)
-                launches[units]()
-                self._meter.finish(f"{batch} with {units} fewer")
-                if wrong := run.error():
-                    return wrong
-                run.poison()
-            return None
+        ways = {
+            units: functools.partial(self._with_fewer, run, means, units)
+            for units in (0, *(() if why_not else self._taken()))
+        }
+        for one in self._compared(ways):
+            yield self._row(batch, means=means, units=one.key, **_figures(one))
+        if why_not:
+            yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
 
-        refused = self._meter.attempt(make)
-        if refused is None:
-            for units, time_us in self.times(launches).items():
-                yield self._row(batch, means=means, units=units, time_us=time_us)
-        if refused or why_not:
-            yield self._row(batch, means=means, units=SMALLEST_SHARE, note=refused or why_not)
+    def _with_fewer(self, run: GemmRun, means: str, units: int) -> PairLaunch:
+        return PairLaunch(f"{run.gemm.name} with {units} fewer", self._launch(run, means, units), gemms=(run,))
 
     def _filled(self, batch: IsolatedBatch) -> GemmRun:
         assert batch.gemm is not None
@@ -210,90 +207,76 @@ class Bench:
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def _collective(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
-        alone, wrong = self._right(batch)
-        yield from wrong
-        times = self.times({label: run.run for label, run in alone.items()})
-        yield from (self._sent(batch, run, 0, times[label]) for label, run in alone.items())
-        for name in dict.fromkeys(run.implementation for run in alone.values()):
-            mine = [run for run in alone.values() if run.implementation == name]
+        calls, found = self._alone(batch)
+        yield from (self._sent(batch, calls[one.key], 0, one) for one in found)
+        for name, run in _fastest(calls, found).items():
             if name in TAKE_UNITS:
-                yield from self._given(batch, min(mine, key=lambda run: times[run.label]))
+                yield from self._given(batch, run)
         if self._on_cpu:
             note = f"collectives are given no units: {self._no_partitions}"
             yield self._row(batch, means=SPLIT, units=SMALLEST_SHARE, note=note)
 
-    def _right(self, batch: IsolatedBatch) -> tuple[dict[str, ReadyCall], list[IsolatedRow]]:
-        """Return calls that are right, by label, and rows of the others."""
-        case, right, others = self._case(batch), {}, []
-        for implementation in self.roster.implementations.values():
-            for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
-                run = ReadyCall(entrant, case, implementation)
-                wrong = check_launch(self._meter, run.label, run.run, run, (), next(self._seeds))
-                if wrong is None:
-                    right[run.label] = run
-                else:
-                    others.append(self._row(batch, run, note=wrong.text))
-        return right, others
+    def _alone(self, batch: IsolatedBatch) -> tuple[dict[str, ReadyCall], Sequence[Measured]]:
+        """Compare every call of a collective. Returns the calls by label, and what was measured of each."""
+        case = self._case(batch)
+        calls = [
+            ReadyCall(entrant, case, implementation)
+            for implementation in self.roster.implementations.values()
+            for entrant in candidates_of(implementation, case.kind, launches=("eager",))
+        ]
+        ways = {run.label: functools.partial(PairLaunch, run.label, run.run, run) for run in calls}
+        return {run.label: run for run in calls}, self._compared(ways)
 
     def _given(self, batch: IsolatedBatch, run: ReadyCall) -> Iterator[IsolatedRow]:
         """Measure a collective on its own units."""
-        launches: dict[int, Callable[[], None]] = {}
         reason = self._no_partitions
         if self._partitions is not None:
             reason = self._meter.attempt(self._partitions.objection) or ""
         if reason or self._partitions is None or self._streams is None:
             yield self._row(batch, run, means=SPLIT, units=SMALLEST_SHARE, note=reason)
             return
+        ways = {}
         for units in self._taken():
             streams = self._partitions.streams(units, self._streams, confine=True)
             launch = functools.partial(_on_stream, streams.collective, run.run)
-            wrong = check_launch(self._meter, run.label, launch, run, (), next(self._seeds))
-            if wrong is None:
-                launches[units] = launch
-            else:
-                yield self._row(batch, run, means=SPLIT, units=units, note=wrong.text)
-        for units, time_us in self.times(launches).items():
-            yield self._sent(batch, run, units, time_us)
+            ways[units] = functools.partial(PairLaunch, run.label, launch, run)
+        yield from (self._sent(batch, run, one.key, one) for one in self._compared(ways))
 
-    def _sent(self, batch: IsolatedBatch, run: ReadyCall, units: int, time_us: float) -> IsolatedRow:
+    def _sent(self, batch: IsolatedBatch, run: ReadyCall, units: int, found: Measured) -> IsolatedRow:
         ranks = self._rank.world_size
         sent = batch.nbytes * (ranks - 1) / ranks * (2 if batch.collective is Kind.ALL_REDUCE else 1)
-        means = SPLIT if units else ""
-        return self._row(batch, run, means=means, units=units, time_us=time_us, gbps=sent / time_us / 1e3)
+        figures = _figures(found)
+        if time_us := figures.get("time_us"):
+            figures["gbps"] = sent / time_us / 1e3
+        return self._row(batch, run, means=SPLIT if units else "", units=units, **figures)
 
     # --- a GEMM and a collective under every strategy, for the shares of c3.expected ----------------------------------
 
     def _pair(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         """Measure every strategy with the call of its mover that is fastest alone, as ``c3`` does for sweeps."""
-        right, _ = self._right(batch)  # whoever is wrong has a row as a collective
-        alone = self.times({label: run.run for label, run in right.items()})
-        by_mover: dict[str, ReadyCall] = {}
-        for run in sorted(right.values(), key=lambda run: alone[run.label]):
-            by_mover.setdefault(run.implementation, run)
+        by_mover = _fastest(*self._alone(batch))
         gemm = self._filled(batch)
-        launches: dict[str, Callable[[], object]] = {
-            f"alone {run.label}": functools.partial(run_alone, run) for run in by_mover.values()
+        ways = {
+            f"alone {run.label}": functools.partial(PairLaunch, run.label, functools.partial(run_alone, run), run)
+            for run in by_mover.values()
         }
         places: dict[str, tuple[Strategy, ReadyCall, int]] = {}
         with Workers() as workers:
-            pairs = Pair(gemm, self._streams, workers, self._partitions)
+            pair = Pair(gemm, self._streams, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
                 refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
                 if refused:
                     yield self._row(batch, run, means=strategy.name, note=refused)
                     continue
                 for units in self._units_of(strategy):
-                    label, launch = f"{strategy.name} {run.label} {units}", pairs.launch(strategy, run, units)
-                    wrong = check_launch(self._meter, label, launch, run, (gemm,), next(self._seeds))
-                    if wrong is None:
-                        launches[label], places[label] = launch, (strategy, run, units)
-                    else:
-                        yield self._row(batch, run, means=strategy.name, units=units, note=wrong.text)
-            times = self.times(launches)
+                    label = f"{strategy.name} {run.label} {units}"
+                    launch = pair.launch(strategy, run, units)
+                    ways[label] = functools.partial(PairLaunch, label, launch, run, (gemm,))
+                    places[label] = strategy, run, units
+            found = {one.key: _figures(one) for one in self._compared(ways)}
         for label, (strategy, run, units) in places.items():
-            alone_us = times[f"alone {run.label}"] if strategy.name == SERIAL else None
-            figures = {"units": units, "time_us": times[label], "alone_us": alone_us}
-            yield self._row(batch, run, means=strategy.name, **figures)
+            alone_us = found[f"alone {run.label}"].get("time_us") if strategy.name == SERIAL else None
+            yield self._row(batch, run, means=strategy.name, units=units, alone_us=alone_us, **found[label])
 
     def _units_of(self, strategy: Strategy) -> tuple[int, ...]:
         if strategy.partition is None or self._partitions is None:
@@ -344,12 +327,21 @@ class Bench:
         dtype = getattr(torch, self._dtype)
         return Case.on(self._rank, kind, batch.nbytes, dtype)
 
+    def _compared(self, ways: Mapping[K, Callable[[], PairLaunch]]) -> Sequence[Measured]:
+        """Check ways, time those that are right in turns, and check them once more. Collective."""
+        hide_us = 0.0 if self._on_cpu else HIDE_LAUNCH_US
+
+        def in_turns(ready: Mapping[K, PairLaunch]) -> Mapping[K, Rounds]:
+            jobs = {key: Job(way.run, hide_launch_us=hide_us) for key, way in ready.items()}
+            return self._meter.in_turns(jobs, self._options)
+
+        return self._meter.compare(ways, self._seeds, in_turns)
+
     def times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
         """Return the median time of each, in microseconds, of the slowest rank."""
         hide_us = 0.0 if self._on_cpu else HIDE_LAUNCH_US
         jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in launches.items()}
-        measured = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
-        return {name: rounds.median_us for name, rounds in measured.items()}
+        return {name: rounds.median_us for name, rounds in self._meter.in_turns(jobs, self._options).items()}
 
     def _row(self, batch: IsolatedBatch, run: ReadyCall | None = None, **figures: Any) -> IsolatedRow:
         m, n, k = batch.sizes
@@ -374,8 +366,24 @@ class Bench:
         )
 
 
+def _figures(found: Measured) -> dict[str, Any]:
+    """Return the time of a way for its row, or why there is none."""
+    if found.problem is not None or found.rounds is None:
+        return {"note": "" if found.problem is None else found.problem.text}
+    return {"time_us": found.rounds.median_us}
+
+
+def _fastest(calls: Mapping[str, ReadyCall], found: Sequence[Measured]) -> dict[str, ReadyCall]:
+    """Return the call of each implementation that is fastest alone, the fastest of all first."""
+    timed = {one.key: one.rounds.median_us for one in found if one.rounds is not None and one.problem is None}
+    by_implementation: dict[str, ReadyCall] = {}
+    for label in sorted(timed, key=timed.__getitem__):
+        by_implementation.setdefault(calls[label].implementation, calls[label])
+    return by_implementation
+
+
 def next_to(
-    timed: Callable[[], object],
+    one: Callable[[], object],
     other: Callable[[], object],
     times: int,
     gemm_is_timed: bool,
@@ -385,7 +393,7 @@ def next_to(
     """Run one operation next to ``times`` of another, on the current device.
 
     Args:
-        timed: the one.
+        one: the operation that is timed.
         other: the other.
         times: enough for the one to have company until its end.
         gemm_is_timed: the one is the GEMM, which on a CPU runs on ``worker``; ranks must not wait for peers on two
@@ -402,14 +410,13 @@ def next_to(
             other()
 
     if streams is None:
-        first = worker.submit(_timed, timed if gemm_is_timed else others)
-        second = _timed(others if gemm_is_timed else timed)
-        took = first.result() if gemm_is_timed else second
+        first = worker.submit(timed, one if gemm_is_timed else others)
+        second = timed(others if gemm_is_timed else one)
+        begin, end = first.result() if gemm_is_timed else second
         first.result()
-        return lambda: took
+        return lambda: end - begin
     caller = torch.cuda.current_stream()
     mine, theirs = (streams.gemm, streams.collective) if gemm_is_timed else (streams.collective, streams.gemm)
-    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for stream in (mine, theirs):
         stream.wait_stream(caller)
     with torch.cuda.stream(theirs):
@@ -419,18 +426,10 @@ def next_to(
         others()
     mine.wait_event(begun)  # one of the others has ended, the next is under way
     with torch.cuda.stream(mine):
-        before.record(mine)
-        timed()
-        behind.record(mine)
+        before, after = stamped(mine, one)
     for stream in (mine, theirs):
         caller.wait_stream(stream)
-    return lambda: 1e3 * float(before.elapsed_time(behind))
-
-
-def _timed(operation: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    operation()
-    return 1e6 * (time.perf_counter() - begin)
+    return lambda: 1e3 * float(before.elapsed_time(after))
 
 
 def _of_movers(by_mover: Mapping[str, ReadyCall]) -> Iterator[tuple[Strategy, ReadyCall]]:

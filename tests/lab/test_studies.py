@@ -1,0 +1,137 @@
+"""A contract for studies: each runs once on CPU ranks, with one way that is wrong and one that refuses.
+
+``goldens/study-*.txt`` has the rows without their times. The first way of a run does nothing, so that its outputs stay
+as they were poisoned; the second one refuses on the last rank. All others must be right and have times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from marks import long
+
+from goldens import check_golden
+from sidelane_lab.harness import running
+from sidelane_lab.harness.launch import Rank
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import FlatRow, read, study_of
+from sidelane_lab.harness.ways import Rounds
+from sidelane_lab.studies import prelaunch
+from sidelane_lab.studies.chain import ChainOptions, ChainRow
+from sidelane_lab.studies.collectives import CollectiveOptions
+from sidelane_lab.studies.gemms import GemmOptions, GemmRow
+from sidelane_lab.studies.host import BLOCKS, HostOptions, HostRow
+from sidelane_lab.studies.layouts import LayoutOptions, LayoutRow
+from sidelane_lab.studies.ordinary import OrdinaryOptions
+from sidelane_lab.studies.prelaunch import PrelaunchOptions, PrelaunchRow
+from sidelane_lab.studies.process_group import GroupOptions, GroupRow
+
+QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "timeout_s": 100.0, "command": "test"}
+ONCE: dict[str, Any] = {**QUICK, "warmup": 0, "repeats": 1}
+
+CASES: dict[str, tuple[StudyOptions, int, int]] = {
+    "collectives": (CollectiveOptions(**ONCE, sizes=(1000,)), 4, 4),
+    "host": (HostOptions(**{**ONCE, "repeats": 2}, sizes=(1000,), variants=("b2b",)), 3, 0),
+    "gemms": (GemmOptions(**{**ONCE, "ranks": 1}, models=("qwen-32b/4",)), 1, 0),
+    "chain": (ChainOptions(**ONCE, sizes=(1,), variants=("b2b",)), 3, 0),
+    "prelaunch": (PrelaunchOptions(**ONCE, sizes=(1000,), variants=("b2b", "swap")), 2, 2),
+    "layouts": (LayoutOptions(**ONCE, shapes=((1, 7, 4, 8),)), 2, 0),
+    "one tensor": (LayoutOptions(**ONCE, shapes=((2, 4, 2, 8),), tensors=1, parts=("alone",)), 1, 0),
+    "ordinary": (OrdinaryOptions(**ONCE, sizes=(1000,), pairs=("256x256x256_256K",)), 8, 6),
+    "process_group": (GroupOptions(**ONCE, sizes=(1000,)), 5, 0),
+}
+"""Options of each run, the tables that show it, and the pictures."""
+
+TIMES = ("_us", "gbps", "_mb", "tflops", "speedup", "ideal")
+LONG = ("gemms", "chain", "ordinary", "process_group")
+
+
+def measured(rank: Rank, options: StudyOptions, sender: Sender) -> Iterator[FlatRow]:
+    """Measure a study, whose first way does nothing, and whose second one cannot be made on the last rank."""
+    compare, numbers = Meter.compare, itertools.count()
+
+    def spoilt(number: int, make: Callable[[], Any]) -> Any:
+        way = make()
+        if number == 1 and rank.rank == rank.world_size - 1:
+            way.close()
+            raise RuntimeError("out of something")
+        if number == 0:
+            way.run = way.run_again = lambda: None
+        return way
+
+    def compared(self: Meter, makers: dict[Any, Callable[[], Any]], *others: Any) -> Any:
+        spoiling = {key: functools.partial(spoilt, next(numbers), make) for key, make in makers.items()}
+        return compare(self, spoiling, *others)
+
+    Meter.compare = compared  # type: ignore[method-assign]
+    measure = study_of(options.study).measure
+    assert measure is not None
+    yield from measure(rank, options, sender)
+
+
+@pytest.mark.parametrize("name", [long(name) if name in LONG else name for name in CASES])
+def test_rows_tables_and_page(name: str, tmp_path: Path) -> None:
+    options, tables, pictures = CASES[name]
+    study, path, report = study_of(options.study), tmp_path / "study.json", tmp_path / "report"
+    options = dataclasses.replace(options, json=path, report=report)
+    results = running.run_study(dataclasses.replace(study, measure=measured), options)
+    assert results is not None and read(path).rows == results.rows
+    shown = [table.title for table in tables_of(results)]
+    assert len(shown) == tables, shown
+    assert study.title in (report / "index.html").read_text()
+    drawn = re.findall(r"]\((.*?\.png)\)", (report / "report.md").read_text())
+    assert len(drawn) == pictures and all((report / file).stat().st_size for file in drawn)
+    for row in results.rows:
+        check_figures(row)
+    check_golden(f"study-{name.replace(' ', '-')}", {"rows": "\n".join(map(text_of, results.rows))})
+
+
+def check_figures(row: Any) -> None:
+    """Check that what is right has times, and that figures are what the fields of the row say."""
+    is_first = getattr(row, "launch", "") == "first"
+    is_timed = is_first or (row.correct is True and row.note != BLOCKS)
+    assert [bool(getattr(row, figure)) for figure in row.figures] == [
+        is_timed and not (figure == "bus_gbps" and getattr(row, "gemm", "")) for figure in row.figures
+    ], row
+    beside = [
+        getattr(row, key) for key in ("gemm_us", "comm_us", "best_comm_us", "speedup", "ideal") if hasattr(row, key)
+    ]
+    if beside and not isinstance(row, ChainRow):
+        assert [value is not None for value in beside] == [bool(row.gemm) and is_timed] * 5, row
+    us = row.host_us if isinstance(row, HostRow) else row.time_us
+    match row:
+        case HostRow():
+            assert (row.best_us is not None) == is_timed and (us is None or row.best_us <= us), row
+        case ChainRow():
+            assert row.gemms_us > 0, row
+        case PrelaunchRow():
+            assert (row.arm_us is not None) == (is_timed and row.trigger != "call"), row
+        case GemmRow() if is_timed:
+            assert row.tflops == pytest.approx(2 * row.m * row.n * row.k / us / 1e6, rel=1e-3), row
+        case LayoutRow():
+            alone = is_timed and not row.gemm
+            assert row.gbps == (pytest.approx(row.bytes / us / 1e3, rel=1e-3) if alone else None), row
+        case GroupRow():
+            assert (row.held_mb is not None) == (is_first and row.implementation == "sidelane"), row
+
+
+def text_of(row: FlatRow) -> str:
+    """Return the values of a row but times, with the names of those that are no words, and why it is not right."""
+    kept = {key: value for key, value in row.to_dict().items() if not key.endswith(TIMES)}
+    note = kept.pop("note", "")  # of what is timed it has times, too
+    values = [value if isinstance(value, str) else f"{key}={value}" for key, value in kept.items() if value != ""]
+    return " ".join([*values, *([f"({note})"] if note and not (row.correct and getattr(row, row.figures[0])) else [])])
+
+
+def test_a_kernel_that_fires_is_timed_without_its_own_time() -> None:
+    assert prelaunch._less(Rounds((5.0, 3.0, 1.0)), 2.0).times_us == (3.0, 1.0, 0.0)
