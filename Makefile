@@ -57,7 +57,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo goldens hooks nightly quick test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -87,7 +87,7 @@ test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
 
 nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
-	@for each in test-long test-restart test-clients attack soak coverage yardstick asan; \
+	@for each in specs test-long test-restart test-clients attack soak coverage yardstick asan; \
 	do $(MAKE) --no-print-directory $$each || failed="$$failed $$each"; done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
@@ -105,6 +105,9 @@ test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Glo
 
 versions: $(READY) ## try Python 3.11 to 3.14 with torch 2.11 to the newest; TRY="3.11:2.11 3.13:newest"
 	@PYTHONPATH=src $(BIN)/python tools/versions.py $(TRY)
+
+specs: $(READY) ## explore the models of protocols, which are apart from the code; ten seconds
+	@$(BIN)/python -m pytest -q specs
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart

@@ -38,6 +38,8 @@ from sidelane_lab.papers import overlap, predictions
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
+from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
+from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
 from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
 from sidelane_lab.studies.collectives import collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
@@ -241,7 +243,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "c3 --machine": predicted_study,
     "collective --machine": predicted_sizes,
     "collective --machine NODES": predicted_among_nodes,
-    "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
+    "pipeline": lambda: occupancy_tables(predict_pipelines(named("mi300x8"), overlap.ASKED)),
     "plan": of_plan,
     "plan --model dlrm": of_dlrm,
     "replay": of_replay,

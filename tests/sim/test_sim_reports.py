@@ -194,7 +194,7 @@ PANELS = ("base", "reduction", "overlap", "tiles-ar", "tiles-a2a")
 def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
     overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
-    assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
+    assert "opt1  persistent     16        6" in shown and "mb1 (8192x57344x8192 bfloat16) with all_to_all" in shown
     assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
     assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
     check_axes(drawn)

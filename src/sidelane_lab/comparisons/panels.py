@@ -28,7 +28,6 @@ from sidelane_lab.papers.measurements import (
     CollectiveReadings,
     FusedReadings,
     PairReadings,
-    PipelineReadings,
     PowerReadings,
     ResultFile,
     UnitReadings,
@@ -36,7 +35,6 @@ from sidelane_lab.papers.measurements import (
     pair_name,
     table_i_times,
 )
-from sidelane_lab.papers.overlap import OverlapFigure
 from sidelane_lab.papers.rows import aligned, exact, size_places
 
 PROGRAMS = 16
@@ -212,17 +210,6 @@ def skew(file: ResultFile) -> list[Panel]:
         return []
     curves = {f"measured, mean of {len(found[ORDERS[0]])} shapes": exact([statistics.fmean(v) for v in found.values()])}
     return [Panel(curves=curves, x=ORDERS, xlabel="order of the work", ylabel="ends of ranks apart, %")]
-
-
-def pipelines(figure: OverlapFigure) -> Callable[[ResultFile], list[Panel]]:
-    """Figures 2 to 6 of the overlap paper."""
-
-    def panels(file: ResultFile) -> list[Panel]:
-        curves = PipelineReadings(file).curves(figure.key)
-        blocks, bands = aligned({pair: curve for pair, curve in curves.items() if pair in figure.pairs})
-        return [figure.panel(bands, blocks, "", figure.words)] if blocks else []
-
-    return panels
 
 
 def gemm_words(file: ResultFile) -> dict[str, str]:

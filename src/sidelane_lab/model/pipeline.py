@@ -116,9 +116,13 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
     """Return the time of the iterations one operation after another, with the host between them."""
-    gemm = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
-    alone = library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
-    return pipeline.iterations * (gemm + alone + 2 * HOST_GAP_US)
+    return pipeline.iterations * (sum(alone_us(machine, pipeline)) + 2 * HOST_GAP_US)
+
+
+def alone_us(machine: Machine, pipeline: Pipeline) -> tuple[float, float]:
+    """Return the times of a GEMM and of a collective alone."""
+    gemm_us = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
+    return gemm_us, library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
 
 
 def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Grid:

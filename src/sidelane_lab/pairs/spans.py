@@ -47,6 +47,22 @@ def shared_share(collectives: Sequence[Span], gemms: Sequence[Span]) -> float:
     return shared / sum(end - begin for begin, end in collectives)
 
 
+def timed(operation: Callable[[], object]) -> Span:
+    """Run an operation, by the host's clock."""
+    begin = time.perf_counter()
+    operation()
+    return 1e6 * begin, 1e6 * time.perf_counter()
+
+
+def stamped(stream: torch.cuda.Stream, operation: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Queue an operation, which goes to a stream, between two events of that stream."""
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record(stream)
+    operation()
+    after.record(stream)
+    return before, after
+
+
 Moment = Callable[[], float]
 """Reads, once the device has come by, when that was: microseconds of one clock."""
 

@@ -9,7 +9,6 @@ Over 400 lines, since it is a table: each claim of the papers has its entry.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import statistics
 from collections import Counter
@@ -342,11 +341,6 @@ def _values(pipelines: PipelineReadings, key: str, choose: Callable[[Sequence[in
     return [curve[choose(list(curve))] for curve in curves]
 
 
-def _rises(pipelines: PipelineReadings) -> bool:
-    curves = [[curve[n] for n in sorted(curve)] for curve in pipelines.curves("base").values()]
-    return all(a <= b for curve in curves or _nothing() for a, b in itertools.pairwise(curve))
-
-
 def _saved(pipelines: PipelineReadings) -> tuple[float, float]:
     """Return what priority saves with many thread blocks and with few, means over pairs."""
     curves = pipelines.curves("reduction").values()
@@ -423,7 +417,7 @@ READINGS: dict[str, ClaimReading] = {
     "RA-03": _pipelines(lambda p: min(_values(p, "base"))),
     "RA-04": _pipelines(lambda p: statistics.fmean(_values(p, "base", max))),
     "RA-07": _pipelines(_tiles_in_order),
-    "RA-11": _pipelines(_rises),
+    "RA-11": _pipelines(lambda p: p.rises()),
     "RA-13": _pipelines(lambda p: _saved(p)[0] > 0),
     "RA-14": _pipelines(lambda p: _saved(p)[0] > _saved(p)[1]),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -153,6 +154,12 @@ class CollectiveReadings:
     def best(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
         """Return the fastest of some variants."""
         return self.as_good(kind, variants, nbytes)[0]
+
+    def to_take(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
+        """Return the fastest of some variants, without prelaunch where that is as good."""
+        best = self.best(kind, variants, nbytes)
+        plain = best.removesuffix(PRELAUNCHED)
+        return plain if self.us(kind, (plain,), nbytes) <= AS_GOOD * self.us(kind, (best,), nbytes) else best
 
     def as_good(self, kind: Kind, variants: Iterable[str], nbytes: int) -> list[str]:
         """Return the fastest of some variants, and those that take less than 2% longer."""
@@ -479,6 +486,13 @@ class PipelineReadings:
         """Return a figure by pair, without pairs that have none of it."""
         found = {pair: self.curve(key, pair) for pair in self.PAIRS}
         return {pair: curve for pair, curve in found.items() if curve}
+
+    def rises(self) -> bool:
+        """True if with more blocks overlapped time comes closer to sequential time, in every pair."""
+        curves = [list(curve.values()) for curve in self.curves("base").values()]
+        if not curves:
+            raise ValueError("no such row")
+        return all(a <= b for curve in curves for a, b in itertools.pairwise(curve))
 
 
 def table_i_times(file: ResultFile) -> dict[str, tuple[float, float]]:

@@ -9,63 +9,59 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.table import Line, Table
-from sidelane_lab.harness.terminal import say_written, tables_console
-from sidelane_lab.machines.load import find, named
-from sidelane_lab.machines.numbers import write_numbers
+from sidelane_lab.cli.c3 import OccupancyOptions
+from sidelane_lab.machines.load import named
+from sidelane_lab.machines.numbers import predict_study
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
-from sidelane_lab.model.pipeline import (
-    OPT1,
-    OPT2,
-    Pipeline,
-    Tile,
-    blocks_per_unit,
-    overlap_rate,
-    run_pipeline,
-    sequential_us,
-)
+from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper
+from sidelane_lab.papers.measurements import PipelineReadings, ResultFile
+from sidelane_lab.papers.rows import aligned, model_rows
 from sidelane_lab.sim import Interval, write_chrome_trace
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 
 PLATFORMS = {"A40": "a40x4", "A100": "a100x4", "H100": "h100x4", "MI250X": "mi250x8"}
 NVIDIA = ("A40", "A100", "H100")
-PAIRS = {
-    "cb-ar": ("cb1", Kind.ALL_REDUCE),
-    "mb-ar": ("mb1", Kind.ALL_REDUCE),
-    "cb-a2a": ("cb1", Kind.ALL_TO_ALL),
-    "mb-a2a": ("mb1", Kind.ALL_TO_ALL),
-}
-NBYTES = 896 << 20
 BLOCKS = (16, 64, 256, 1024, 4096)
 """Thread-block counts; the paper's are not in the text but for 16 and 32."""
 MANY = BLOCKS[-1]
+PAIRS = PipelineReadings.PAIRS
+NBYTES = 896 << 20
+AR, A2A = ("cb-ar", "mb-ar"), ("cb-a2a", "mb-a2a")
+
+
+ASKED = OccupancyOptions(
+    workloads=("cb1_896M", "mb1_896M"), shapes=("opt1", "opt2"), blocks=BLOCKS, iterations=10, quiet=True
+)
+"""The paper's pairs, tiles and numbers of blocks."""
+
+
+def readings_of(machine: Machine) -> PipelineReadings:
+    """Return the curves of a machine that is described."""
+    return PipelineReadings(model_rows(machine, ASKED))
 
 
 class OverlapContext:
     """Numbers that claims are about, of the paper's own machines."""
 
     @functools.cached_property
-    def rows(self) -> dict[tuple[str, str, int], dict[str, float]]:
-        """Times relative to sequential execution, and overlap rates, by (platform, pair, blocks)."""
-        return {
-            (platform, pair, blocks): measure(named(name), pair, blocks)
-            for platform, name in PLATFORMS.items()
-            for pair in PAIRS
-            for blocks in BLOCKS
-        }
+    def readings(self) -> dict[str, PipelineReadings]:
+        """Curves by platform."""
+        return {platform: readings_of(named(name)) for platform, name in PLATFORMS.items()}
 
     def of(self, key: str, platforms: tuple[str, ...], blocks: tuple[int, ...] = BLOCKS, pair: str = "") -> list[float]:
-        return [r[key] for (p, q, b), r in self.rows.items() if p in platforms and b in blocks and pair in ("", q)]
+        """Return values of a figure, on some platforms at some numbers of blocks, of one pair or of all."""
+        curves = (self.readings[platform].curves(key) for platform in platforms)
+        return [of[name][n] for of in curves for name in of if pair in ("", name) for n in blocks]
 
     def gain(self, platform: str, blocks: tuple[int, ...]) -> float:
         """Return what priority saves on a platform, percent of the time without it: the mean over pairs and blocks."""
@@ -77,38 +73,15 @@ class OverlapContext:
 
     def rises_with_blocks(self) -> bool:
         """With more blocks, overlapped time comes closer to sequential time, on every platform with every pair."""
-        curves = [self.of("base", (platform,), pair=pair) for platform in PLATFORMS for pair in PAIRS]
-        return all(a <= b for curve in curves for a, b in itertools.pairwise(curve))
+        return all(readings.rises() for readings in self.readings.values())
 
     def tiles_in_order(self) -> bool:
         """opt2 at or below opt1 over most block counts, and equal at the highest."""
-        better, same = [], []
-        for platform, pairs in (("A100", ("cb-ar", "mb-ar", "cb-a2a", "mb-a2a")), ("H100", ("cb-ar", "mb-ar"))):
-            for pair in pairs:
-                for blocks in BLOCKS:
-                    small = self.rows[platform, pair, blocks]["priority_us"]
-                    large = measure(named(PLATFORMS[platform]), pair, blocks, OPT2)["priority_us"]
-                    better.append(large <= 1.01 * small)
-                    if blocks == MANY:
-                        same.append(abs(large / small - 1) < 0.1)
+        pairs = [("A100", pair) for pair in PAIRS] + [("H100", pair) for pair in AR]
+        curves = [self.readings[platform].curve("tiles", pair) for platform, pair in pairs]
+        better = [ratio <= 1.01 for curve in curves for ratio in curve.values()]
+        same = [abs(curve[MANY] - 1) < 0.1 for curve in curves]
         return statistics.fmean(better) > 0.5 and statistics.fmean(same) > 0.5
-
-
-@functools.lru_cache(maxsize=1024)
-def measure(machine: Machine, pair: str, blocks: int, tile: Tile = OPT1) -> dict[str, float]:
-    """One point: overlapped times over the sequential time, without and with priority, and the overlap rate."""
-    tag, kind = PAIRS[pair]
-    pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, tile, blocks)
-    whole = sequential_us(machine, pipeline)
-    base = run_pipeline(machine, pipeline, priority=False)
-    first = run_pipeline(machine, pipeline, priority=True)
-    return {
-        "base": base.time_us / whole,
-        "priority": first.time_us / whole,
-        "priority_us": first.time_us,
-        "reduction": 100 * (1 - first.time_us / base.time_us),
-        "overlap": 100 * overlap_rate(first, pipeline.iterations),
-    }
 
 
 def checks() -> list[Check[OverlapContext]]:
@@ -186,29 +159,13 @@ MARKS: dict[tuple[str, str], list[PublishedValue]] = {
 """Values in the text, by figure and platform; "" stands for the others."""
 
 
-TILES_KEY = "tiles"
-"""Key of the time with the larger tiles over that with the smaller ones, with priority (figures 5 and 6)."""
-
-
-def curves_of(machine: Machine, key: str, pairs: Sequence[str] = tuple(PAIRS)) -> Curves[str]:
-    """Return a figure of :func:`measure` over the numbers of blocks, by pair."""
-    return {pair: [_value(machine, key, pair, blocks) for blocks in BLOCKS] for pair in pairs}
-
-
-def _value(machine: Machine, key: str, pair: str, blocks: int) -> float:
-    if key != TILES_KEY:
-        return measure(machine, pair, blocks)[key]
-    small, large = (measure(machine, pair, blocks, tile)["priority_us"] for tile in (OPT1, OPT2))
-    return large / small
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class OverlapFigure:
     """A figure of the paper over the numbers of thread blocks.
 
     Attributes:
         number, name: of the figure, and of its picture.
-        key: in :func:`measure`, or ``TILES_KEY``.
+        key: in :class:`PipelineReadings`.
         words: of the axis of values.
         platforms: that it has.
         pairs: that it has.
@@ -251,20 +208,26 @@ class OverlapFigure:
     def _bands(self, machine: Machine, ranges: bool) -> dict[str, Band]:
         def curves(changed: Machine) -> Curves[str]:
             try:
-                return curves_of(changed, self.key, self.pairs)
+                found = readings_of(changed)
             except ValueError:  # a block that no unit can hold: the library would have another
-                return curves_of(machine, self.key, self.pairs)
+                found = readings_of(machine)
+            return {pair: list(found.curve(self.key, pair).values()) for pair in self.pairs}
 
         return bands(machine, curves, NUMBERS if ranges else ())
 
+    def measured(self, file: ResultFile) -> list[Panel]:
+        """Return the panel of a result file; nothing where it has no such rows."""
+        curves = PipelineReadings(file).curves(self.key)
+        blocks, found = aligned({pair: curve for pair, curve in curves.items() if pair in self.pairs})
+        return [self.panel(found, blocks, "", self.words)] if blocks else []
 
-AR, A2A = ("cb-ar", "mb-ar"), ("cb-a2a", "mb-a2a")
+
 OVERLAP_FIGURES = (
     OverlapFigure("2", "base", "base", "overlapped over sequential time"),
     OverlapFigure("3", "reduction", "reduction", "time saved by priority, %", from_zero=False),
     OverlapFigure("4", "overlap", "overlap", "overlap rate, %"),
-    OverlapFigure("5", "tiles-ar", TILES_KEY, "time of opt2 over opt1", ("A100", "H100"), AR, level=1),
-    OverlapFigure("6", "tiles-a2a", TILES_KEY, "time of opt2 over opt1", ("A40", "A100"), A2A, level=1),
+    OverlapFigure("5", "tiles-ar", "tiles", "time of opt2 over opt1", ("A100", "H100"), AR, level=1),
+    OverlapFigure("6", "tiles-a2a", "tiles", "time of opt2 over opt1", ("A40", "A100"), A2A, level=1),
 )
 FIGURES = tuple(
     PaperFigure(
@@ -281,7 +244,7 @@ FIGURES = tuple(
 def timeline_of(machine: Machine, pair: str, blocks: int, *, priority: bool, iterations: int = 4) -> list[Interval]:
     """Return which iterations ran when (figure 1(c))."""
     tag, kind = PAIRS[pair]
-    pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, OPT1, blocks, iterations=iterations)
+    pipeline = Pipeline(parse_gemm(tag), Kind(kind), NBYTES, OPT1, blocks, iterations=iterations)
     return list(run_pipeline(machine, pipeline, priority=priority, record=True).timeline)
 
 
@@ -296,9 +259,6 @@ PAPER = Paper(
     figures=FIGURES,
 )
 
-TILES = {"opt1": OPT1, "opt2": OPT2}
-DTYPE = "bfloat16"
-
 
 def main(machine_name: str, report: Path | None = None, json: Path | None = None) -> None:
     """Predict overlap by tile, number of blocks and priority.
@@ -311,43 +271,14 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
     Raises:
         ValueError: no such machine, or one of several nodes.
     """
-    machine = find(machine_name)
-    machine.refuse_nodes("pipeline")
-    console = tables_console(json)
-    rows = {name: rows_of(machine, name) for name in TILES}
-    for name in TILES:
-        console.print(blocks_table(machine, name, rows[name]).to_rich())
-    write_numbers(json, "pipeline_predicted", machine, [row for some in rows.values() for row in some])
-    if report is not None:
-        draw_all(FIGURES, machine, report)
-        blocks = BLOCKS[2]
-        for priority in (False, True):
-            name = "timeline-pipeline" + ("-priority" if priority else "")
-            timeline = timeline_of(machine, "cb-ar", blocks, priority=priority)
-            write_chrome_trace(report / f"{name}.trace.json", timeline)
-            draw_timeline(timeline, f"cb-ar on {machine.title}, {blocks} blocks", report, name)
-    say_written([path for path in (json, report) if path is not None])
+    predict_study(machine_name, dataclasses.replace(ASKED, report=report, json=json), draw=_draw)
 
 
-def rows_of(machine: Machine, name: str) -> list[dict[str, Any]]:
-    """Return what is predicted with a tile of ``TILES``: an object for each pair and number of blocks."""
-    return [
-        {"tile": name, "pair": pair, "blocks": blocks, **measure(machine, pair, blocks, TILES[name])}
-        for pair in PAIRS
-        for blocks in BLOCKS
-    ]
-
-
-def blocks_table(machine: Machine, name: str, rows: list[dict[str, Any]]) -> Table:
-    """Make a table of times over sequential execution, without and with priority, and overlap rates."""
-    formats = (("base", ".2f"), ("priority", ".2f"), ("reduction", ".1f"), ("overlap", ".0f"))
-    lines = []
-    for row in rows:
-        figures = tuple(format(row[key], spec) for key, spec in formats)
-        lines.append(Line((row["pair"], str(row["blocks"]), *figures), rule=row["blocks"] == BLOCKS[-1]))
-    tile = TILES[name]
-    resident = blocks_per_unit(machine, tile, DTYPE)
-    title = f"{machine.title}, tile {name}: predicted"
-    note = f"{tile.m}x{tile.n}x{tile.k}: {tile.shared_kb(DTYPE):g} KB, {resident} blocks a unit"
-    columns = ("<pair", "blocks", "overlapped /\nsequential", "with\npriority", "saved\n%", "overlap\nrate %")
-    return Table(title, columns, tuple(lines), (note,), keys=2)
+def _draw(machine: Machine, rows: Sequence[OccupancyRow], folder: Path) -> None:
+    draw_all(FIGURES, machine, folder)
+    blocks = BLOCKS[2]
+    for priority in (False, True):
+        name = "timeline-pipeline" + ("-priority" if priority else "")
+        timeline = timeline_of(machine, "cb-ar", blocks, priority=priority)
+        write_chrome_trace(folder / f"{name}.trace.json", timeline)
+        draw_timeline(timeline, f"cb-ar on {machine.title}, {blocks} blocks", folder, name)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,11 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Job
 from sidelane_lab.pairs.pair import GemmRun, PairLaunch, Workers, check_launch, pair_streams
-from sidelane_lab.pairs.spans import Span, Trace
+from sidelane_lab.pairs.spans import Span, Trace, stamped, timed
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
 from sidelane_lab.studies.c3.bench import case_of, scaled_workload
+from sidelane_lab.studies.c3.occupancy_predict import predict
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ class Pipelined:
         for number in range(schedule.iterations):
             stream = compute[number % len(compute)]
             with torch.cuda.stream(stream):
-                gemms.append(_stamped(stream, functools.partial(self._gemm, number)))
+                gemms.append(stamped(stream, functools.partial(self._gemm, number)))
             comm.wait_event(gemms[-1][1])
             with torch.cuda.stream(comm):
-                collectives.append(_stamped(comm, self._collective))
+                collectives.append(stamped(comm, self._collective))
         for stream in (*compute, comm):
             caller.wait_stream(stream)
 
@@ -124,28 +124,14 @@ class Pipelined:
     def _on_threads(self, schedule: Schedule) -> Callable[[], Trace]:
         worker = self._workers.yielding if schedule.priority else self._workers.usual
         computed: list[Future[Span]] = [
-            worker.submit(_timed, functools.partial(self._gemm, number)) for number in range(schedule.iterations)
+            worker.submit(timed, functools.partial(self._gemm, number)) for number in range(schedule.iterations)
         ]
         gemms, collectives = [], []
         for product in computed:
             gemms.append(product.result())
-            collectives.append(_timed(lambda: self._collective()()))
+            collectives.append(timed(lambda: self._collective()()))
         trace = Trace(tuple(gemms), tuple(collectives))
         return lambda: trace
-
-
-def _stamped(stream: torch.cuda.Stream, operation: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record(stream)
-    operation()
-    behind.record(stream)
-    return before, behind
-
-
-def _timed(operation: Callable[[], object]) -> Span:
-    begin = time.perf_counter()
-    operation()
-    return 1e6 * begin, 1e6 * time.perf_counter()
 
 
 ROWS_ON_CPUS = "rows"
@@ -401,6 +387,7 @@ STUDY = Study(
     tables=occupancy_tables,
     plots=draw_occupancy,
     measure=_measure,
+    predict=predict,
     check=_check,
     progress="pipelined iterations",
 )

@@ -13,7 +13,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, file_name, plot_line, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import IMPLEMENTATIONS, Picture, Results
-from sidelane_lab.harness.table import Table, grouped, number
+from sidelane_lab.harness.table import Table, grouped, number, verdict
 from sidelane_lab.shaping.choice import choose, shaping_of
 from sidelane_lab.studies.c3.rows import PairRow, pair_words
 
@@ -73,9 +73,19 @@ COLUMNS: Mapping[str, Cell] = {
     "sequential\nus": "sequential_us",
     "overlapped\nus": "time_us",
     "normalised": "normalised:.2f",
+    "saved by\npriority %": lambda row, same: _saved(row, same),
     "overlap\nrate %": "overlap_rate:.0f",
-    "<correct": "correct",
+    "<correct": lambda row, _: "" if row.correct is None and not row.note else verdict(row.correct),
 }
+
+
+def _saved(row: OccupancyRow, same: Sequence[OccupancyRow]) -> str:
+    """Return the percent of the time that priority saves of the same GEMM."""
+    gemm = (row.shape, row.grid, row.blocks, row.resident)
+    plain = [one for one in same if (one.shape, one.grid, one.blocks, one.resident) == gemm and not one.priority]
+    if not row.priority or not row.time_us or not plain or not plain[0].time_us:
+        return ""
+    return f"{100 * (1 - row.time_us / plain[0].time_us):.1f}"
 
 
 def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +25,7 @@ from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
 from sidelane_lab.pairs.pair import GemmRun, Pair, PairLaunch, Workers, pair_streams, refusal, run_alone
+from sidelane_lab.pairs.spans import stamped, timed
 from sidelane_lab.pairs.workload import Gemm, implementation_of
 from sidelane_lab.shaping.shape import TUNED
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
@@ -331,11 +331,11 @@ class Bench:
         """Check ways, time those that are right in turns, and check them once more. Collective."""
         hide_us = 0.0 if self._on_cpu else HIDE_LAUNCH_US
 
-        def timed(ready: Mapping[K, PairLaunch]) -> Mapping[K, Rounds]:
+        def in_turns(ready: Mapping[K, PairLaunch]) -> Mapping[K, Rounds]:
             jobs = {key: Job(way.run, hide_launch_us=hide_us) for key, way in ready.items()}
             return self._meter.in_turns(jobs, self._options)
 
-        return self._meter.compare(ways, self._seeds, timed)
+        return self._meter.compare(ways, self._seeds, in_turns)
 
     def times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
         """Return the median time of each, in microseconds, of the slowest rank."""
@@ -383,7 +383,7 @@ def _fastest(calls: Mapping[str, ReadyCall], found: Sequence[Measured]) -> dict[
 
 
 def next_to(
-    timed: Callable[[], object],
+    one: Callable[[], object],
     other: Callable[[], object],
     times: int,
     gemm_is_timed: bool,
@@ -393,7 +393,7 @@ def next_to(
     """Run one operation next to ``times`` of another, on the current device.
 
     Args:
-        timed: the one.
+        one: the operation that is timed.
         other: the other.
         times: enough for the one to have company until its end.
         gemm_is_timed: the one is the GEMM, which on a CPU runs on ``worker``; ranks must not wait for peers on two
@@ -410,14 +410,13 @@ def next_to(
             other()
 
     if streams is None:
-        first = worker.submit(_timed, timed if gemm_is_timed else others)
-        second = _timed(others if gemm_is_timed else timed)
-        took = first.result() if gemm_is_timed else second
+        first = worker.submit(timed, one if gemm_is_timed else others)
+        second = timed(others if gemm_is_timed else one)
+        begin, end = first.result() if gemm_is_timed else second
         first.result()
-        return lambda: took
+        return lambda: end - begin
     caller = torch.cuda.current_stream()
     mine, theirs = (streams.gemm, streams.collective) if gemm_is_timed else (streams.collective, streams.gemm)
-    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for stream in (mine, theirs):
         stream.wait_stream(caller)
     with torch.cuda.stream(theirs):
@@ -427,18 +426,10 @@ def next_to(
         others()
     mine.wait_event(begun)  # one of the others has ended, the next is under way
     with torch.cuda.stream(mine):
-        before.record(mine)
-        timed()
-        behind.record(mine)
+        before, after = stamped(mine, one)
     for stream in (mine, theirs):
         caller.wait_stream(stream)
-    return lambda: 1e3 * float(before.elapsed_time(behind))
-
-
-def _timed(operation: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    operation()
-    return 1e6 * (time.perf_counter() - begin)
+    return lambda: 1e3 * float(before.elapsed_time(after))
 
 
 def _of_movers(by_mover: Mapping[str, ReadyCall]) -> Iterator[tuple[Strategy, ReadyCall]]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from exploring import explore
+
 BY_ADDRESS = "remember a tensor by its address"
 ANYWHERE = "take a tensor as symmetric once the ranks have compared it, wherever they found it"
 ONE_FORGETS = "forget on one rank what it has compared, while the tensor lives"
@@ -41,24 +43,26 @@ class WrongError(AssertionError):
     """The protocol does what it must not."""
 
 
-def explore(ranks: int, calls: int, mistake: str = "") -> int:
+State = tuple[int, tuple[Rank, ...]]
+"""Calls that were made, and the ranks behind them."""
+
+
+def states(ranks: int, calls: int, mistake: str = "") -> int:
     """Make all programs of so many calls; how many states there are.
 
     Raises:
         WrongError: a rank writes to where its peer has something else; or a right program is refused.
     """
-    states = {(Rank(),) * ranks}
-    seen = set(states)
-    for call in range(calls):
-        states = {
-            after
-            for state in states
-            for name, fresh in itertools.product((0, 1), (False, True))
-            for placed in _placed(state, call, name, fresh)
-            for after in _called(placed, name, mistake)
-        }
-        seen |= states
-    return len(seen)
+
+    def following(state: State) -> Iterator[State]:
+        call, before = state
+        if call < calls:
+            for name, fresh in itertools.product((0, 1), (False, True)):
+                for placed in _placed(before, call, name, fresh):
+                    for after in _called(placed, name, mistake):
+                        yield call + 1, after
+
+    return explore((0, (Rank(),) * ranks), following)
 
 
 def _placed(state: tuple[Rank, ...], call: int, name: int, fresh: bool) -> Iterator[tuple[Rank, ...]]:
@@ -108,10 +112,10 @@ def _called(state: tuple[Rank, ...], name: int, mistake: str) -> Iterator[tuple[
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 5), (3, 4)])
 def test_no_program_goes_wrong(ranks: int, calls: int) -> None:
-    assert explore(ranks, calls) > 1000
+    assert states(ranks, calls) > 1000
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     with pytest.raises(WrongError):
-        explore(3, 4, mistake)
+        states(3, 4, mistake)
