@@ -20,8 +20,10 @@ from sidelane.memory.heap import generation
 DTYPES = (torch.uint8, torch.float32, torch.int64, torch.bfloat16)
 
 
-@on_ranks(1, 3, seed=4, steps=100)
-@on_ranks(long(2), long(4), seed=2, steps=100)
+@on_ranks(1, seed=1, steps=100)
+@on_ranks(long(2), seed=2, steps=100)
+@on_ranks(3, seed=4, steps=100)
+@on_ranks(long(4), seed=5, steps=100)
 @on_ranks(gpu=True, seed=0, steps=200)
 @on_ranks(gpu=True, seed=1, steps=200)
 def test_places_are_the_same_on_all_ranks_and_used_again(group: dist.ProcessGroup, seed: int, steps: int) -> None:

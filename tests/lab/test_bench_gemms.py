@@ -1,4 +1,4 @@
-"""The study of GEMMs alone, from end to end on a CPU core."""
+"""GEMMs alone: their shapes, and a result that is wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A contract for studies: each runs once on CPU ranks, with one way that is wrong and one that refuses.
+"""A contract for studies: each runs once on CPU ranks, with ways that are wrong and ways that refuse.
 
-``goldens/study-*.txt`` has the rows without their times. The first way of a run does nothing, so that its outputs stay
-as they were poisoned; the second one refuses on the last rank. All others must be right and have times.
+``goldens/study-*.txt`` has the rows without their times. The first way of each class does nothing, so that its outputs
+stay as they were poisoned; the second one refuses on the last rank. All others must be right and have times.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[StudyOptions, int, int]] = {
     "host": (HostOptions(**{**ONCE, "repeats": 2}, sizes=(1000,), variants=("b2b",)), 3, 0),
     "gemms": (GemmOptions(**{**ONCE, "ranks": 1}, models=("qwen-32b/4",)), 1, 0),
     "chain": (ChainOptions(**ONCE, sizes=(1,), variants=("b2b",)), 3, 0),
-    "prelaunch": (PrelaunchOptions(**ONCE, sizes=(1000,), variants=("b2b", "swap")), 2, 2),
+    "prelaunch": (PrelaunchOptions(**ONCE, sizes=(1000,), variants=("pcpy", "b2b", "swap")), 2, 2),
     "layouts": (LayoutOptions(**ONCE, shapes=((1, 7, 4, 8),)), 2, 0),
     "one tensor": (LayoutOptions(**ONCE, shapes=((2, 4, 2, 8),), tensors=1, parts=("alone",)), 1, 0),
     "ordinary": (OrdinaryOptions(**ONCE, sizes=(1000,), pairs=("256x256x256_256K",)), 8, 6),
@@ -57,21 +58,21 @@ LONG = ("gemms", "chain", "ordinary", "process_group")
 
 
 def measured(rank: Rank, options: StudyOptions, sender: Sender) -> Iterator[FlatRow]:
-    """Measure a study, whose first way does nothing, and whose second one cannot be made on the last rank."""
-    compare, numbers = Meter.compare, itertools.count()
+    """Measure a study with spoilt ways of each class: one does nothing, and one cannot be made on the last rank."""
+    compare, numbers = Meter.compare, defaultdict[type, Iterator[int]](itertools.count)
 
-    def spoilt(number: int, make: Callable[[], Any]) -> Any:
+    def spoilt(make: Callable[[], Any]) -> Any:
         way = make()
+        number = next(numbers[type(way)])
+        if number == 0:
+            way.run = way.run_again = lambda: None
         if number == 1 and rank.rank == rank.world_size - 1:
             way.close()
             raise RuntimeError("out of something")
-        if number == 0:
-            way.run = way.run_again = lambda: None
         return way
 
     def compared(self: Meter, makers: dict[Any, Callable[[], Any]], *others: Any) -> Any:
-        spoiling = {key: functools.partial(spoilt, next(numbers), make) for key, make in makers.items()}
-        return compare(self, spoiling, *others)
+        return compare(self, {key: functools.partial(spoilt, make) for key, make in makers.items()}, *others)
 
     Meter.compare = compared  # type: ignore[method-assign]
     measure = study_of(options.study).measure

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sidelane_lab.harness.ways import Way
 
 if TYPE_CHECKING:
-    import torch
-
     from sidelane_lab.baselines.reference import Case
-
-
-class CallTensors(Protocol):
-    """An output, None until the first run of what allocates it, and an input."""
-
-    @property
-    def output(self) -> torch.Tensor | None: ...
-
-    @property
-    def input(self) -> torch.Tensor: ...
 
 
 class CaseWay(Way):
@@ -27,11 +15,11 @@ class CaseWay(Way):
 
     Args:
         case: what it does.
-        tensors: what it reads and writes.
+        tensors: its ``output``, None until the first run of what allocates it, and its ``input``.
         label: name in errors.
     """
 
-    def __init__(self, case: Case, tensors: CallTensors, label: str) -> None:
+    def __init__(self, case: Case, tensors: Any, label: str) -> None:
         self.case, self.tensors, self.label = case, tensors, label
 
     def fill(self, seed: int) -> None:

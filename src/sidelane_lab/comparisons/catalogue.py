@@ -81,11 +81,8 @@ def _class_words(machine: Machine | None, ranges: bool, version: str) -> Mapping
 def _best_words(kind: Kind) -> Callable[[Machine | None, bool, str], Mapping[str, str]]:
     def predict(machine: Machine | None, ranges: bool, version: str) -> Mapping[str, str]:
         assert machine is not None
-        found = {}
-        for nbytes in SIZES:
-            variant, prelaunched = dma.DmaContext(machine).study.best(kind, nbytes)
-            found[format_bytes(nbytes)] = f"{variant}, prelaunch" if prelaunched else variant
-        return found
+        context = dma.DmaContext(machine)
+        return {format_bytes(nbytes): context.to_take(kind, nbytes) for nbytes in SIZES}
 
     return predict
 

@@ -88,17 +88,6 @@ class DmaStudy:
     dma_us: dict[tuple[Kind, str, bool, int], float]
     library_us: dict[tuple[Kind, int], float]
 
-    def best(self, kind: Kind, nbytes: int, tie: float = 0.02) -> tuple[str, bool]:
-        """Return the variant to take: the fastest, but without prelaunch where that loses less than ``tie``."""
-        options = {(v, p): us for (k, v, p, n), us in self.dma_us.items() if k is kind and n == nbytes}
-        variant, prelaunched = min(options, key=lambda key: options[key])
-        plain = options[variant, False] <= options[variant, prelaunched] * (1 + tie)
-        return variant, prelaunched and not plain
-
-    def best_us(self, kind: Kind, nbytes: int) -> float:
-        """Return the time of the fastest variant."""
-        return min(us for (k, _, _, n), us in self.dma_us.items() if k is kind and n == nbytes)
-
 
 def dma_study(machine: Machine, sizes: Sequence[int] = SIZES) -> DmaStudy:
     """Predict the study of the DMA collectives paper: every variant, with and without prelaunch, by size."""

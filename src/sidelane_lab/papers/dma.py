@@ -21,7 +21,7 @@ from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, geomean,
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.panels import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.model.power import dma_power, library_power
-from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
+from sidelane_lab.model.study import COLLECTIVES, SIZES
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
 from sidelane_lab.papers.measurements import CollectiveReadings, PhaseReadings, ResultFile
@@ -61,16 +61,17 @@ class DmaContext:
         self.machine = machine
 
     @functools.cached_property
-    def study(self) -> DmaStudy:
-        return dma_study(self.machine)
+    def readings(self) -> CollectiveReadings:
+        """The paper's variants and the library by size."""
+        return CollectiveReadings(self.rows("collectives"))
 
     def with_producer(self, side: int, on_engines: bool) -> dict[int, float]:
         """Return microseconds of a square GEMM and an all_gather behind it, by bytes; engines need the host's relay."""
         dma, gemm = self.machine.dma, gemm_us(self.machine, parse_gemm(f"{side}x{side}x{side}"))
         # The GEMM's stream writes, the host sees it and pulls the triggers.
         relay = float(dma.signal_us + dma.wait_us)
-        best, library = self.study.best_us, self.study.library_us
-        return {n: gemm + (relay + best(AG, n) if on_engines else library[AG, n]) for n in SIZES}
+        found, variants = self.readings, all_variants(AG)
+        return {n: gemm + (relay + found.us(AG, variants, n) if on_engines else found.library_us(AG, n)) for n in SIZES}
 
     def rows(self, study: str) -> ResultFile:
         """Return the rows that the model fills for a study of the paper."""
@@ -82,12 +83,15 @@ class DmaContext:
         times = [dma_run(self.machine, kind, KB, v).host_us for v in (variant, "b2b")]
         return times[0] / times[1]
 
+    def to_take(self, kind: Kind, nbytes: int) -> str:
+        """Return the variant to take at a size, in the paper's words."""
+        return self.readings.to_take(kind, all_variants(kind), nbytes).replace(PRELAUNCHED, ", prelaunch")
+
     def table(self, kind: Kind) -> list[tuple[str, int, int]]:
         """Return the best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
         ranges: list[tuple[str, int, int]] = []
         for nbytes in SIZES:
-            variant, prelaunched = self.study.best(kind, nbytes)
-            name = f"{variant}, prelaunch" if prelaunched else variant
+            name = self.to_take(kind, nbytes)
             if ranges and ranges[-1][0] == name:
                 ranges[-1] = (name, ranges[-1][1], 2 * nbytes)
             else:
@@ -557,10 +561,10 @@ def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
         return []
 
     def watts(changed: Machine) -> Curves[str]:
-        study = dma_study(changed)
+        taken = {n: DmaContext(changed).to_take(AG, n).partition(", ") for n in SIZES}
         return {
             "library": [library_power(changed, AG, n).total_w for n in SIZES],
-            "best DMA": [dma_power(changed, AG, n, *study.best(AG, n)).total_w for n in SIZES],
+            "best DMA": [dma_power(changed, AG, n, v, bool(ahead)).total_w for n, (v, _, ahead) in taken.items()],
         }
 
     found: dict[str, Band] = bands(machine, watts, NUMBERS if ranges else ())

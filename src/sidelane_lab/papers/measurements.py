@@ -155,6 +155,12 @@ class CollectiveReadings:
         """Return the fastest of some variants."""
         return self.as_good(kind, variants, nbytes)[0]
 
+    def to_take(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
+        """Return the fastest of some variants, without prelaunch where that is as good."""
+        best = self.best(kind, variants, nbytes)
+        plain = best.removesuffix(PRELAUNCHED)
+        return plain if self.us(kind, (plain,), nbytes) <= AS_GOOD * self.us(kind, (best,), nbytes) else best
+
     def as_good(self, kind: Kind, variants: Iterable[str], nbytes: int) -> list[str]:
         """Return the fastest of some variants, and those that take less than 2% longer."""
         times = {

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.case_way import CallTensors, CaseWay
+from sidelane_lab.baselines.case_way import CaseWay
 from sidelane_lab.harness.options import StudyOptions, count, implementations, names, size_list, study_command
 from sidelane_lab.harness.report import Cell, spread, tables_by
 from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from sidelane.session import Communicator
     from sidelane.session.prelaunch import Prelaunched
-    from sidelane_lab.baselines.candidate import Entrant, Implementation
+    from sidelane_lab.baselines.candidate import Entrant, Implementation, Tensors
     from sidelane_lab.baselines.reference import Case
     from sidelane_lab.baselines.roster import Own
     from sidelane_lab.harness.launch import Rank
@@ -158,7 +158,7 @@ class HostWay(CaseWay):
     def __init__(
         self,
         case: Case,
-        tensors: CallTensors,
+        tensors: Tensors,
         name: HostCall,
         call: Callable[[], object],
         communicator: Communicator | None = None,
@@ -303,7 +303,7 @@ def calls_of(
                 yield call, functools.partial(_armed, implementation, case, call)
 
 
-def _tensors(own: Own, case: Case, symmetric: bool) -> CallTensors:
+def _tensors(own: Own, case: Case, symmetric: bool) -> Tensors:
     """Return tensors in symmetric memory, or in ordinary memory."""
     import torch
 
