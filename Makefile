@@ -70,7 +70,7 @@ check: $(READY) ## lint, check types, run the tests that start no ranks: a minut
 
 quick: $(READY)
 	@echo "[sidelane] tests without ranks"
-	@$(BIN)/python -m pytest -q --durations=0 --numprocesses 2 --dist loadfile -m "not long" --no-ranks $(QUICK)
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not long" --no-ranks $(QUICK)
 
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
 # Types are checked beside the tests: mypy has one process, and the tests do not always have work for every core.
