@@ -70,7 +70,7 @@ check: $(READY) ## lint, check types, run the tests that start no ranks: a minut
 
 quick: $(READY)
 	@echo "[sidelane] tests without ranks"
-	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not long" --no-ranks $(QUICK)
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not long and not device" --no-ranks $(QUICK)
 
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
 # Types are checked beside the tests: mypy has one process, and the tests do not always have work for every core.
@@ -81,7 +81,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 15 $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
