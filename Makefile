@@ -94,7 +94,7 @@ coverage: $(READY) ## measure lines and branches of the library by folder, ranks
 	@PYTHONPATH=src $(BIN)/python tools/yardstick.py coverage --jobs 2 $(YARDSTICK)
 
 goldens: $(READY) ## write the texts of tests/goldens anew: errors, plans, answers of the command line
-	@GOLDENS=write $(BIN)/python -m pytest -q -m "not long" $$(grep -rl --include="test_*.py" check_golden tests)
+	@GOLDENS=write $(BIN)/python -m pytest -q -m "not device" $$(grep -rl --include="test_*.py" check_golden tests)
 
 test-device: $(READY) ## run the tests that need GPUs; RESULTS=file writes a summary
 	@$(BIN)/python tools/device_tests.py $(DEVICE_TESTS) $(if $(RESULTS),--summary "$(RESULTS)")
