@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ PACKAGES = ("numpy", "rich", "click", "expecttest", "pytest", "pytest-timeout")
 TESTS = (
     "tests/collectives/test_collectives.py",
     "tests/integrations/test_process_group.py",
+    "tests/integrations/test_process_group_torch.py",
     "tests/integrations/test_process_group_world.py",
     "tests/ops/test_fused.py",
 )
@@ -206,7 +208,7 @@ def run_tests(folder: Path) -> Row:
             "-o",
             "addopts=",
             "-m",
-            "not long",
+            "not long and not device",
         ]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
         try:
@@ -257,7 +259,7 @@ def page(results: Results | None = None) -> str:
         if "not_tried" in row:
             reasons.setdefault(row["not_tried"], []).append(f"{row['python']} with torch {row['torch']}")
     return PAGE_TEXT.format(
-        tests=", ".join(f"`{Path(path).name}`" for path in TESTS),
+        tests=textwrap.fill(", ".join(f"`{Path(path).name}`" for path in TESTS), 119),
         head="| torch |" + "".join(f" Python {python} |" for python in PYTHONS) + "\n|---|" + "---|" * len(PYTHONS),
         cells="\n".join(
             f"| {torch} |" + "".join(f" {describe(rows.get((python, torch)))} |" for python in PYTHONS)

@@ -93,6 +93,11 @@ def test_the_third_call_is_made_in_c(rank: Rank) -> None:
         gather(rank, output, input)
     # Peers may still have to read the post of the first call when that of the 65th replaces it: Python waits for them.
     assert rank.native == [False] * 2 + [True] * 54 + [False] * 9 + [True] * 15
+    lists = [[torch.zeros(size, dtype=torch.uint8) for size in (16, 64, 256)] for _ in range(2)]
+    for _ in range(4):
+        rank.comm.all_to_all(*lists, variant="b2b")
+    rank.finish()
+    assert rank.native[80:] == [False] * 2 + [True] * 2, "lists as well"
 
 
 def walk(seed: int, driver: FakeDriver | None = None, **config: Any) -> tuple[list[object], list[bool]]:

@@ -31,7 +31,7 @@ import fused_cases
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
-    assert all(ranks.run(fused_cases.as_on_cpus, module, name, 7, calls, timeout_s=150))
+    assert all(ranks.run(fused_cases.as_on_cpus, module, name, 7, calls, timeout_s=240))
 
 
 def test_default_tiles(ranks: Ranks) -> None:

@@ -71,7 +71,7 @@ os._exit(0)  # once in some hundred runs the end of the interpreter met a thread
 def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:
     """torch calls the entry points of what is installed; here, of what pyproject.toml says."""
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert set(entries) == {"torch.backends", "torch.distributed.backends", "sidelane.commands"}
+    assert set(entries) == {"torch.backends", "torch.distributed.backends"}
     folder = tmp_path / "sidelane-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: sidelane-of-this-test\nVersion: 0\n")

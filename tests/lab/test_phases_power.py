@@ -17,7 +17,7 @@ from sidelane_lab.cli.collectives import PHASED, PhasesOptions, PowerOptions
 from sidelane_lab.harness import report, running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read, write
-from sidelane_lab.studies.phases import predict as phases_predict
+from sidelane_lab.machines import numbers
 from sidelane_lab.studies.phases.programs import KIND_OF
 from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.power import predict as power_predict
@@ -159,8 +159,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return 3
 
     monkeypatch.setattr(running, "run", stand_in)
-    for module in (phases_predict, power_predict):
-        monkeypatch.setattr(module, "main", stand_in)
+    monkeypatch.setattr(numbers, "predict_study", stand_in)
+    monkeypatch.setattr(power_predict, "main", stand_in)
     return seen
 
 

@@ -28,7 +28,7 @@ def test_pictures_and_their_files_are_there(draw_images: ModuleType) -> None:
 
 
 def test_no_picture_is_left_over() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results" / "notes").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"images/([\w-]+)\.png", page.read_text(encoding="utf-8"))}
     assert {path.stem for path in (ROOT / "docs" / "images").glob("*.png")} == shown
 

@@ -40,6 +40,8 @@ def test_what_is_not_tried_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> No
         {"python": "3.12", "torch": "2.14", "passed": 7, "failed": ["test_x::test_y"], "skipped": 2}
         | {"software": software, "date": "2026-11-27"},
     ]
+    groups = {f"tests/integrations/{path.name}" for path in ROOT.glob("tests/integrations/test_process_group*.py")}
+    assert groups - {"tests/integrations/test_process_group_hip.py"} <= set(versions.TESTS), "they are torch's callers"
     text = versions.page({"torch_versions": ["2.14", "2.15"], "rows": rows})
     assert "| 2.14 | not tried | 7 passed, **1 failed**, 2 skipped | not tried | not tried |" in text
     assert "| 2.15 | not tried | not tried | not tried | not tried |" in text

@@ -303,18 +303,19 @@ class RoundTimes:
 
     def columns(self) -> dict[str, Any]:
         """Return what a row has of them: ratios in each round first, then medians."""
+        rounds = zip(self.gemm, self.best, self.together, strict=True)
         return {
             "gemm_us": statistics.median(self.gemm),
             "comm_us": statistics.median(self.alone),
             "best_comm_us": statistics.median(self.best),
-            "speedup": statistics.median(map(speedup, self.gemm, self.best, self.together)),
+            "speedup": statistics.median(speedup(*times) for times in rounds),
             "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
             "percent_of_ideal": self.percent_of_ideal(),
         }
 
     def percent_of_ideal(self) -> float | None:
         """Return the median percent of ideal, where most rounds have one."""
-        found = list(map(percent_of_ideal, self.gemm, self.best, self.together))
+        found = [percent_of_ideal(*times) for times in zip(self.gemm, self.best, self.together, strict=True)]
         defined = [percent for percent in found if percent is not None]
         return statistics.median(defined) if 2 * len(defined) > len(found) else None
 
