@@ -72,12 +72,12 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context | None = None) -> list[str]:
         """Return the names of all commands in the order of the help: by heading, then by name."""
-        found = {name: self.find(name) for name in (*self.commands, *_added())}
+        found = {name: self.find(name) for name in (*self.commands, *added())}
         return sorted(found, key=lambda name: (HEADINGS.index(found[name].heading), name))
 
     def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
         """Return a command; one that another package adds is imported now."""
-        if cmd_name not in self.commands and (entry := _added().get(cmd_name)) is not None:
+        if cmd_name not in self.commands and (entry := added().get(cmd_name)) is not None:
             self.add_command(entry.load())
         return self.commands.get(cmd_name)
 
@@ -92,22 +92,13 @@ class Commands(click.Group):
         names = self.list_commands()
         return {heading: [name for name in names if self.find(name).heading == heading] for heading in HEADINGS}
 
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the text above the commands; only its first paragraph if the commands that it advises are missing."""
-        if _added():
-            super().format_help_text(ctx, formatter)
-        else:
-            formatter.write_paragraph()
-            with formatter.indentation():
-                formatter.write_text((self.help or "").partition("\n\n")[0])
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with the first sentence of each, whole, and then the options."""
         for heading, names in self.headed().items():
             if names:
                 with formatter.section(heading):
                     formatter.write_dl([(name, self.sentence(name)) for name in names])
-        if not _added():
+        if not added():
             with formatter.section("Measure, predict, choose"):
                 formatter.write_text(f"{WITHOUT_LABORATORY}.")
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
@@ -130,7 +121,7 @@ class Commands(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             allowed = self.list_commands(ctx)
-            more = "" if _added() else f". {WITHOUT_LABORATORY}"
+            more = "" if added() else f". {WITHOUT_LABORATORY}"
             ctx.fail(f"No such command {name!r} (allowed={', '.join(allowed)}){nearest(name, allowed)}{more}")
         return super().resolve_command(ctx, args)
 
@@ -141,7 +132,8 @@ class Commands(click.Group):
 
 
 @functools.cache
-def _added() -> dict[str, importlib.metadata.EntryPoint]:
+def added() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return the entry points of commands that other packages add, by the command's name."""
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
