@@ -236,7 +236,8 @@ TASKS = {
     "laboratory": TaskPage(
         "Use the laboratory",
         "The package `sidelane_lab` simulates programs on described machines, and reads and writes result files. It is "
-        "in the same wheel. [Its structure](../../internals/laboratory.md).",
+        "a distribution of its own ([installation](../../guide/installation.md#install-it-into-your-own-environment)). "
+        "[Its structure](../../internals/laboratory.md).",
         (
             Section("sidelane_lab.machines.load", "Catalogue of machines", ("machine_names", "named", "find")),
             Section("sidelane_lab.machines.spec", "Description of a machine", ("Machine",)),

@@ -62,7 +62,7 @@ COMMON = {
 OF_FILES = """
 There is one folder for each machine, and one file for each study ([their keys](../reference/results.md)). `make results
 RESULTS=folder` measures most of them on a node of yours. Text files have several tables; the date and the commit are
-those of the first one."""
+those of the first one. Notes on the measurements are [listed with the pages](../README.md#lab)."""
 
 
 def commands() -> str:
@@ -155,7 +155,7 @@ def files() -> str:
         "|---|---|---|---|---|---|",
     ]
     made: list[str] = []
-    for path in sorted(RESULTS.glob("*/*")):
+    for path in sorted(path for path in RESULTS.glob("*/*") if path.parent.name != "notes"):
         name = path.relative_to(RESULTS).as_posix()
         text = path.read_text(encoding="utf-8")
         content: Any = json.loads(text) if path.suffix == ".json" else _first_lines(text)
