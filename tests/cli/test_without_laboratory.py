@@ -13,5 +13,6 @@ def test_the_tool_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(main, "commands", {name: main.commands[name] for name in ("info", "recorder")})
     shown = CliRunner().invoke(main, ["--help"])
     assert shown.exit_code == 0 and "sidelane[lab]" in shown.output and "info" in shown.output
+    assert "sidelane demo" not in shown.output and "sidelane plan" not in shown.output
     refused = CliRunner().invoke(main, ["demo"])
     assert refused.exit_code == 2 and "allowed=info, recorder" in refused.output and "sidelane[lab]" in refused.output

@@ -92,6 +92,15 @@ class Commands(click.Group):
         names = self.list_commands()
         return {heading: [name for name in names if self.find(name).heading == heading] for heading in HEADINGS}
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the text above the commands; only its first paragraph if the commands that it advises are missing."""
+        if _added():
+            super().format_help_text(ctx, formatter)
+        else:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text((self.help or "").partition("\n\n")[0])
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with the first sentence of each, whole, and then the options."""
         for heading, names in self.headed().items():

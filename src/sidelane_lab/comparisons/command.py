@@ -133,7 +133,7 @@ def _listed() -> Iterable[dict[str, str]]:
         yield {
             "figure": one.number,
             "caption": one.caption,
-            "published": f"{len(one.claims)} values" if one.claims else reasons[PUBLISHED],
+            "published": f"{len(one.claims)} value{'s' * (len(one.claims) > 1)}" if one.claims else reasons[PUBLISHED],
             "predicted": predicted or reasons[PREDICTED],
             "measured": measured or reasons[MEASURED],
         }
