@@ -97,3 +97,12 @@ def test_an_archive_that_holds_something_else_is_refused(
     release.compare(Path("x.whl"), {"a"}, {"a"})
     with pytest.raises(SystemExit, match=f"x.whl does not hold what it should:\n  {words}"):
         release.compare(Path("x.whl"), found, {"a"})
+
+
+def test_every_folder_is_in_the_sdist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make wheel` compares all files with git; this is what a new folder would be missing from."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    release = importlib.import_module("release")
+    folders = {path.split("/")[0] for path in release.tracked_files() if "/" in path} - {"src"}
+    grafted = set(re.findall(r"^graft ([\w-]+)$", (ROOT / "MANIFEST.in").read_text("utf-8"), re.MULTILINE))
+    assert folders - set(release.NOT_IN_THE_SDIST) == grafted
