@@ -159,7 +159,7 @@ class SidelaneError(RuntimeError):
     Texts of peers reach users in these errors.
 
     Args:
-        *arguments: arguments of the exception, the text first, which is made :func:`visible`.
+        *arguments: arguments of the exception, the text first, whose control characters are made visible.
         page: page to read; None: the page of the class.
     """
 

@@ -32,8 +32,8 @@ MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 def as_shown(page: str, text: str) -> str:
     """Return the source of a page, by its name without ``.md``.
 
-    The front page is the README. Folders, which a site has no page of, become the list of result files, and comments
-    for docstrings the docstrings.
+    The front page is the README. Folders and pages beside code and results, which a site does not have, become the list
+    of result files, and comments for docstrings the docstrings.
     """
     if page == "index":
         text = _from_the_root("README.md") + "\n" + text[text.index("```{toctree}") :]
@@ -129,8 +129,8 @@ def _link(page: str, match: re.Match[str]) -> str:
     place = (ROOT / "docs" / page).parent
     target = Path(os.path.normpath(place / match[2]))
     target = PAGES.get(target, target)
-    if target.is_dir():
-        target = ROOT / "docs" / "lab" / "files.md"
+    if target.is_dir() or (target.suffix == ".md" and ROOT / "docs" not in target.parents):
+        return f"]({os.path.relpath(ROOT / 'docs' / 'lab' / 'files.md', place)})"
     return f"]({os.path.relpath(target, place)}{match[3] or ''})"
 
 

@@ -48,7 +48,9 @@ class SidelaneGroup(dist.ProcessGroup):
         wider: liveness of a group that contains this one (``memory.liveness``); None for none.
 
     Raises:
-        ValueError, UnavailableError, PeerError: see :func:`sidelane.integrations.nodes.groups.find_nodes`.
+        ValueError: a setting is not allowed; the other ranks raise PeerError with the reason.
+        UnavailableError: the store keeps no values.
+        PeerError: a rank died, or did not come.
     """
 
     def __init__(
