@@ -87,7 +87,7 @@ test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
 
 nightly: $(READY) ## all that `make test` leaves out and needs no GPU: hours
-	@for each in specs test-long test-restart test-clients attack soak coverage yardstick asan; \
+	@for each in specs docs test-long test-restart test-clients attack soak coverage yardstick asan; \
 	do $(MAKE) --no-print-directory $$each || failed="$$failed $$each"; done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 coverage: $(READY) ## measure lines and branches of the library by folder, ranks included, beside the last yardstick; an hour
