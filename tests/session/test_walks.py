@@ -5,6 +5,7 @@ The bounds only fall: a change that makes a way longer says in tools/house.toml 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,22 +34,27 @@ def walk(call: Callable[[], Any], *ends: Callable[[], Any]) -> tuple[int, int]:
         if event == "call" and code.co_filename.startswith(LIBRARY) and not code.co_name.startswith("<"):
             seen.add((code.co_filename, code.co_firstlineno, code.co_name))
 
+    gc.disable()  # finalizers of what other tests left are no part of the call
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert not any(end() for end in ends)
     return len({file for file, *_ in seen}), len(seen)
 
 
 def all_gather(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """All-gathers of one shape in symmetric memory: what each of them enters."""
-    config = Config(timeout_s=30)
-    with made_up_gpus(driver=NativeDriver(), finish=False) as driver, Communicator(group, config=config) as comm:
+    with (
+        made_up_gpus(driver=NativeDriver(), finish=False) as driver,
+        Communicator(group, config=Config(timeout_s=30)) as comm,
+    ):
         output, input = comm.empty(comm.world_size * 1000), comm.empty(1000)
-        ends = comm.synchronize, driver.synchronize
-        return [walk(lambda: comm.all_gather(output, input), *ends) for _ in range(calls)]
+        return [
+            walk(lambda: comm.all_gather(output, input), comm.synchronize, driver.synchronize) for _ in range(calls)
+        ]
 
 
 def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
@@ -74,8 +80,7 @@ def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, 
 def all_reduce(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """``dist.all_reduce`` of one tensor on a Sidelane group of CPU ranks: what each of them enters."""
     with sidelane_group(group) as ours:
-        tensor = torch.ones(1000)
-        return [walk(lambda: dist.all_reduce(tensor, group=ours)) for _ in range(calls)]
+        return [walk(lambda: dist.all_reduce(torch.ones(1000), group=ours)) for _ in range(calls)]
 
 
 WAYS: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
