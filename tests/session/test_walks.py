@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from ranks import RankPool
 import sidelane
 from sidelane import Communicator, Config
 
-LIBRARY = str(Path(sidelane.__file__).parent)
+LIBRARY = sidelane.__path__[0]
 
 
 def walk(call: Callable[[], Any], *ends: Callable[[], Any]) -> tuple[int, int]:
@@ -80,7 +79,8 @@ def all_reduce_on_gpus(group: dist.ProcessGroup, calls: int) -> list[tuple[int, 
 def all_reduce(group: dist.ProcessGroup, calls: int) -> list[tuple[int, int]]:
     """``dist.all_reduce`` of one tensor on a Sidelane group of CPU ranks: what each of them enters."""
     with sidelane_group(group) as ours:
-        return [walk(lambda: dist.all_reduce(torch.ones(1000), group=ours)) for _ in range(calls)]
+        tensor = torch.ones(1000)
+        return [walk(lambda: dist.all_reduce(tensor, group=ours)) for _ in range(calls)]
 
 
 WAYS: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
