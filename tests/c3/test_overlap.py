@@ -33,7 +33,7 @@ from sidelane.program.shape import Computation
 
 
 def all_ways() -> tuple[str, ...]:
-    """What runs on the default device."""
+    """Names of the strategies that run on the default device."""
     device = torch.get_default_device()
     by_kernels = tuple(name for name in KERNELS if name.startswith("sm_"))
     further = PARTITIONED + by_kernels if device.type == "cuda" else ()

@@ -20,7 +20,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 
 @on_ranks(3, gpu=default_stream)
 def test_work_is_what_torch_expects(group: dist.ProcessGroup) -> None:
-    """What an asynchronous call returns, asked in every way that torch.distributed knows."""
+    """The handle of an asynchronous call answers every question that torch.distributed asks."""
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         output, input = torch.zeros(2 * n), torch.full((2,), float(rank))

@@ -30,7 +30,7 @@ def gpus() -> int:
 
 
 def world_size() -> int:
-    """Of the ranks in these tests: nothing in them depends on more than four."""
+    """Return the number of ranks in these tests: none needs more than four."""
     return max(2, min(4, gpus()))
 
 

@@ -150,12 +150,12 @@ class FakeDriver:
         return submit, ()
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
-        return lambda: self._put("copy", stream, lambda: ctypes.memmove(dst, src, nbytes)), ()
+        return lambda: self._put("copy", stream, lambda: _move(dst, src, nbytes)), ()
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
         def run() -> None:
             for dst, src, nbytes in reversed(copies):  # in no order among themselves
-                ctypes.memmove(dst, src, nbytes)
+                _move(dst, src, nbytes)
 
         def submit() -> None:
             if stream == LEGACY:
@@ -392,13 +392,27 @@ class _Channel:
             work()
 
 
+def _move(dst: int, src: int, nbytes: int) -> None:
+    """Move bytes with ``memmove``, which AddressSanitizer looks at, but store a word once.
+
+    The C library stores four bytes twice. A flag that its waiter resets in between would be set again.
+    """
+    if nbytes != 4:
+        ctypes.memmove(dst, src, nbytes)
+        return
+    word = ctypes.c_uint32()
+    for address in (dst, src):
+        ctypes.memmove(ctypes.addressof(word), address, 4)
+    ctypes.c_uint32.from_address(dst).value = word.value
+
+
 def _run_memory_ops(ops: list[tuple[str, int, int]]) -> None:
     word = ctypes.c_uint32()
     here = ctypes.addressof(word)
-    for kind, address, value in ops:  # by memmove, which AddressSanitizer looks at; four bytes move at once
+    for kind, address, value in ops:
         if kind == "write":
             word.value = value
-            ctypes.memmove(address, here, 4)
+            _move(address, here, 4)
             continue
         pause = 0.0
         while ctypes.memmove(here, address, 4) and not (

@@ -9,7 +9,7 @@ from sidelane.errors import PeerError, PeerTimeoutError
 
 
 class Monitor:
-    """What the ranks share.
+    """The state that the ranks of a made-up control block share.
 
     Attributes:
         aborted: the text of the first rank that gave up, the ranks at fault, and whether it was a time-out.

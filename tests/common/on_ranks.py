@@ -164,7 +164,7 @@ def group(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def context(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """As ``group``, but of functions that get the context of a rank on a GPU."""
+    """Return a caller, as ``group`` does, of functions that get the context of a rank on a GPU."""
     place: Place = request.param
     ranks = request.getfixturevalue("fresh_pool")() if place.fresh else request.getfixturevalue("ranks")
     return lambda function: ranks.run(function, timeout_s=place.timeout_s)

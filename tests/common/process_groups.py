@@ -34,7 +34,7 @@ def data(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def on_cpu(call: Callable[[], Any]) -> Any:
-    """What ``call`` makes of tensors of the CPU."""
+    """Return the result of ``call`` with the CPU as the default device."""
     with torch.device("cpu"):
         return call()
 

@@ -1,4 +1,4 @@
-"""What tests of ranks begin with, on CPUs and on GPUs: a rank's tensors are on its default device."""
+"""Helpers with which tests of ranks begin, on CPUs and on GPUs: a rank's tensors are on its default device."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_kernel_that_produces_fires(group: dist.ProcessGroup, rounds: int) -
 
 @on_ranks(gpu=default_stream)
 def test_work_gets_through_while_armed(group: dist.ProcessGroup) -> None:
-    """What a producer may use gets through while a call is armed: kernels, copies of all kinds, many streams."""
+    """A producer's work ends while a call is armed: kernels, copies of all kinds, many streams."""
     with communicator(group) as comm:
         n, rank, numel = comm.world_size, comm.rank, 1 << 20
         output, input = comm.empty(n * numel), torch.empty(numel)

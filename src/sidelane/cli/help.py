@@ -92,15 +92,18 @@ class Commands(click.Group):
         names = self.list_commands()
         return {heading: [name for name in names if self.find(name).heading == heading] for heading in HEADINGS}
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help; where no package adds commands, its first sentence, and how to install them."""
+        if not added():
+            self.help = (self.help or "").partition("\n")[0] + f"\n\n{WITHOUT_LABORATORY}."
+        super().format_help_text(ctx, formatter)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with the first sentence of each, whole, and then the options."""
         for heading, names in self.headed().items():
             if names:
                 with formatter.section(heading):
                     formatter.write_dl([(name, self.sentence(name)) for name in names])
-        if not added():
-            with formatter.section("Measure, predict, choose"):
-                formatter.write_text(f"{WITHOUT_LABORATORY}.")
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from sidelane.cli.help import LOOK, Commands, HelpEntry, added
+from sidelane.cli.help import LOOK, Commands, HelpEntry
 from sidelane.cli.output import json_option, plain_errors
 from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
@@ -25,14 +25,12 @@ Which way does a call go? sidelane explain all_reduce 256K --machine mi300x8
 How fast is this machine? sidelane nccl-tests all_reduce -b 8 -e 128M -f 2
 Does it overlap?          the page "profiling" of docs/guide
 """
-"""Text of ``sidelane --help`` above the commands: questions of newcomers, and what answers them.
-
-The library alone, which has none of these commands, shows the first line."""
+"""Text of ``sidelane --help`` above the commands: questions of newcomers, and what answers them."""
 
 
 @click.group(
     cls=Commands,
-    help=HELP if added() else HELP.partition("\n\n")[0],
+    help=HELP,
     epilog="`sidelane COMMAND --help` has the options of a command, and examples. The guide: docs/guide of the source.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )

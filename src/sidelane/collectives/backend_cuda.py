@@ -103,8 +103,12 @@ class CudaBackend(Backend):
         require_free_channel(*title, loaded.streams, self.channels)
         loaded.is_triggered = True
         ended = ended_by(loaded.program, self.executor.rank)
-        address = None if ended is None else loaded.addresses.flag(ended)
-        return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}", address)
+        return CudaTrigger(
+            self.executor,
+            words,
+            f"a trigger of {loaded.program.collective}",
+            None if ended is None else loaded.addresses.flag(ended),
+        )
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaArrival:
         assert isinstance(loaded, CudaProgram)

@@ -264,10 +264,3 @@ collective = study_command("collective", CollectiveOptions, _collective, WRITTEN
 phases = study_command("phases", PhasesOptions, beside=("operations", *SIZES, "variants", *WRITTEN))
 power = study_command("power", PowerOptions, _power, ("gemms", "collectives", *SIZES, *WRITTEN))
 fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "occupancy", "late_us", "results", *WRITTEN))
-
-
-def __getattr__(name: str) -> object:
-    """Return commands that entry points of older installations look for here."""
-    if name not in ("chain", "host"):
-        raise AttributeError(name)
-    return getattr(loaded(f"studies.{name}"), name)

@@ -95,6 +95,8 @@ def outcome(rounds: Rounds | None, problem: Problem | None, said: str = "") -> d
 class Way:
     """One way to do what others do, too. A study has a class of it for each kind.
 
+    It writes ``fill``, ``run`` and ``error``; the other methods do nothing where a way has nothing to do for them.
+
     Attributes:
         label: name in errors.
         as_graph: it runs once, and is captured then, before it is checked.
