@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from sidelane.cli import help, main
+from sidelane.cli import help, tool
 
 
 def test_the_tool_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(help, "added", dict)
-    monkeypatch.setattr(main, "commands", {name: main.commands[name] for name in ("info", "recorder")})
-    monkeypatch.setattr(main, "help", main.help)  # restored
+    main = help.Commands(commands=[tool.info, tool.recorder], help=tool.HELP)
     shown = CliRunner().invoke(main, ["--help"])
     assert shown.exit_code == 0 and "sidelane[lab]" in shown.output and "info" in shown.output
     assert "sidelane demo" not in shown.output and "sidelane plan" not in shown.output
