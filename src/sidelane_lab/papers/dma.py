@@ -11,7 +11,6 @@ from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.collectives import CollectiveOptions, PhasesOptions
 from sidelane_lab.harness.drawing import BLUE, VERMILLION
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
@@ -26,6 +25,8 @@ from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
 from sidelane_lab.papers.measurements import CollectiveReadings, PhaseReadings, ResultFile
 from sidelane_lab.papers.rows import ClaimReading, Marks, RowFigure, model_rows, size_places
+from sidelane_lab.studies.collectives import CollectiveOptions
+from sidelane_lab.studies.phases.rows import PhasesOptions
 
 MI300X = "mi300x8"
 
