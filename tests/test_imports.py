@@ -58,7 +58,8 @@ HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
 VENDOR_FILES = (
-    *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/", "torchtitan.py")),
+    *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    "sidelane/torchtitan.py",
     "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
     *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/firing.py"),
