@@ -182,33 +182,32 @@ def judge(check: Check[Any], predicted: Any, miss: str = "") -> ClaimVerdict:
 
 def judge_row(
     claim_id: str,
-    measured: float | None,
-    predicted: Sequence[float] | float | None,
-    role: ClaimRole = ClaimRole.HELD_OUT,
+    measured: float,
+    predicted: Sequence[float],
+    role: ClaimRole,
     *,
     what: str = "measured time",
     unit: str = "us",
     points: bool = False,
 ) -> ClaimVerdict | None:
-    """Hold a prediction against a measured number; None where one of the two is missing.
+    """Hold a prediction against a measured number; None where there is no prediction.
 
     Args:
         claim_id: of the verdict.
         measured: in the unit.
-        predicted: the same; two numbers where chance decides which of them it is: the nearer counts.
+        predicted: the same; two numbers where chance decides which of them it is: the nearer counts; none: no model.
         role: of the row.
         what: text of the verdict.
         unit: of both.
         points: a percentage, whose error counts in its unit.
     """
-    found = predicted if isinstance(predicted, Sequence) else () if predicted is None else (predicted,)
-    if measured is None or not found:
+    if not predicted:
         return None
-    value = nearest(measured, found)
+    value = nearest(measured, predicted)
     error = error_of(measured, value, points=points)
     assert error is not None
     ok = error <= (POINTS if points else TOLERANCE)
-    low, high = (min(found), max(found)) if len(found) > 1 else (None, None)
+    low, high = (min(predicted), max(predicted)) if len(predicted) > 1 else (None, None)
     return ClaimVerdict(claim_id, what, measured, value, unit, error, role, ok, points, low=low, high=high)
 
 
