@@ -313,7 +313,7 @@ def decide(workload: Workload, gemm_us: float, able: Sequence[Strategy], known: 
     bound. Equals are decided for serial, and then by preference.
 
     The library chooses by a rule instead (``rule_of``), which loses less over the measured pairs
-    (docs/lab/measured.md, "Heuristics").
+    (results/notes/overlap.md, "Heuristics").
 
     Args:
         workload: pair to run.
@@ -378,7 +378,7 @@ def _slowdowns(
     bound = known.bound(workload.gemm, gemm_us)[0]
     table = known.gemm_table(workload.gemm, SPLIT, gemm_us)
     # Slowdowns of a compute-bound GEMM do not hold for a memory-bound one: on two H200s, units were given away by them
-    # and up to 37% was lost (docs/lab/measured.md, "Memory-bound pairs").
+    # and up to 37% was lost (results/notes/overlap.md, "Memory-bound pairs").
     if table is None or known.bound(table.gemm)[0] is not bound:
         return {}
     slower = table.slowdown()

@@ -356,7 +356,7 @@ def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
 def _on_units(
     shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device
 ) -> ShapedLaunches:
-    from sidelane_lab.shaping.launch import ShapedGemm
+    from sidelane_lab.shaping.gemm import ShapedGemm
 
     kernels = [ShapedGemm(_driver(device), shape, run.a, run.b, run.c) for run in runs]
     resident, shared_bytes = kernels[0].resident, kernels[0].shared_bytes
