@@ -9,8 +9,7 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import parts_us
 from sidelane_lab.model.training import compute_us, sustained
-from sidelane_lab.papers.claim_measurements import files_of
-from sidelane_lab.papers.measurements import BETWEEN_NODES, CLASSES
+from sidelane_lab.papers.files import BETWEEN_NODES, CLASSES, files_of
 from sidelane_lab.papers.results import STEPS as STEP_JUDGE
 from sidelane_lab.studies.fsdp.cases import FLOORS, step_of
 from sidelane_lab.studies.fsdp.rows import FsdpRow
