@@ -1,26 +1,22 @@
-"""Draw the pictures of docs/images/ that show result files, predictions of the demo, or a trace of a program.
+"""Draw the pictures of docs/images/ that show result files or predictions of the demo.
 
-python tools/draw_images.py                                     # all of the first two kinds
-python tools/draw_images.py c3-h200x4                           # one
-python tools/draw_images.py profiler --trace trace-0.json       # what examples/profiler.py has written, of each rank
+python tools/draw_images.py               # all of them
+python tools/draw_images.py c3-h200x4     # one
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import matplotlib as mpl
 
-from sidelane.execute.timeline import Interval
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.report import draw
-from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.studies.demo import figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,23 +44,15 @@ FRONT_PAIRS = (("cb1", 896 << 20), ("mb1", 896 << 20))
 DEMO = ("timeline-c3_base", "timeline-conccl")
 """Pictures of `sidelane demo`."""
 
-TRACED = ("sidelane:all_gather", "aten::mm", "Memcpy PtoP")
-"""Begins of the names of the events of a trace that are drawn, besides kernels."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*IMAGES, *DEMO))}")
-    parser.add_argument("--trace", nargs="+", type=Path, help="traces of torch's profiler, of each rank")
-    parser.add_argument("--title", default="", help="of the picture of a trace")
     asked = parser.parse_args()
     for name in asked.names or (*IMAGES, *DEMO):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            if asked.trace:
-                draw_trace(asked.trace, asked.title, folder, name)
-                picture = name
-            elif name in DEMO:
+            if name in DEMO:
                 figures.draw(figures.measured(), folder)
                 picture = name
             elif name in IMAGES:
@@ -87,27 +75,6 @@ def draw_results(name: str, folder: Path) -> str:
     if picture not in drawn:
         raise ValueError(f"draw_images: picture (value={picture}, allowed={', '.join(drawn)})")
     return picture
-
-
-def draw_trace(files: list[Path], title: str, folder: Path, name: str) -> None:
-    """Draw ranges of Sidelane, products, copies between GPUs and kernels, a lane for each thread or stream, from the
-    first range of Sidelane on.
-    """
-    intervals = []
-    for rank, file in enumerate(files):
-        for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"]:
-            if event.get("ph") != "X" or not (event["name"].startswith(TRACED) or event.get("cat") == "kernel"):
-                continue
-            lane = "host" if event.get("cat") == "cpu_op" else f"stream {event['tid']}"
-            kind = "kernel" if event.get("cat") == "kernel" else event["name"].split(" ")[0]
-            intervals.append(Interval(f"rank {rank}", lane, kind, event["ts"], event["ts"] + event["dur"]))
-    first = min(one.start_us for one in intervals if one.label.startswith("sidelane"))
-    moved = [
-        dataclasses.replace(one, start_us=one.start_us - first, end_us=one.end_us - first)
-        for one in intervals
-        if one.start_us >= first
-    ]
-    draw_timeline(sorted(moved, key=lambda one: (one.group, one.lane, one.start_us)), title, folder, name)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ NEEDED = ("click", "matplotlib", "numpy", "rich")
 NEEDED_ON_GPUS = {"cuda": ("cuda.bindings", "pynvml", "triton"), "hip": ("triton",)}
 TOOLS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "rumdl", "codespell_lib")
 LOCK = ("--constraint", str(ROOT / "tools" / "lock.txt"))
+COMPILED = ("torch", "sympy")
+"""Packages that are compiled while pip installs others: hundreds of processes of the tests import them."""
 PACKAGES = {
     "pynvml": "nvidia-ml-py",
     "cuda.bindings": "cuda-bindings>=13",
@@ -101,12 +103,16 @@ def install(target: Path, torch: str) -> None:
     if not works(target) or (target / BORROWED).exists():
         venv.create(target, with_pip=True, clear=True)
     python = str(target / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    # pip compiles all 11,000 files of these packages, one by one. A quarter of them is ever imported.
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
     say(f"installing {torch} (the largest part; minutes on a slow line)")
     run([*pip, *torch.split()])
+    compiled = [str(site_packages_of(Path(python)) / name) for name in COMPILED]
+    compiler = subprocess.Popen([python, "-m", "compileall", "-q", "-j", "0", *compiled], stdout=subprocess.DEVNULL)
     extras = "dev,cuda" if gpu_driver(python) == "cuda" else "dev"
     say(f"installing sidelane[{extras}] and its laboratory from this checkout")
     run([*pip, *LOCK, "-e", f"{ROOT}[{extras}]", "-e", str(ROOT / "lab")])
+    compiler.wait()
 
 
 def gpu_driver(python: str) -> str:

@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,15 +80,20 @@ def begin(backend: str = "") -> torch.device:
     return device
 
 
+def rate_of(sizes: argparse.Namespace) -> float:
+    return min(5e-3, 0.4 / float(sizes.dim))  # wide models want small steps
+
+
 def train(
     model: nn.Module,
     text: torch.Tensor,
     sizes: argparse.Namespace,
     device: torch.device,
     synchronize: Callable[[], object],
+    optimizer: Any = None,
 ) -> tuple[float, list[float]]:
     """Tokens a second of all ranks, without the first two steps; and the loss of every step, averaged over ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=min(5e-3, 0.4 / sizes.dim))  # wide models want small steps
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=rate_of(sizes))
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses, began = [], 0.0
     for step in range(sizes.steps):

@@ -275,7 +275,7 @@ def test_what_is_kept_for_the_user_is_refused_like_it(
 
 @pytest.mark.parametrize(
     "tool",
-    ["compare_trees --out", long("device_tests --summary"), long("measure_node --out"), long("torch_suite --page")],
+    ["asan --out", long("device_tests --summary"), long("measure_node --out"), long("torch_suite --page")],
 )
 def test_tools_refuse_what_cannot_be_written_before_anything_runs(tmp_path: Path, tool: str) -> None:
     (tmp_path / "file").touch()

@@ -125,14 +125,14 @@ class Pool:
 class Ranks:
     """Hands out a pool of ranks; one that was broken by a test is replaced for the next."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
+        self.world_size, self._environment = world_size, environment
         self._pool: Pool | None = None
 
     def run(self, case: Case, *args: object, timeout_s: float = 60.0) -> list:
         """Run a case on every rank; the results by rank."""
         if self._pool is None or self._pool.broken:
-            self._pool = Pool(self.world_size)
+            self._pool = Pool(self.world_size, environment=self._environment)
         return self._pool.run(case, *args, timeout_s=timeout_s)
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ def test_three_kernels_in_every_order() -> None:
 @pytest.mark.parametrize("resident", [None, 1, 2])
 def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, resident: int | None) -> None:
     from sidelane.execute.cuda.driver import Driver
-    from sidelane_lab.shaping.launch import ShapedGemm
+    from sidelane_lab.shaping.gemm import ShapedGemm
 
     torch.manual_seed(0)
     m, n, k = 515, 648, 264
@@ -149,27 +149,6 @@ def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, res
         kernel.bind(blocks)()
         torch.cuda.synchronize()
         torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=2**-7, atol=2**-7 * k**0.5)
-
-
-@pytest.mark.parametrize("resident", [None, 2])
-def test_a_shaped_product_and_its_gradients(resident: int | None) -> None:
-    from sidelane_lab.shaping.matmul import ShapedMatmul
-
-    torch.manual_seed(0)
-    product = ShapedMatmul("opt1", blocks_per_unit=resident)
-    a = torch.randn(515, 264, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    b = torch.randn(648, 264, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    c = product(a, b.t())
-    assert product.ran.startswith("opt1: 99 blocks") and (resident is None or "2 on a unit" in product.ran)
-    torch.testing.assert_close(c.double(), a.double() @ b.double().t(), rtol=2**-7, atol=2**-7 * 264**0.5)
-    found = torch.autograd.grad(c.sum(), (a, b))
-    torch.testing.assert_close(found, torch.autograd.grad((a @ b.t()).sum(), (a, b)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        captured = product(a, b.t())
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, c)
 
 
 def test_the_occupancy_study_on_one_gpu() -> None:

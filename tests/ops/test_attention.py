@@ -20,12 +20,7 @@ from torch import Tensor
 
 from sidelane import Communicator, ops
 from sidelane.errors import MismatchError, PeerError
-from sidelane.ops import (
-    library,
-    register_attention,
-    sequence_parallel_attention,
-    sequence_positions,
-)
+from sidelane.ops import library, register_attention, sequence_parallel_attention, sequence_positions
 from sidelane.ops.attention import repeats_of
 
 if importlib.util.find_spec("triton") is None:

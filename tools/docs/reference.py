@@ -155,7 +155,7 @@ def files() -> str:
         "|---|---|---|---|---|---|",
     ]
     made: list[str] = []
-    for path in sorted(path for path in RESULTS.glob("*/*") if path.parent.name != "notes"):
+    for path in sorted(path for path in RESULTS.glob("*/*") if path.parent.name not in ("notes", "scripts")):
         name = path.relative_to(RESULTS).as_posix()
         text = path.read_text(encoding="utf-8")
         content: Any = json.loads(text) if path.suffix == ".json" else _first_lines(text)

@@ -734,6 +734,10 @@ class Communicator:
         """Return the sum of :meth:`last_submitted` over all calls, without those that were captured into graphs."""
         return self.backend.executor.ledger.total()
 
+    def repeated_calls(self) -> int:
+        """Return how many calls of this rank compiled code has made again, own kernels included; 0 without it."""
+        return 0 if self.path.repeats is None else int(self.path.repeats.replay.made)
+
     def close(self) -> None:
         """Release threads, streams and memory, and close the communicators that share the memory of this one.
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from sidelane.cli.help import MEASURE
-from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.program.builders import variants
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.help import HOW, WHAT
 from sidelane_lab.harness.options import (
@@ -485,6 +486,43 @@ def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[Collect
     ]
 
 
+DISTURBED = 0.05
+"""Share of a time by which queues that share an engine must matter for both times to be predicted."""
+ENGINES = "nccl_ce"
+"""NCCL on copy engines. Its rows had been looked at when they were first predicted."""
+
+
+def predict_row(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
+    """Predict times, what to plan with first; two where a GPU's queues share an engine, which ranks may do in step.
+
+    Out of step two GPUs often send to one port while another idles, and 0.59 to 0.64 of a link is left; in step each
+    has a port for itself. One program does either, from run to run (docs/lab/model.md).
+    """
+    alone = predict_alone(machine, row)
+    if alone is None or row.implementation != "dma" or machine.gpus <= 2 or float(machine.dma.shared_queues) == 1:
+        return () if alone is None else (alone,)
+    in_step = predict_alone(machine.with_value("dma.shared_queues", 1), row)
+    return (alone,) if in_step is None or in_step > (1 - DISTURBED) * alone else (alone, in_step)
+
+
+def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
+    """Predict a collective alone, what to plan with; None if the model does not speak to it."""
+    from sidelane_lab.model.collectives import KINDS, executed_run, library_us
+
+    if row.collective not in tuple(KINDS) or row.launch != "graph" or row.tensors > 1:
+        return None
+    kind = Kind(row.collective)
+    if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
+        return library_us(machine, kind, row.bytes)
+    if row.implementation == ENGINES and kind not in REDUCING:
+        moved = executed_run(machine, Kind.ALL_GATHER, row.bytes, "b2b", True).time_us
+        own = float(machine.dma.copy_us) + row.bytes / machine.gpus / (float(machine.dma.local_gbps) * 1e3)
+        return moved if row.in_place else moved + own  # one engine for all peers, and the own chunk behind them
+    if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
+        return None
+    return executed_run(machine, kind, row.bytes, row.variant, row.in_place).time_us
+
+
 STUDY = Study(
     name="collectives",
     title="Collectives by size and implementation",
@@ -498,6 +536,7 @@ STUDY = Study(
     plots=draw_ways,
     measure=_measure,
     predict=predicted_rows,
+    predict_row=predict_row,
     check=_check,
     progress="collectives",
 )

@@ -32,8 +32,9 @@ from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.split import ours_us
 from sidelane_lab.pairs.workload import Gemm
-from sidelane_lab.studies.clients.programs import MODELS, NONE, TINY, ClientModel
+from sidelane_lab.studies.clients.programs import MODELS, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.steps import NONE
 
 TRAINING = ", training"
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

@@ -30,8 +30,6 @@ class Prepared:
     """Tokens or samples that all ranks finish in a step."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """Bytes that leave a GPU, parameters and the like, by name with the unit in it."""
-    uncapturable: frozenset[str] = frozenset()
-    """Ways that a CUDA graph cannot hold."""
 
 
 class EndToEndWorkload(Protocol):

@@ -113,6 +113,22 @@ def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     return rows
 
 
+def predict_row(machine: Machine, row: PowerRow) -> tuple[float, ...]:
+    """Return watts of one GPU, in the place that is predicted: all_gather and all_reduce in place, others out of place.
+
+    Nothing where the model does not speak to it.
+    """
+    kind = Kind(row.collective)
+    if machine.power is None or kind not in PREDICTED_VARIANTS or row.in_place != (kind in IN_PLACE):
+        return ()
+    if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
+        return (library_power(machine, kind, row.bytes).total_w,)
+    if row.implementation != "dma" or row.variant not in PREDICTED_VARIANTS[kind]:
+        return ()
+    draw = hybrid_power if kind in REDUCING else dma_power
+    return (draw(machine, kind, row.bytes, row.variant).total_w,)
+
+
 def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends]:
     """Least and most watts and energy of every row, over the plausible values of the watts by component."""
     asked = list(dict.fromkeys((Kind(row.collective), row.bytes) for row in rows))

@@ -25,7 +25,7 @@ from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Job, Problem, Rounds
 from sidelane_lab.studies.collectives import calls_per_sample
 from sidelane_lab.studies.power.meter import PowerRound, Recorder, figures_of, power_of
-from sidelane_lab.studies.power.predict import predicted_rows
+from sidelane_lab.studies.power.predict import predict_row, predicted_rows
 from sidelane_lab.studies.power.rows import PowerOptions, PowerRow, draw_power, power_tables
 from sidelane_lab.studies.power.sensors import power_problem, power_sensor
 
@@ -249,6 +249,7 @@ STUDY = Study(
     plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
     measure=_measure,
     predict=predicted_rows,
+    predict_row=predict_row,
     check=_check,
     progress="power",
 )

@@ -1,24 +1,28 @@
-"""Rank functions for tokens that travel to their experts' ranks once, and back as sums; see ``fused_ops``."""
+"""Tokens that travel to their experts' ranks once, and back as sums, against float64."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from fused_ops import DTYPES, TOLERANCE, Calls, Draws, check_close, communicator
+from fused_ops import DTYPES, TOLERANCE, Draws, check_close, communicator, draws_of, fused
+from marks import long
+from on_ranks import on_ranks
 
 from sidelane import Communicator, ops
-from sidelane.errors import SidelaneError
+from sidelane.errors import MismatchError, PeerError
 from sidelane.ops import library
 
 
-def sums_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+@on_ranks(1, long(2), 3, interpreted=True, calls=4)
+@on_ranks(gpu=fused, timeout_s=240, calls=40)
+def test_rows_are_sums_of_rows(group: dist.ProcessGroup, calls: int) -> None:
     """Rows that are sums of rows, with factors and without, and bits of a row that is no number."""
     with communicator(group, debug=True) as comm:
-        n, rank, draws, done = comm.world_size, comm.rank, Draws(seed, comm.rank), 0
+        n, rank, draws, done = comm.world_size, comm.rank, draws_of(comm), 0
         for number in range(calls):
             dtype, columns, k = DTYPES[number % 3], draws.sizes.choice((5, 16, 300)), draws.sizes.choice((1, 2, 5))
             counts = [[draws.sizes.choice((0, 1, 7, 40)) for _ in range(n)] for _ in range(n)]
@@ -57,7 +61,7 @@ def sums_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         again = ops.all_to_all_rows(comm, torch.zeros_like(bits), counts, most_rows=len(bits), terms=none).clone()
         comm.synchronize()
         assert torch.equal(again.view(torch.int16), came.view(torch.int16))
-    return done
+    assert done
 
 
 def routings(draws: Draws, n: int, each: int) -> list[torch.Tensor]:
@@ -70,11 +74,18 @@ def routings(draws: Draws, n: int, each: int) -> list[torch.Tensor]:
     return found
 
 
-def there_and_back(group: dist.ProcessGroup, seed: int, calls: int, backend: str | None = None) -> int:
-    """Forward and backward of experts behind a dispatch and before a combine, against float64 on one rank."""
+@on_ranks(1, 2, interpreted=True, calls=1, backend=None)
+@on_ranks(long(2), long(4), interpreted=True, calls=2, backend=None)
+@on_ranks(long(3), interpreted=True, calls=3, backend=None)
+@on_ranks(long(2), interpreted=True, calls=1, backend="aot_eager")
+@on_ranks(gpu=fused, timeout_s=240, calls=20, backend=None)
+@on_ranks(gpu=fused, timeout_s=170, calls=1, backend="aot_eager")
+@on_ranks(gpu=fused, timeout_s=170, calls=1, backend="inductor")
+def test_tokens_travel_once_and_come_back_as_sums(group: dist.ProcessGroup, calls: int, backend: str | None) -> None:
+    """Forward and backward of experts behind a dispatch, before a combine, against float64 on one rank."""
     done = 0
     with communicator(group) as comm:
-        n, draws = comm.world_size, Draws(seed, comm.rank)
+        n, draws = comm.world_size, draws_of(comm)
         library.number_of(comm)  # no compiler makes it
         for number in range(calls):
             each = (2, 3, 1)[number % 3]
@@ -86,7 +97,6 @@ def there_and_back(group: dist.ProcessGroup, seed: int, calls: int, backend: str
                 weights = draws.normal(n * each, columns)
                 one_step(comm, chosen, xs, gates, weights, each, backend)
                 done += 1
-    return done
 
 
 def one_step(
@@ -134,7 +144,8 @@ def one_step(
         check_close(found, other, where, scale=loose * largest)
 
 
-def worked_example(group: dist.ProcessGroup) -> int:
+@on_ranks(2, interpreted=True)
+def test_places_are_those_of_the_worked_example(group: dist.ProcessGroup) -> None:
     """The example in the docstring of ``experts``, for two ranks."""
     with communicator(group) as comm:
         chosen = torch.tensor([[[1, 2]], [[2, 3]]][comm.rank], device=comm.device)
@@ -148,10 +159,10 @@ def worked_example(group: dist.ProcessGroup) -> int:
                 [[0, 1, 1, -1], [2, 3], [[-1, 0], [1, 2]], [[-1, 1]]],
             )[comm.rank]
         )
-    return 2
 
 
-def left_out(group: dist.ProcessGroup) -> int:
+@on_ranks(3, interpreted=True)
+def test_tokens_without_room_are_left_out(group: dist.ProcessGroup) -> None:
     """Rows that experts have no room for, the last of the last experts, count as not chosen."""
     with communicator(group) as comm:
         n, device = comm.world_size, comm.device
@@ -167,7 +178,6 @@ def left_out(group: dist.ProcessGroup) -> int:
         assert x.grad is not None
         for found in (y.detach(), x.grad):
             assert found.sum(1).tolist() == [3.0] * kept + [0.0] * (4 - kept), found
-    return n
 
 
 def with_room(chosen: torch.Tensor, each: int, most_rows: int) -> torch.Tensor:
@@ -180,10 +190,16 @@ def with_room(chosen: torch.Tensor, each: int, most_rows: int) -> torch.Tensor:
     return has_room
 
 
-def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Nothing of an earlier step is taken for results of experts without room: forward and backward, on two ranks."""
+@on_ranks(2, interpreted=True, calls=2)
+@on_ranks(long(2), long(3), interpreted=True, calls=4)
+@on_ranks(gpu=fused, timeout_s=240, calls=5)
+def test_nothing_is_left_of_tokens_without_room(group: dist.ProcessGroup, calls: int) -> None:
+    """Nothing of an earlier step is taken for results of experts without room: forward and backward, on two ranks.
+
+    With two calls: tokens of one expert, and of two; with four of three, and each dtype, too.
+    """
     with communicator(group) as comm:
-        n, draws, device, done = comm.world_size, Draws(seed, comm.rank), comm.device, 0
+        n, draws, device = comm.world_size, Draws(5, comm.rank), comm.device
         kinds = ((torch.bfloat16, 1), (torch.float32, 2), (torch.float32, 1), (torch.float16, 3))
         for dtype, k in itertools.islice(itertools.cycle(kinds), calls):
             tokens, each, columns = 6, 2, 8
@@ -203,12 +219,12 @@ def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int, calls: int) ->
             assert y.eq(100 * k).all()
             xs, weights = draws.normal(n, tokens, columns).to(dtype), draws.normal(n * each, columns)
             one_step(comm, chosen, xs, draws.normal(n, tokens, k), weights, each, most_rows=most_rows)
-            done += 1
-    return done
 
 
-def experts_that_differ(group: dist.ProcessGroup, known: str) -> str:
-    """The error of ranks that call with different numbers of experts; ``known``: which of these some call had."""
+@on_ranks(2, interpreted=True)
+@pytest.mark.parametrize("known", ["", "2", "12", "21", "213"])
+def test_ranks_with_different_numbers_of_experts_are_told(group: dist.ProcessGroup, known: str) -> None:
+    """Where both numbers are new, where one of them is, where both are known, and where no rank has its last one."""
     with communicator(group) as comm:
         chosen, gates = torch.arange(8).view(4, 2) % comm.world_size, torch.ones(4, 2)
 
@@ -219,54 +235,18 @@ def experts_that_differ(group: dist.ProcessGroup, known: str) -> str:
 
         for experts in known:
             call(int(experts))
-        try:
+        with pytest.raises((MismatchError, PeerError), match="ranks made different calls"):
             call(2 - comm.rank % 2)
-        except SidelaneError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
-def wrong_calls(comm: Communicator) -> Calls:
-    """Calls that are refused, and one that is right."""
-    n, device = comm.world_size, comm.device
-    x, counts = torch.ones(4, 8, device=device), torch.ones(n, n, dtype=torch.int64, device=device)
-    terms, factors = torch.zeros(n, 2, dtype=torch.int64, device=device), torch.ones(n, 2, device=device)
-
-    def rows(**given: Any) -> Callable[[], Any]:
-        return lambda: ops.all_to_all_rows(comm, x, counts, most_rows=n, **given)
-
-    def route(*given: Any, experts: int = 2, **options: Any) -> Callable[[], Any]:
-        return lambda: ops.route_experts(comm, *given, experts=experts, **options)
-
-    chosen, gates = terms[:1], factors[:1]
-    routes = ops.route_experts(comm, chosen, gates, experts=2)
-    wrong = [
-        rows(factors=factors),
-        rows(terms=terms.float()),
-        rows(terms=terms[0]),
-        rows(terms=terms.T.contiguous().T if n > 1 else terms[:, :0]),
-        rows(terms=terms + len(x)),
-        rows(terms=terms, factors=factors.double()),
-        rows(terms=terms, factors=factors[:, :1].contiguous()),
-        route(chosen.float(), gates),
-        route(chosen, gates[:, :1]),
-        route(chosen, gates, experts=0),
-        route(chosen, gates, most_rows=0),
-        lambda: ops.dispatch_tokens(comm, x, routes),
-        lambda: ops.dispatch_tokens(comm, x[:1], routes, wire=torch.float8_e5m2),
-        lambda: ops.combine_tokens(comm, x[:1], routes),
-        lambda: ops.combine_tokens(comm, torch.ones(len(routes.rows) + 1, 8), routes),
-    ]
-    return wrong, rows(terms=terms, factors=factors)
-
-
-def by_float8(group: dist.ProcessGroup) -> int:
+@on_ranks(2, interpreted=True)
+@on_ranks(gpu=fused)
+def test_tokens_travel_in_float8(group: dist.ProcessGroup) -> None:
     """Tokens that travel in float8 are those of torch, with a scale for each 128 elements, and so is what is made of
     them; gradients are those of tokens that travel as they are.
     """
     with communicator(group) as comm:
         n, device, draws = comm.world_size, comm.device, Draws(11, comm.rank)
-        done = 0
         for columns, dtype in ((300, torch.bfloat16), (128, torch.float32), (5, torch.float16)):
             xs = draws.normal(n, 5, columns).to(dtype)
             xs[:, :, ::7] *= 30
@@ -288,8 +268,6 @@ def by_float8(group: dist.ProcessGroup) -> int:
             assert x.grad is not None
             assert torch.equal(x.grad, torch.full_like(x, 2))
             assert rows[int(routes.ends[-1]) :].abs().sum() == 0
-            done += 1
-    return done
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@
 
 Equivalent: ``torch.mm(a, b, out=c)``; sums are float32, rounded once. A block computes tiles ``program``, ``program +
 blocks``, and so on: with as many blocks as tiles the grid is data-parallel, with fewer persistent. Tiles go in groups
-of GROUP rows of tiles, so that those under way share what they read.
+of GROUP rows of tiles, so that those under way share what they read. It is compiled and loaded once for a shape and a
+size, and bypasses Triton's launcher, which cannot request more shared memory than a kernel needs.
 
 Example: GROUP 2 and 3 x 2 tiles: tile 0 is (0, 0), 1 (1, 0), 2 (0, 1), 3 (1, 1), 4 (2, 0), 5 (2, 1).
 
@@ -15,14 +16,18 @@ products over TILE_K at a time. WIDE multiplies in float32, as the CPU interpret
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sidelane.device.language import tl, triton
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import DTYPES
-from sidelane_lab.shaping.shape import GemmShape
+from sidelane_lab.shaping.shape import GemmShape, SharedMemory
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.driver import Driver
 
 GROUP = 8
 ALIGNMENT = 16
@@ -102,3 +107,55 @@ def _shaped_gemm(
 
 
 KERNEL = _shaped_gemm
+
+
+class ShapedGemm:
+    """``c = a @ b`` in a shape, launched on the caller's stream.
+
+    Args:
+        driver: driver of the device, which is current.
+        shape: tiles and residency.
+        a, b, c: see :func:`constants_of`.
+
+    Attributes:
+        resident: number of blocks that an SM holds at once.
+        shared_bytes: shared memory of a block in bytes.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        UnavailableError: Triton is not installed, or no block fits an SM.
+        DriverError: the driver refused a call.
+    """
+
+    def __init__(self, driver: Driver, shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        constants = constants_of(shape, a, b, c, wide=False)
+        self._driver, self._arguments = driver, [tensor.data_ptr() for tensor in (a, b, c)]
+        self._keeps = (a, b, c)
+        self._kernel = driver.kernels().load(KERNEL, constants, shape.warps, stages=shape.stages)
+        memory = shared_memory(driver)
+        self.shared_bytes = shape.asked_bytes(self._kernel.shared_bytes, memory)
+        driver.allow_shared(self._kernel.function, memory.block)  # others may have loaded it for more
+        self.resident = driver.most_resident(self._kernel.function, self._kernel.threads, self.shared_bytes)
+
+    def bind(self, blocks: int) -> Callable[[], None]:
+        """Return a function that launches it with ``blocks`` blocks on torch's current stream."""
+
+        def launch() -> None:
+            stream = self._driver.caller_stream()[0]
+            call = self._kernel.bind(self._arguments, blocks=blocks, stream=stream, shared_bytes=self.shared_bytes)
+            self._driver.submit([call])
+
+        return launch
+
+
+def shared_memory(driver: Driver) -> SharedMemory:
+    """Return the sizes of the device's shared memory."""
+    unit, block, reserved = (
+        driver.attribute(name)
+        for name in (
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+            "RESERVED_SHARED_MEMORY_PER_BLOCK",
+        )
+    )
+    return SharedMemory(unit, block, reserved)

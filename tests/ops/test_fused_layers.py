@@ -1,4 +1,4 @@
-"""What ranks do with layers and operators of PyTorch in tests; see ``fused_ops``."""
+"""Layers, and operators of PyTorch: gradients, compiled graphs and PyTorch's own checks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,175 @@ import pytest
 import torch
 import torch.distributed as dist
 from fused_embeddings import autograd
-from fused_ops import check_close, communicator
+from fused_ops import check_close, communicator, fused
+from marks import long
+from on_ranks import on_ranks
 from torch import nn
 
 from sidelane import Communicator, ops
-from sidelane.ops import (
-    EmbeddingBagAllToAll,
-    RowParallelLinear,
-    experts,
-    library,
-)
+from sidelane.ops import EmbeddingBagAllToAll, RowParallelLinear, experts, library
+
+
+@on_ranks(2, interpreted=True, backend="aot_eager")
+@on_ranks(gpu=fused, timeout_s=170, backend="aot_eager")
+@on_ranks(gpu=fused, timeout_s=170, backend="inductor")
+@pytest.mark.parametrize("step", ["linear", long("embedding"), "norm", "gemms", "reduced"])
+def test_layers_are_trained_and_compiled_whole(group: dist.ProcessGroup, step: str, backend: str) -> None:
+    """Without breaks of the graph; what a backend makes of the operators is a call."""
+    STEPS[step](group, backend)
+
+
+def linear(group: dist.ProcessGroup, backend: str) -> None:
+    """Forward and gradients of few tokens and many, next to the whole layer, eager and compiled."""
+    with communicator(group) as comm:
+        torch.manual_seed(3)
+        whole = nn.Linear(12, 20)
+        layer = RowParallelLinear.from_linear(comm, whole)
+        with torch.no_grad():
+            whole.bias.copy_(torch.arange(20.0))
+            assert layer.bias is not None
+            layer.bias.copy_(whole.bias)
+        for model in (layer, compiled(layer, backend)):
+            for shape in ((2, 3), (1,), (5, 7)):
+                x = torch.randn(*shape, 12)
+                expected = whole(x)
+                mine = x[..., layer.columns].clone().requires_grad_()
+                result = model(mine)
+                check_close(result.detach(), expected.detach().double(), shape)
+                whole.zero_grad()
+                layer.zero_grad()
+                expected.square().sum().backward()
+                result.square().sum().backward()
+                assert whole.weight.grad is not None and mine.grad is not None and layer.weight.grad is not None
+                grad = whole.weight.grad[:, layer.columns].double()
+                check_close(layer.weight.grad, grad, shape)
+                check_close(
+                    mine.grad, (2 * expected.detach() @ whole.weight.detach())[..., layer.columns].double(), shape
+                )
+            with torch.autocast(comm.device.type, torch.bfloat16):
+                given = ((3, torch.bfloat16), (20, torch.float32))
+                for tokens, dtype in given if model is layer else given[:1]:  # each is compiled anew
+                    x = torch.randn(tokens, 12)
+                    expected, result = whole(x), model(x[:, layer.columns].to(dtype))
+                    torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)  # of one dtype
+                    layer.zero_grad()
+                    result.sum().backward()
+                    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+
+
+def embedding(group: dist.ProcessGroup, backend: str) -> None:
+    """A step of training against autograd in float64, eager and compiled, sums, means and weights."""
+    with communicator(group) as comm:
+        n, rank, dim, batch = comm.world_size, comm.rank, 4, 2 * comm.world_size + 1
+        for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
+            layer = EmbeddingBagAllToAll(comm, [5] * (1 + rank % 2), dim, mode=mode)
+            tables = len(layer.tables)
+            offsets = torch.arange(tables * batch + 1) * 3
+            indices = torch.arange(3 * tables * batch) * 2 % 5
+            model = compiled(layer, backend)
+            wanted = None
+            for run in (layer, model):
+                weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
+                layer.zero_grad()
+                result = run(indices, offsets, weights)
+                (result * 2).sum().backward()
+                assert wanted is None or torch.equal(result, wanted)
+                wanted = result.detach()
+                leaves = [table.detach() for table in layer.tables]
+                grad = torch.full((batch, tables * dim), 2.0, dtype=torch.float64)
+                expected = autograd(leaves, indices, offsets, mode, None if weights is None else weights.detach(), grad)
+                found = [table.grad for table in layer.tables] + ([] if weights is None else [weights.grad])
+                for part, other in zip(found, expected, strict=True):
+                    assert part is not None
+                    check_close(part, other, (mode, is_weighted))
+            samples = batch // n + (rank < batch % n)
+            assert wanted is not None and wanted.shape == (samples, layer.table_count * dim)
+
+
+def norm(group: dist.ProcessGroup, backend: str) -> None:
+    """Gradients of all_reduce_rms_norm against autograd in float64, eager and compiled."""
+    with communicator(group) as comm:
+        number = library.number_of(comm)
+
+        def call(x: Any, residual: Any, weight: Any) -> Any:
+            y, total = library.all_reduce_rms_norm(number, x, residual, weight, 1e-5)
+            return (y * y.detach()).sum() + 3 * total.sum(), y
+
+        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
+            torch.manual_seed(1)
+            leaves = [torch.randn(*size).requires_grad_() for size in ((3, 8), (3, 8), (8,))]
+            wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+            loss, y = run(*leaves)
+            loss.backward()
+            total = wide[0] * comm.world_size + wide[1]
+            expected = nn.functional.rms_norm(total, (8,), wide[2], 1e-5)
+            check_close(y.detach(), expected.detach(), "norm")
+            ((expected * expected.detach()).sum() + 3 * total.sum()).backward()
+            for leaf, other, ranks in zip(leaves, wide, (comm.world_size, 1, 1), strict=True):
+                assert leaf.grad is not None and other.grad is not None
+                check_close(leaf.grad, other.grad / ranks, "norm")
+
+
+def gemms(group: dist.ProcessGroup, backend: str) -> None:
+    """A column-parallel layer and a row-parallel one behind it, rows spread between the layers, against float64."""
+    with communicator(group) as comm:
+        n, rank, number = comm.world_size, comm.rank, library.number_of(comm)
+
+        def call(x: Any, up: Any, down: Any) -> Any:
+            return library.gemm_reduce_scatter(number, library.all_gather_gemm(number, x, up).relu(), down)
+
+        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
+            torch.manual_seed(2)
+            whole = [torch.randn(*size).requires_grad_() for size in ((3 * n, 8), (4 * n, 8), (6, 4 * n))]
+            x, up, down = whole
+            cut = [part.detach().clone() for part in (x.chunk(n)[rank], up.chunk(n)[rank], down.chunk(n, 1)[rank])]
+            mine = [part.requires_grad_() for part in cut]
+            wide = [part.detach().double().requires_grad_() for part in whole]
+            expected = (wide[0] @ wide[1].T).relu() @ wide[2].T
+            expected.square().sum().backward()
+            result = run(*mine)
+            check_close(result.detach(), expected.detach().chunk(n)[rank], "result")
+            result.square().sum().backward()
+            for number_of_part, (part, other) in enumerate(zip(mine, wide, strict=True)):
+                assert part.grad is not None and other.grad is not None
+                check_close(part.grad, other.grad.chunk(n, number_of_part // 2)[rank], number_of_part)
+
+
+def reduced(group: dist.ProcessGroup, backend: str) -> None:
+    """A row-parallel layer of many tokens, and of two communicators in turn, against float64.
+
+    The second communicator makes its number a dynamic one, which fake implementations see as a SymInt.
+    """
+    with communicator(group) as comm, communicator(group) as other:
+        n, rank = comm.world_size, comm.rank
+
+        def call(number: int, x: Any, weight: Any) -> Any:
+            return library.gemm_all_reduce(number, x, weight), library.all_gather_rows(number, x.detach())
+
+        found = torch.compile(call, backend=backend, fullgraph=True, dynamic=None)
+        wanted = [library.number_of(part) for part in (comm, other, comm)]
+        for run in (call, found):
+            for turn, number in enumerate(wanted):
+                torch.manual_seed(turn)
+                whole = [torch.randn(17 + turn, 4 * n).requires_grad_(), torch.randn(6, 4 * n).requires_grad_()]
+                mine = [part.detach().chunk(n, 1)[rank].clone().requires_grad_() for part in whole]
+                wide = [part.detach().double().requires_grad_() for part in whole]
+                expected = wide[0] @ wide[1].T
+                expected.square().sum().backward()
+                result, rows = run(number, *mine)
+                check_close(result.detach(), expected.detach(), (turn, "result"))
+                assert torch.equal(rows, torch.cat(whole[0].detach().chunk(n, 1)))
+                result.square().sum().backward()
+                for part, wider in zip(mine, wide, strict=True):
+                    assert part.grad is not None and wider.grad is not None
+                    check_close(part.grad, wider.grad.chunk(n, 1)[rank], (turn, "gradient"))
+
+
+STEPS = {step.__name__: step for step in (linear, embedding, norm, gemms, reduced)}
+
+
+def compiled(layer: nn.Module, backend: str) -> Any:
+    return torch.compile(layer, backend=backend, fullgraph=True)
 
 
 class Overwritten:
@@ -46,7 +205,8 @@ class Overwritten:
                     result.fill_(torch.nan)
 
 
-def results_of_their_own(group: dist.ProcessGroup) -> int:
+@on_ranks(2, interpreted=True)
+def test_results_of_operators_are_copied_in_turn(group: dist.ProcessGroup) -> None:
     """Operators of PyTorch return what stays when the turn of their buffers is over."""
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "buffer_lock", Overwritten, raising=False)
@@ -61,88 +221,27 @@ def results_of_their_own(group: dist.ProcessGroup) -> int:
         ]
         comm.synchronize()
         assert [bool((result == 8).all()) for result in found] == [True] * len(found)
-    return Overwritten.over
+    assert Overwritten.over == len(found)
 
 
-def linear(group: dist.ProcessGroup, backend: str) -> int:
-    """Forward and gradients of few tokens and many, next to the whole layer, eager and compiled."""
-    done = 0
+@on_ranks(2, interpreted=True)
+def test_operators_without_gradients_name_their_replacement(group: dist.ProcessGroup) -> None:
+    """Operators without gradients are refused where autograd follows; under no_grad they run."""
     with communicator(group) as comm:
-        torch.manual_seed(3)
-        whole = nn.Linear(12, 20)
-        layer = RowParallelLinear.from_linear(comm, whole)
-        with torch.no_grad():
-            whole.bias.copy_(torch.arange(20.0))
-            assert layer.bias is not None
-            layer.bias.copy_(whole.bias)
-        for model in (layer, compiled(layer, backend)):
-            for shape in ((2, 3), (1,), (5, 7)):
-                x = torch.randn(*shape, 12)
-                expected = whole(x)
-                mine = x[..., layer.columns].clone().requires_grad_()
-                result = model(mine)
-                check_close(result.detach(), expected.detach().double(), shape)
-                whole.zero_grad()
-                layer.zero_grad()
-                expected.square().sum().backward()
-                result.square().sum().backward()
-                assert whole.weight.grad is not None and mine.grad is not None and layer.weight.grad is not None
-                grad = whole.weight.grad[:, layer.columns].double()
-                check_close(layer.weight.grad, grad, shape)
-                check_close(
-                    mine.grad, (2 * expected.detach() @ whole.weight.detach())[..., layer.columns].double(), shape
-                )
-                done += 1
-            with torch.autocast(comm.device.type, torch.bfloat16):
-                given = ((3, torch.bfloat16), (20, torch.float32))
-                for tokens, dtype in given if model is layer else given[:1]:  # each is compiled anew
-                    x = torch.randn(tokens, 12)
-                    expected, result = whole(x), model(x[:, layer.columns].to(dtype))
-                    torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)  # of one dtype
-                    layer.zero_grad()
-                    result.sum().backward()
-                    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
-                    done += 1
-    return done
+        n, number = comm.world_size, library.number_of(comm)
+        x, weight, counts = torch.ones(n, 8), torch.ones(4, 8, requires_grad=True), torch.ones(n, n).long()
+        for call in (library.gemm_all_to_all, library.all_to_all_gemm):
+            with torch.no_grad():
+                assert bool((call(number, x, weight, counts, n) == 8).all())
+            with pytest.raises(ValueError, match=r"allowed=torch.no_grad\(\)\): dispatch_tokens, combine_tokens"):
+                call(number, x, weight, counts, n)
 
 
-def embedding(group: dist.ProcessGroup, backend: str) -> int:
-    """A step of training against autograd in float64, eager and compiled, sums, means and weights."""
-    done = 0
-    with communicator(group) as comm:
-        n, rank, dim, batch = comm.world_size, comm.rank, 4, 2 * comm.world_size + 1
-        for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
-            layer = EmbeddingBagAllToAll(comm, [5] * (1 + rank % 2), dim, mode=mode)
-            tables = len(layer.tables)
-            offsets = torch.arange(tables * batch + 1) * 3
-            indices = torch.arange(3 * tables * batch) * 2 % 5
-            model = compiled(layer, backend)
-            wanted = None
-            for run in (layer, model):
-                weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
-                layer.zero_grad()
-                result = run(indices, offsets, weights)
-                (result * 2).sum().backward()
-                assert wanted is None or torch.equal(result, wanted)
-                wanted = result.detach()
-                leaves = [table.detach() for table in layer.tables]
-                grad = torch.full((batch, tables * dim), 2.0, dtype=torch.float64)
-                expected = autograd(leaves, indices, offsets, mode, None if weights is None else weights.detach(), grad)
-                found = [table.grad for table in layer.tables] + ([] if weights is None else [weights.grad])
-                for part, other in zip(found, expected, strict=True):
-                    assert part is not None
-                    check_close(part, other, (mode, is_weighted))
-                done += 1
-            samples = batch // n + (rank < batch % n)
-            assert wanted is not None and wanted.shape == (samples, layer.table_count * dim)
-    return done
-
-
-def rows(group: dist.ProcessGroup, backend: str) -> int:
+@on_ranks(2, interpreted=True)
+def test_tables_have_gradients_of_rows(group: dist.ProcessGroup) -> None:
     """``sparse=True``: a step of training by gradients of rows is that of ``nn.EmbeddingBag``, also where compiled code
     leaves the layer to eager code; the gradient holds what was looked up, and is added up in the optimizer.
     """
-    done = 0
     with communicator(group) as comm:
         rank, dim, batch = comm.rank, 4, 2 * comm.world_size + 1
         for mode, is_weighted in (("sum", False), ("mean", False), ("sum", True)):
@@ -150,7 +249,7 @@ def rows(group: dist.ProcessGroup, backend: str) -> int:
             tables = len(layer.tables)
             offsets = torch.arange(tables * batch + 1) * 3
             indices = torch.arange(3 * tables * batch) * 3 % 4  # the last row of each table is never looked up
-            for run in (layer, torch.compile(layer, backend=backend)):
+            for run in (layer, torch.compile(layer, backend="aot_eager")):
                 weights = torch.arange(1.0, len(indices) + 1).requires_grad_() if is_weighted else None
                 whole = [nn.EmbeddingBag.from_pretrained(t.detach().clone(), freeze=False) for t in layer.tables]
                 for number, one in enumerate(whole):
@@ -171,108 +270,11 @@ def rows(group: dist.ProcessGroup, backend: str) -> int:
                     torch.optim.SGD(parameters, lr=0.1).step()
                 for table, one in zip(layer.tables, whole, strict=True):
                     check_close(table.detach(), one.weight.detach().double(), "a step")
-                done += 1
-    return done
 
 
-def norm(group: dist.ProcessGroup, backend: str) -> int:
-    """Gradients of all_reduce_rms_norm against autograd in float64, eager and compiled."""
-    with communicator(group) as comm:
-        number = library.number_of(comm)
-
-        def call(x: Any, residual: Any, weight: Any) -> Any:
-            y, total = library.all_reduce_rms_norm(number, x, residual, weight, 1e-5)
-            return (y * y.detach()).sum() + 3 * total.sum(), y
-
-        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
-            torch.manual_seed(1)
-            leaves = [torch.randn(*size).requires_grad_() for size in ((3, 8), (3, 8), (8,))]
-            wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-            loss, y = run(*leaves)
-            loss.backward()
-            total = wide[0] * comm.world_size + wide[1]
-            expected = nn.functional.rms_norm(total, (8,), wide[2], 1e-5)
-            check_close(y.detach(), expected.detach(), "norm")
-            ((expected * expected.detach()).sum() + 3 * total.sum()).backward()
-            for leaf, other, ranks in zip(leaves, wide, (comm.world_size, 1, 1), strict=True):
-                assert leaf.grad is not None and other.grad is not None
-                check_close(leaf.grad, other.grad / ranks, "norm")
-    return 2
-
-
-def gemms(group: dist.ProcessGroup, backend: str) -> int:
-    """A column-parallel layer and a row-parallel one behind it, rows spread between the layers, against float64."""
-    with communicator(group) as comm:
-        n, rank, number = comm.world_size, comm.rank, library.number_of(comm)
-
-        def call(x: Any, up: Any, down: Any) -> Any:
-            return library.gemm_reduce_scatter(number, library.all_gather_gemm(number, x, up).relu(), down)
-
-        for run in (call, torch.compile(call, backend=backend, fullgraph=True)):
-            torch.manual_seed(2)
-            whole = [torch.randn(*size).requires_grad_() for size in ((3 * n, 8), (4 * n, 8), (6, 4 * n))]
-            x, up, down = whole
-            cut = [part.detach().clone() for part in (x.chunk(n)[rank], up.chunk(n)[rank], down.chunk(n, 1)[rank])]
-            mine = [part.requires_grad_() for part in cut]
-            wide = [part.detach().double().requires_grad_() for part in whole]
-            expected = (wide[0] @ wide[1].T).relu() @ wide[2].T
-            expected.square().sum().backward()
-            result = run(*mine)
-            check_close(result.detach(), expected.detach().chunk(n)[rank], "result")
-            result.square().sum().backward()
-            for number_of_part, (part, other) in enumerate(zip(mine, wide, strict=True)):
-                assert part.grad is not None and other.grad is not None
-                check_close(part.grad, other.grad.chunk(n, number_of_part // 2)[rank], number_of_part)
-    return 2
-
-
-def reduced(group: dist.ProcessGroup, backend: str) -> int:
-    """A row-parallel layer of many tokens, and of two communicators in turn, against float64.
-
-    The second communicator makes its number a dynamic one, which fake implementations see as a SymInt.
-    """
-    with communicator(group) as comm, communicator(group) as other:
-        n, rank = comm.world_size, comm.rank
-
-        def call(number: int, x: Any, weight: Any) -> Any:
-            return library.gemm_all_reduce(number, x, weight), library.all_gather_rows(number, x.detach())
-
-        found = torch.compile(call, backend=backend, fullgraph=True, dynamic=None)
-        wanted = [library.number_of(part) for part in (comm, other, comm)]
-        for run in (call, found):
-            for turn, number in enumerate(wanted):
-                torch.manual_seed(turn)
-                whole = [torch.randn(17 + turn, 4 * n).requires_grad_(), torch.randn(6, 4 * n).requires_grad_()]
-                mine = [part.detach().chunk(n, 1)[rank].clone().requires_grad_() for part in whole]
-                wide = [part.detach().double().requires_grad_() for part in whole]
-                expected = wide[0] @ wide[1].T
-                expected.square().sum().backward()
-                result, rows = run(number, *mine)
-                check_close(result.detach(), expected.detach(), (turn, "result"))
-                assert torch.equal(rows, torch.cat(whole[0].detach().chunk(n, 1)))
-                result.square().sum().backward()
-                for part, wider in zip(mine, wide, strict=True):
-                    assert part.grad is not None and wider.grad is not None
-                    check_close(part.grad, wider.grad.chunk(n, 1)[rank], (turn, "gradient"))
-    return 2 * len(wanted)
-
-
-def without_gradients(group: dist.ProcessGroup) -> list[str]:
-    """Return the errors of the two operators without gradients where autograd follows; under no_grad they run."""
-    told = []
-    with communicator(group) as comm:
-        n, number = comm.world_size, library.number_of(comm)
-        x, weight, counts = torch.ones(n, 8), torch.ones(4, 8, requires_grad=True), torch.ones(n, n).long()
-        for call in (library.gemm_all_to_all, library.all_to_all_gemm):
-            with torch.no_grad():
-                assert bool((call(number, x, weight, counts, n) == 8).all())
-            with pytest.raises(ValueError) as error:
-                call(number, x, weight, counts, n)
-            told.append(str(error.value))
-    return told
-
-
-def checked(group: dist.ProcessGroup) -> int:
+@pytest.mark.long
+@on_ranks(2, interpreted=True)
+def test_operators_of_pytorch_are_sound(group: dist.ProcessGroup) -> None:
     """PyTorch's own checks of an operator: schema, fake results, autograd."""
     with communicator(group) as comm:
         number = library.number_of(comm)
@@ -307,12 +309,14 @@ def checked(group: dist.ProcessGroup) -> int:
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)
-    return len(calls)
 
 
-def reduce_overhead(group: dist.ProcessGroup) -> int:
+@on_ranks(long(2), interpreted=True)
+@on_ranks(gpu=fused, fresh=True, timeout_s=170)
+def test_operators_run_with_reduced_overhead(group: dist.ProcessGroup) -> None:
     """``torch.compile(mode="reduce-overhead")``, on GPUs a graph, of operators that follow each other: replayed on new
-    inputs it gives what eager calls give. Nothing but operators: there is nothing to compile for CPUs.
+    inputs it gives what eager calls give. Nothing but operators: there is nothing to compile for CPUs. GPUs have
+    processes of the test's own, whose graphs end with them.
     """
     from torch._dynamo.utils import counters
 
@@ -342,19 +346,12 @@ def reduce_overhead(group: dist.ProcessGroup) -> int:
         assert not (x.is_cuda and counters["inductor"]["cudagraph_skips"]), counters["inductor"]
         comm.synchronize()
         torch._dynamo.reset()  # and with it graphs, which hold what the communicator is about to give back
-    return 6
 
 
-def closed(group: dist.ProcessGroup) -> str:
+@on_ranks(2, interpreted=True)
+def test_a_layer_outlives_its_communicator(group: dist.ProcessGroup) -> None:
     """What a layer says whose communicator is gone."""
     with Communicator(group) as comm:
         layer = RowParallelLinear(comm, 4 * comm.world_size, 4)
-    try:
+    with pytest.raises(ValueError, match="no open communicator has this number"):
         layer(torch.ones(1, 4))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def compiled(layer: nn.Module, backend: str) -> Any:
-    return torch.compile(layer, backend=backend, fullgraph=True)

@@ -1,6 +1,6 @@
 """Measure what it costs a call that something observes it: metrics, a subscriber, the flight recorder, a trace.
 
-    python tools/measure_observers.py            # a method that does nothing but enter and leave, and a call of 1 KiB
+    python results/scripts/measure_observers.py  # a method that does nothing but enter and leave, and a call of 1 KiB
 
 Prints microseconds of the host a call, in the fastest of the batches: another process may run beside the others. With
 GPUs the call is one that compiled code repeats; on CPUs it is a copy in this process. There is one rank: others would
@@ -76,6 +76,7 @@ def recording(folder: str) -> Iterator[None]:
 
 
 def main() -> None:
+    """Measure, print, and write a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="calls of a batch")
     parser.add_argument("--json", type=Path, help="file for the numbers")

@@ -4,7 +4,7 @@ Both trees measure the same, in turns (this, the other, the other, this), since 
 
     git archive COMMIT src | tar x -C /tmp/before
     cp -r src/sidelane.egg-info /tmp/before/src  # its commands
-    python tools/compare_trees.py /tmp/before/src --name COMMIT --out results/h200x2/trees.txt
+    python results/scripts/compare_trees.py /tmp/before/src --name COMMIT --out results/h200x2/trees.txt
 
 A figure of a tree is the median of its runs. Each group is the geometric mean of this tree's times over the other's.
 """
@@ -24,11 +24,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outputs import file_to_write
 from sidelane.cli.output import write_text
 from sidelane_lab.harness import provenance
 
-HERE = Path(__file__).resolve().parent.parent / "src"
+HERE = Path(__file__).resolve().parents[2] / "src"
 COLLECTIVES = (
     *("collective", "--collective", "all_gather", "--collective", "all_reduce", "--factor", "8"),
     *("--max-bytes", "1G", "--implementations", "dma,auto", "--variants", "b2b,pcpy", "--iterations", "9"),
@@ -41,10 +40,11 @@ Times = dict[tuple[str, ...], float]
 
 
 def main() -> int:
+    """Measure both trees in turns, and print or write how they compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="folder that holds the package `sidelane` of another commit")
     parser.add_argument("--name", default="the other tree", help="its commit")
-    parser.add_argument("--out", type=file_to_write, help="file for what was found")
+    parser.add_argument("--out", type=Path, help="file for what was found")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of one command of one tree")
     parser.add_argument("--max-bytes", default="", help="another largest size")
     arguments = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> int:
         parser.error(f"OTHER (value={arguments.other}, allowed=a folder with sidelane/__init__.py)")
     larger = ("--max-bytes", arguments.max_bytes) if arguments.max_bytes else ()
     what = f"this tree's time over that of {arguments.name}; each measured twice, in turns"
-    text = "\n".join([*provenance.heading(), f"command:  python tools/compare_trees.py ({what})", ""])
+    text = "\n".join([*provenance.heading(), f"command:  python results/scripts/compare_trees.py ({what})", ""])
     for command in ((*COLLECTIVES, *larger), HOST):
         found: dict[Path, list[Times]] = {HERE: [], arguments.other: []}
         for tree in (HERE, arguments.other, arguments.other, HERE):
@@ -100,6 +100,7 @@ def times_of(rows: Iterable[Mapping[str, Any]]) -> Times:
 
 
 def medians(runs: Iterable[Times]) -> Times:
+    """Return the median of each case over the runs that have it."""
     runs = [run for run in runs if run]
     keys = set().union(*runs) if runs else set()
     return {key: statistics.median(run[key] for run in runs if key in run) for key in keys}

@@ -1,16 +1,19 @@
-"""Models whose parameters FSDP2 gathers straight into their memory, and others: on CPU processes and GPUs."""
+"""Parameters that FSDP2 gathers straight into their memory, and others: between CPU processes and on GPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp_cases import CONFIG, build, mesh_of
+from fsdp_models import CONFIG, ON_NCCL, STRAIGHT, build, mesh_of, on_nodes
+from marks import long
+from on_ranks import everyones, on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -21,8 +24,6 @@ import sidelane
 from sidelane import Config, fsdp
 from sidelane.integrations import ledger
 from sidelane.memory import storage
-
-STRAIGHT = "straight into the parameters"
 
 
 class CopiesOut(TorchDispatchMode):
@@ -73,7 +74,9 @@ def extend(parameter: Any) -> None:
     local.fsdp_post_all_gather = after
 
 
-def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, set[str]]]:
+@on_ranks(2, long(3))
+@on_ranks(gpu=ON_NCCL, timeout_s=150)
+def test_parameters_are_gathered_into_their_own_memory(group: dist.ProcessGroup) -> None:
     """Copies out, and what the report says, of each way to shard; values are those without Sidelane."""
     ledger.reset()
     mesh, told = mesh_of(group), {}
@@ -112,7 +115,16 @@ def straight_into_parameters(group: dist.ProcessGroup) -> dict[str, tuple[int, s
                 told[name] = copies.calls, whys()
         for one, other in zip(*both, strict=True):
             torch.testing.assert_close(one, other)
-    return told
+    assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {STRAIGHT})
+    reasons = {"dimension 1": "a parameter is sharded along dimension 1"}
+    if mesh.device_type == "cpu":
+        reasons |= {
+            "extension": "a parameter has an extension of its own for gathers",
+            "not asked for": "not asked for",
+        }
+    for name, reason in reasons.items():
+        calls, why = told[name]
+        assert calls > 0 and why == {f"copied out: {reason}"}
 
 
 def mapped() -> int:
@@ -127,13 +139,17 @@ def mapped() -> int:
     )
 
 
-def buffers_go_round(group: dist.ProcessGroup, layers: int, config: Config = CONFIG) -> dict[bool, int]:
+@on_ranks(2, layers=6, layout=None)
+@on_ranks(4, layers=4, layout=(0, 1, 1, 0))
+@on_ranks(gpu=ON_NCCL, layers=8, layout=None)
+def test_few_buffers_do_for_all_layers(group: dist.ProcessGroup, layers: int, layout: Sequence[int] | None) -> None:
     """Bytes of buffers of a model of many layers, with and without ``reshard_after_forward``.
 
-    On CPUs, what is reported is all that there is, but for a few pages by which ranks tell each other of calls.
+    As the guide says: two of a gathered size, or all that stay gathered, and those of gradients: one, on GPUs two. On
+    CPUs, what is reported is all that there is, but for a few pages by which ranks tell each other of calls.
     """
     ledger.reset()
-    told = {}
+    config, told, on_cpu = on_nodes(group, layout), {}, torch.get_default_device().type == "cpu"
     for reshard in (True, False):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))
         for layer in model:
@@ -149,13 +165,18 @@ def buffers_go_round(group: dist.ProcessGroup, layers: int, config: Config = CON
             if config.virtual_nodes is not None:
                 ranks //= len({config.virtual_nodes[rank] for rank in dist.get_process_group_ranks(group)})
             elsewhere = mapped() - before - ranks * (memory.reserved + memory.own)
-            if torch.get_default_device().type == "cpu":
+            if on_cpu:
                 assert 0 <= elsewhere < ranks << 20, (elsewhere, memory)
         assert all(why.endswith(STRAIGHT) for why in whys())
-    return told
+    layer = 512 * 512 * 4
+    if on_cpu:
+        assert told == {True: (2 + 1) * layer, False: (layers + 1) * layer}
+    else:
+        assert told[True] <= (2 + 2) * layer and told[False] <= (layers + 2) * layer, told
 
 
-def kept_by_others(group: dist.ProcessGroup) -> int:
+@on_ranks(2)
+def test_buffers_are_free_when_fsdp2_frees_them_whoever_refers_to_them(group: dist.ProcessGroup) -> None:
     """Some ranks keep what was gathered, as threads may for a while; bytes in use, which are those of the others."""
     model, tokens, kept = build(mesh_of(group)), torch.full((2, 3), 4), []
     with fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
@@ -170,10 +191,11 @@ def kept_by_others(group: dist.ProcessGroup) -> int:
         gather.all_gather = keeping  # type: ignore[method-assign]
         for _ in range(4):
             model(tokens).square().sum().backward()
-        return enabled.memory().used
+        assert len({*everyones(group, enabled.memory().used)}) == 1
 
 
-def without_room(group: dist.ProcessGroup) -> set[str]:
+@on_ranks(2)
+def test_without_room_in_symmetric_memory_parameters_are_copied_out(group: dist.ProcessGroup) -> None:
     """Most layers of a model that stays gathered have no room in symmetric memory."""
     ledger.reset()
     got = []
@@ -189,10 +211,11 @@ def without_room(group: dist.ProcessGroup) -> set[str]:
                 loss.backward()
         got.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
     torch.testing.assert_close(*got)
-    return whys()
+    assert whys() == {STRAIGHT, "copied out: no symmetric memory is left for the parameters"}
 
 
-def one_of_two(group: dist.ProcessGroup) -> set[str]:
+@on_ranks(2)
+def test_one_of_two_models_gives_it_back(group: dist.ProcessGroup) -> None:
     """Two models have it on; the one that keeps it does as before when the other one gives it back."""
     ledger.reset()
     first, second = build(mesh_of(group)), build(mesh_of(group))
@@ -204,10 +227,12 @@ def one_of_two(group: dist.ProcessGroup) -> set[str]:
         for model in (first, second):
             model(tokens).square().sum().backward()
     torch.testing.assert_close(*([p.grad.full_tensor() for p in each.parameters()] for each in (first, second)))
-    return whys()
+    assert whys() == {STRAIGHT}
 
 
-def given_back_in_use(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+@on_ranks(gpu=ON_NCCL)
+def test_memory_that_is_in_use_is_given_back(group: dist.ProcessGroup) -> None:
     """Switched off between forward and backward: parameters are in use then, and autograd has saved them."""
     grads = []
     before = [getattr(_fsdp_param_group, name) for name in ("foreach_all_gather", "foreach_all_gather_copy_out")]
@@ -229,7 +254,8 @@ def given_back_in_use(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(*grads)
 
 
-def guarded(group: dist.ProcessGroup) -> set[str]:
+@on_ranks(2)
+def test_another_torch_is_left_alone(group: dist.ProcessGroup) -> None:
     """What FSDP2 of another torch would say: it looks otherwise."""
     ledger.reset()
     model, gather = build(mesh_of(group)), _fsdp_param_group.foreach_all_gather
@@ -239,4 +265,4 @@ def guarded(group: dist.ProcessGroup) -> set[str]:
             model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     finally:
         _fsdp_param_group.foreach_all_gather = gather
-    return whys()
+    assert whys() == {"copied out: something else has replaced foreach_all_gather"}

@@ -7,17 +7,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
+import pytest
 import torch
 import torch.distributed as dist
 from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
 from fused_ops import communicator, teams_of_programs
-from shadows import (
-    fused_dispatch_gemm,
-    fused_embedding,
-    fused_gemm,
-    fused_gemv,
-    fused_rms_norm,
-)
+from marks import long
+from ranks import Crew
+from shadows import fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 from shadows.blocks import block_of
 
 from sidelane import Communicator
@@ -363,3 +360,34 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemm": gemm,
     "dispatch_gemm": dispatch_gemm,
 }
+
+
+SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("rms_norm_pushed", 2),
+        ("rms_norm_of_teams", 2),
+        ("rms_norm_pushed", 3),
+        *((kind, 3) for kind in SHADOWED),
+        *(long(kind, 2) for kind in SHADOWED),
+    ],
+)
+def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
+    assert all(steps > 10 for steps in four.run(follow, world_size, kind, "none"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
+        *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
+        *(("rms_norm_of_teams", "sent"), ("rms_norm_of_teams", "waited"), ("rms_norm_of_teams", "flag")),
+        *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
+    ],
+)
+def test_a_shadow_that_says_something_else_is_noticed(four: Crew, kind: str, mistake: str) -> None:
+    with pytest.raises(AssertionError, match="generation 1, block"):
+        four.run(follow, 2, kind, mistake)

@@ -1,27 +1,30 @@
-"""What ranks do with the GEMMs next to reductions and gathers in tests; see ``fused_ops``."""
+"""GEMMs before reductions and behind gathers, on CPU ranks and GPUs, against float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
+from fused_ops import DTYPES, Draws, check_all, check_close, communicator, draws_of, fused
+from marks import long
+from on_ranks import on_ranks
 
-from sidelane import Communicator, ops
+from sidelane import ops
 from sidelane.ops import pipelined_gemm
 from sidelane.program import pieces
 
 
-def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+@on_ranks(long(2), 3, interpreted=True, calls=6)
+@on_ranks(gpu=fused, timeout_s=240, calls=60)
+def test_gemms_that_are_reduced_back_to_back(group: dist.ProcessGroup, calls: int) -> None:
     """Few rows and many, owners that have none; by copy engines and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
         patch.setattr(pipelined_gemm, "MOST_SHAPES", 2)
         patch.setattr(pieces, "TILE_ROWS", 8)
         n, rank, device = comm.world_size, comm.rank, comm.device
-        draws = Draws(seed, rank)
+        draws = draws_of(comm)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             dtype = draws.sizes.choice(DTYPES)
@@ -48,10 +51,10 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             found = [call(comm, x, weight, **given).clone() for given in options]
             kept += [(result / scale, expected / scale) for result in found]
         check_all(comm, kept, scale=1.0)
-    return calls
 
 
-def reductions_passed_on(group: dist.ProcessGroup) -> int:
+@on_ranks(3, interpreted=True)
+def test_sums_are_passed_on_where_they_lie(group: dist.ProcessGroup) -> None:
     """Sums that lie in memory of the operator, as ``x`` of its next call of this shape, whole or some columns."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with communicator(group) as comm:
@@ -66,15 +69,16 @@ def reductions_passed_on(group: dist.ProcessGroup) -> int:
             came = ops.gemm_all_reduce(comm, x, own[0], method=method)[:, rank * depth % size :][:, :depth]
             kept.append((ops.gemm_all_reduce(comm, came, own[1], method=method).clone(), torch.stack(parts).sum(0)))
         check_all(comm, kept)
-    return len(kept)
 
 
-def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+@on_ranks(long(2), 4, interpreted=True, calls=6)
+@on_ranks(gpu=fused, timeout_s=240, calls=60)
+def test_gemms_of_what_is_gathered_back_to_back(group: dist.ProcessGroup, calls: int) -> None:
     """Few rows and many; by copy engines in pieces and unfused, with a buffer and without."""
     with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
         patch.setattr(pipelined_gemm, "MOST_SHAPES", 2)
         n, rank, device = comm.world_size, comm.rank, comm.device
-        draws = Draws(seed, rank)
+        draws = draws_of(comm)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
             dtype, rows = draws.sizes.choice(DTYPES), draws.sizes.choice((1, 7, 18, 33))
@@ -96,10 +100,10 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 assert torch.equal(each.cpu(), torch.cat(xs).cpu())
             kept += [(result, expected) for result in found]
         check_all(comm, kept)
-    return calls
 
 
-def default_tiles(group: dist.ProcessGroup) -> None:
+@on_ranks(gpu=fused)
+def test_default_tiles(group: dist.ProcessGroup) -> None:
     """Every GEMM with the tiles that it takes where nobody says, in each dtype: does a GPU have room for them?"""
     with communicator(group) as comm:
         n, rank, device = comm.world_size, comm.rank, comm.device
@@ -130,48 +134,3 @@ def default_tiles(group: dist.ProcessGroup) -> None:
                 ("to experts", ops.all_to_all_gemm(comm, x, two, halves, most_rows=rows), dispatched * sign),
             ):
                 check_close(result / scale, expected, (name, dtype), scale=1.0)
-
-
-def wrong_gathers(comm: Communicator) -> Calls:
-    x, weight = torch.ones(5, 8), torch.ones(4, 8)
-
-    def call(function: Callable[..., Any], x: Any = x, weight: Any = weight, **options: Any) -> Callable[[], Any]:
-        return lambda: function(comm, x, weight, **options)
-
-    plain = ops.all_gather_gemm
-    wrong = [
-        *(call(plain, x=torch.ones(5, 7), method=method) for method in ("auto", "split")),
-        *(call(plain, x=x.half(), method=method) for method in ("auto", "split")),
-        *(call(plain, x=torch.ones(0, 8), method=method) for method in ("auto", "split")),
-        call(plain, x=torch.ones(8, 5).T),
-        call(plain, weight=torch.ones(4)),
-        call(plain, weight=torch.ones(4, 16)[:, ::2]),
-        call(plain, gathered=torch.ones(5, 8)),
-        call(plain, method="fused"),
-        *(call(plain, method="split", pieces=pieces) for pieces in (0, 65)),
-        call(plain, pieces=2),
-    ]
-    return wrong, call(plain)
-
-
-def wrong_reductions(comm: Communicator) -> Calls:
-    n = comm.world_size
-    x, weight = torch.ones(2 * n, 8), torch.ones(4, 8)
-
-    def call(function: Callable[..., Any], x: Any = x, weight: Any = weight, **options: Any) -> Callable[[], Any]:
-        return lambda: function(comm, x, weight, **options)
-
-    scatter, both = ops.gemm_reduce_scatter, (ops.gemm_reduce_scatter, ops.gemm_all_reduce)
-    wrong = [
-        call(scatter, x=torch.ones(2 * n + 1, 8)),
-        *(call(function, x=torch.ones(2 * n, 7), method=method) for function in both for method in ("auto", "split")),
-        call(scatter, x=x.half()),
-        call(scatter, x=torch.ones(8, 2 * n).T),
-        call(scatter, x=torch.ones(0, 8)),
-        call(scatter, weight=[1]),
-        call(scatter, weight=torch.ones(4, 8, dtype=torch.int32)),
-        *(call(function, method="fused") for function in both),
-        *(call(function, pieces=0, method="split") for function in both),
-        *(call(function, pieces=2, method="unfused") for function in both),
-    ]
-    return wrong, call(scatter)

@@ -1,0 +1,166 @@
+"""Train a small Llama with DDP and AdamW, and with AdamW sharded over the ranks (ZeRO 1), which hides its collectives.
+
+A reduce-scatter of each block's gradients runs beside the backward pass of the block before it. Each rank updates its
+part of the weights, and keeps AdamW's state of that part alone. Copy engines gather the parts beside the next forward
+pass, which waits for a block's weights when it gets there. DDP cannot do this: its all-reduces end before the update.
+
+torchrun --nproc-per-node 2 examples/sharded_optimizer.py    (--dim, --layers, --heads, --length, --batch, --steps,
+                                                              --tokenizer, --vocabulary)
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parts.llama import Llama, begin, options, rate_of, train
+from parts.rates import ON_CPUS
+from parts.text import read
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sidelane import Communicator
+
+CLIP = 1.0
+"""Norm to which the gradients of all weights together are clipped."""
+
+
+class Unit:
+    """Weights of some modules in one symmetric tensor, their gradients in another, and this rank's part of both."""
+
+    def __init__(self, modules: list[nn.Module], comm: Communicator) -> None:
+        weights = [weight for module in modules for weight in module.parameters()]
+        lengths, ranks, dtype = [weight.numel() for weight in weights], comm.world_size, weights[0].dtype
+        lengths.append(-sum(lengths) % (64 * ranks))  # parts of one size, each a multiple of 64 elements
+        self.comm, self.count, self.missing = comm, len(weights), len(weights)
+        self.weights = comm.empty(sum(lengths), dtype=dtype).zero_()
+        self.gradients = comm.empty(sum(lengths), dtype=dtype).zero_()
+        for weight, held, gradient in zip(
+            weights, self.weights.split(lengths), self.gradients.split(lengths), strict=False
+        ):
+            weight.data = held.copy_(weight.detach().flatten()).view_as(weight)
+            weight.grad = gradient.view_as(weight)
+            weight.register_post_accumulate_grad_hook(self.scatter_if_whole)
+        self.part = nn.Parameter(self.weights.chunk(ranks)[comm.rank])
+        self.part.grad = comm.empty(self.part.numel(), dtype=dtype)
+        self.scattered: Any = None
+        self.gathered: Any = None
+        for module in modules:
+            module.register_forward_pre_hook(self.wait)
+
+    def scatter_if_whole(self, _: torch.Tensor) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.missing = self.count
+            given = self.part.grad, self.gradients
+            self.scattered = self.comm.reduce_scatter(*given, op="avg", async_op=True, beside="compute")
+
+    def gather(self) -> None:
+        self.gradients.zero_()
+        self.gathered = self.comm.all_gather(self.weights, self.part.data, async_op=True, beside="compute")
+
+    def wait(self, *_: object) -> None:
+        if self.gathered is not None:
+            self.gathered.wait()
+            self.gathered = None
+
+
+class ShardedAdamW:
+    """AdamW of this rank's parts of the units, which are in the order of the forward pass."""
+
+    def __init__(self, comm: Communicator, units: list[Unit], lr: float) -> None:
+        self.comm, self.units = comm, units
+        self.parts = [unit.part for unit in units]
+        self.adamw = torch.optim.AdamW(self.parts, lr=lr)
+
+    def step(self) -> None:
+        for unit in self.units:
+            unit.scattered.wait()
+        gradients = [part.grad for part in self.parts]
+        square = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
+        self.comm.all_reduce(square)  # of all parts
+        torch._foreach_mul_(gradients, (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        self.adamw.step()
+        for unit in self.units:
+            unit.gather()
+
+    def zero_grad(self) -> None:
+        """Do nothing: `gather` zeroes the gradients, which `part.grad` has the means of."""
+
+    def save(self, model: nn.Module, path: Path) -> None:
+        """Write two files: rank 0 the weights, each rank AdamW's state of its parts."""
+        for unit in self.units:
+            unit.wait()
+        if dist.get_rank() == 0:
+            torch.save({name: weight.clone() for name, weight in model.state_dict().items()}, path / "weights.pt")
+        torch.save(self.adamw.state_dict(), path / f"adamw-{dist.get_rank()}.pt")
+        dist.barrier()
+
+    def load(self, model: nn.Module, path: Path) -> None:
+        """Read what as many ranks have saved."""
+        for unit in self.units:
+            unit.wait()
+        model.load_state_dict(torch.load(path / "weights.pt"))
+        self.adamw.load_state_dict(torch.load(path / f"adamw-{dist.get_rank()}.pt"))
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW behind ``clip_grad_norm_``."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CLIP)
+        return super().step(closure)
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    sizes, device = options(__doc__, gpu), begin()
+    rank, world_size, comm = dist.get_rank(), dist.get_world_size(), Communicator()
+    text, vocabulary, words = read(sizes.tokenizer, sizes.vocabulary)
+    lr, wait = rate_of(sizes), torch.cuda.synchronize if gpu else lambda: None
+
+    def make() -> Llama:
+        torch.manual_seed(0)
+        with device:
+            return Llama(vocabulary, sizes.dim, sizes.layers, sizes.heads).to(torch.bfloat16 if gpu else torch.float32)
+
+    def shard(model: Llama) -> ShardedAdamW:
+        groups: list[list[nn.Module]] = [[model.embed], *([block] for block in model.blocks), [model.norm, model.out]]
+        return ShardedAdamW(comm, [Unit(group, comm) for group in groups], lr)
+
+    replicated: Any = DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    before, expected = train(replicated, text, sizes, device, wait, ClippedAdamW(replicated.parameters(), lr=lr))
+    del replicated
+    model = make()
+    optimizer = shard(model)
+    after, course = train(model, text, sizes, device, wait, optimizer)
+    torch.testing.assert_close(course, expected, rtol=2e-2 if gpu else 1e-4, atol=0)
+    assert course[-1] < course[0], course
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        optimizer.save(model, Path(shared[0]))
+        again = make()
+        loaded = shard(again)
+        loaded.load(again, Path(shared[0]))
+        dist.barrier()
+    sizes.steps = 3
+    torch.testing.assert_close(
+        train(again, text, sizes, device, wait, loaded)[1], train(model, text, sizes, device, wait, optimizer)[1]
+    )
+    print(
+        f"rank {rank} of {world_size} on {device}: loss {course[0]:.3f} to {course[-1]:.3f}, the same with DDP, "
+        "and goes on the same from a saved state"
+    )
+    if rank == 0:
+        print(words)
+        if not gpu:
+            print(ON_CPUS)
+        print(f"tokens a second: {before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW")
+    comm.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
