@@ -17,7 +17,6 @@ from ranks import RankPool
 
 from interpreter import Interpreter
 from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
-from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
