@@ -5,7 +5,7 @@ Nothing of this was ever run on AMD hardware. A wrong packet can stop an engine 
 where nobody else works. The report says how far it got, what was wrong and how long collectives took; send it with an
 issue.
 
-    python tools/try_sdma.py --report report.json
+    PYTHONPATH=contrib/sdma_trial python -m sidelane_sdma_trial.trial --report report.json
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sidelane.program.collective import Buffer, Collective, Kind, Span, all_gath
 from sidelane.program.ir import EngineKind, Flag, Program, Signal
 from sidelane_lab.sdma import Packet, QueueWords, disassemble, encode, fit
 from sidelane_lab.sdma import packets as layout
-from sidelane_lab.sdma.queues import GpuAgent, SdmaQueue, SdmaRuntime
 from sidelane_lab.sim.prelaunch import prelaunch
+from sidelane_sdma_trial.queues import GpuAgent, SdmaQueue, SdmaRuntime
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes from rank to rank in the collectives."""
@@ -306,7 +306,7 @@ class TorchMachine:
         import torch
 
         if torch.version.hip is None or not torch.cuda.is_available():
-            raise UnavailableError("try_sdma: needs AMD GPUs and a build of torch for ROCm")
+            raise UnavailableError("sidelane_sdma_trial: needs AMD GPUs and a build of torch for ROCm")
         self.torch = torch
         self.runtime = SdmaRuntime()
         found = {(agent.domain, agent.bus, agent.device): agent for agent in self.runtime.agents}
