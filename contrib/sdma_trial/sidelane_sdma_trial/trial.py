@@ -187,11 +187,7 @@ class Trial:
     def collective(self, kind: Kind, variant: str, ahead: bool, nbytes: int) -> dict[str, Any]:
         """Make calls of one variant from this one process, as the DMA collectives paper did."""
         n = len(self.machine.agents)
-        if kind is Kind.ALL_GATHER:
-            collective = all_gather([nbytes] * n, in_place=True)
-        else:
-            swaps = variant == "swap"
-            collective = all_to_all([[nbytes] * n] * n, in_place=swaps, copies_own=swaps)
+        collective = _collective(kind, variant, nbytes, n)
         program = fit(prelaunch(build(collective, variant)) if ahead else build(collective, variant))
         memory = {
             (rank, str(buffer)): self.machine.on_gpu(rank, program.buffer_bytes(rank, buffer))
@@ -255,6 +251,13 @@ class Trial:
         memory = self.machine.on_gpu(gpu, PIECE)
         memory.write(os.urandom(PIECE))
         return memory
+
+
+def _collective(kind: Kind, variant: str, nbytes: int, ranks: int) -> Collective:
+    gathers, swaps, parts = kind is Kind.ALL_GATHER, variant == "swap", [nbytes] * ranks
+    return (
+        all_gather(parts, in_place=True) if gathers else all_to_all([parts] * ranks, in_place=swaps, copies_own=swaps)
+    )
 
 
 def _triggers(program: Program) -> list[Any]:
