@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,9 +106,14 @@ def test_a_failure_goes_to_whoever_asks(pool: RankPool) -> None:
 class CompiledCode:
     """Compiled code and a stream of asynchronous calls, as a GPU has them: it notes what it is asked."""
 
-    def __init__(self, knows: bool) -> None:
-        self.backend, self.knows, self.is_aside = self, knows, False
+    def __init__(self) -> None:
+        self.backend, self.knows, self.is_aside = self, True, False
         self.said: list[tuple[Any, ...]] = []
+
+        self.replay = SimpleNamespace(made=0, repeated=False)
+
+    def remember(self, *_: object, **__: object) -> None:
+        """It is asked what it knows by each test."""
 
     def run_aside(self, job: Callable[[], Any]) -> Any:
         self.is_aside = True
@@ -128,21 +134,20 @@ class CompiledCode:
 @on_ranks(2)
 def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(group: dist.ProcessGroup) -> None:
     with Communicator(group) as comm:
-        given, found = torch.full((4,), float(comm.rank)), torch.empty(8)
-        for knows in (True, False):
-            code = CompiledCode(knows)
-            comm._repeats = code  # type: ignore[assignment]
-            work: Any = comm.all_gather(found, given, async_op=True)
-            assert code.said[0] == ("all_gather", True)
-            if knows:
-                count, outputs, is_aside = code.said[1]
-                assert work == "work" and count == 2 and is_aside and outputs[0] is found
-                assert comm.all_gather([found], [given], async_op=True) == "work"
-                count, outputs, is_aside = code.said[3]
-                assert count == 2 and is_aside and len(outputs) == 1 and outputs[0] is found
-                assert comm.all_gather(found, given) is None and code.said[4] == ("all_gather", False)
-            else:
-                work.wait()  # Python has made it
-                assert found.tolist() == [0.0] * 4 + [1.0] * 4
-                assert len(code.said) == 1, "once, and Python made the call aside"
-            comm._repeats = None
+        given, found, code = torch.full((4,), float(comm.rank)), torch.empty(8), CompiledCode()
+        comm.path.repeats = code  # type: ignore[assignment]
+        comm.all_gather(found, given)  # Python's: it finds the code that has been compiled by now
+        work: Any = comm.all_gather(found, given, async_op=True)
+        assert code.said.pop(0) == ("all_gather", True)
+        count, outputs, is_aside = code.said.pop(0)
+        assert work == "work" and count == 2 and is_aside and outputs[0] is found
+        assert comm.all_gather([found], [given], async_op=True) == "work"
+        count, outputs, is_aside = code.said.pop()
+        assert count == 2 and is_aside and len(outputs) == 1 and outputs[0] is found
+        assert comm.all_gather(found, given) is None and code.said.pop() == ("all_gather", False)
+        code.knows = False
+        code.said.clear()
+        comm.all_gather(found.fill_(-1), given, async_op=True).wait()  # Python makes it
+        assert found.tolist() == [0.0] * 4 + [1.0] * 4
+        assert len(code.said) == 1, "once, and Python made the call aside"
+        comm.path.repeats = None

@@ -98,12 +98,6 @@ def driver_of(native: bool) -> FakeDriver:
     return NativeDriver() if native else FakeDriver()
 
 
-def moved(comm: Communicator) -> int:
-    """Calls that compiled code has made by their shape."""
-    assert comm._repeats is not None
-    return comm._repeats._replay.moved
-
-
 def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict[str, int]:
     """Calls of all kinds, nearly all at new addresses; what they did."""
     with (
@@ -122,7 +116,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict
             if step == steps // 2:
                 memory.new(1)
                 comm.all_gather(torch.empty(comm.world_size << 20), torch.empty(1 << 20))  # staging moves
-        return {**found, "by C": moved(comm)}
+        return {**found, "by C": comm.repeated_calls()}
 
 
 def prepared(comm: Communicator) -> int:
@@ -138,12 +132,12 @@ def same_shape(
         memory = Memory(comm, 1, aligned=True, keeps=1000)  # while all are kept, no address comes again
         for step in range(0, 4 * comm.world_size, comm.world_size):
             one_call(memory, kind, variant, 64, step, False, in_place)
-        before, remembered, by_c = len(driver._events), prepared(comm), moved(comm)
+        before, remembered, by_c = len(driver.events), prepared(comm), comm.repeated_calls()
         with derived(driver) as found:
             for step in range(0, calls * comm.world_size, comm.world_size):
                 one_call(memory, kind, variant, 64, step, False, in_place)
-        found["by C"] = moved(comm) - by_c
-        return dict(found), len(driver._events) - before, prepared(comm) - remembered
+        found["by C"] = comm.repeated_calls() - by_c
+        return dict(found), len(driver.events) - before, prepared(comm) - remembered
 
 
 def memories_in_turn(group: dist.ProcessGroup, kind: str, variant: str, calls: int) -> int:
@@ -152,7 +146,7 @@ def memories_in_turn(group: dist.ProcessGroup, kind: str, variant: str, calls: i
         memory = Memory(comm, 1, aligned=True, places=1)
         for step in range(calls):
             one_call(memory, kind, variant, 64, step, step % 5 in (0, 3), False)
-        return moved(comm)
+        return comm.repeated_calls()
 
 
 def released_at_once(group: dist.ProcessGroup) -> bool:

@@ -43,7 +43,7 @@ class Repeated:
     def _values(self, rank: int, part: slice) -> torch.Tensor:
         return (self.index[part] * 3 + rank * 13 + self.count * 7) % MODULUS
 
-    def _expected(self) -> torch.Tensor:
+    def expected(self) -> torch.Tensor:
         n, numel, rank = self.comm.world_size, self.numel, self.comm.rank
         own = slice(rank * numel, (rank + 1) * numel)
         match self.kind:
@@ -65,7 +65,7 @@ class Repeated:
             method(self.input, output=self.output, variant=self.variant)
         else:
             method(self.output, self.input, variant=self.variant)
-        self.wrong += (self.output.to(torch.float64) != self._expected().to(torch.float64)).sum()
+        self.wrong += (self.output.to(torch.float64) != self.expected().to(torch.float64)).sum()
 
     def check(self) -> None:
         wrong = int(self.wrong.item())
@@ -99,21 +99,14 @@ def repeated(context: Context, place: str, rounds: int) -> tuple[int, int, int]:
     device = context.device
     made = 0
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
-        assert comm._repeats is not None, "this machine compiles no C"
+        assert comm.path.repeats is not None, "this machine compiles no C"
         kernels = SM in comm.abilities.implementations
         calls = [
             Repeated(comm, kind, variant, numel, dtype, place)
             for kind, variant, numel, dtype in CALLS
             if kernels or "shot" not in variant
         ]
-        native, graphs, run = [], [], comm._repeats.run
-
-        def seen(*arguments: Any) -> bool | None:
-            outcome: bool | None = run(*arguments)
-            native.append(outcome is True)
-            return outcome
-
-        comm._repeats.run = seen
+        graphs = []
         streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream(device)]
         kept: list[Any] = []
         for number in range(rounds):
@@ -149,8 +142,9 @@ def repeated(context: Context, place: str, rounds: int) -> tuple[int, int, int]:
             call.check()
         with contextlib.suppress(StopIteration):
             first = next(call for call in calls if call.variant == "b2b")
-            assert torch.equal(first.output.to(torch.int64), first._expected())
-    return made, sum(native), sum(graphs)
+            assert torch.equal(first.output.to(torch.int64), first.expected())
+        native = comm.repeated_calls()
+    return made, native, sum(graphs)
 
 
 def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:

@@ -18,8 +18,7 @@ from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import dma_study, table_ii_workload
 from sidelane_lab.model.training import step_times
 from sidelane_lab.pairs.workload import parse_gemm
-from sidelane_lab.studies.phases.predict import predicted_row
-from sidelane_lab.studies.phases.programs import operations
+from sidelane_lab.studies.phases.programs import operations, predicted_row
 
 NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
