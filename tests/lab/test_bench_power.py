@@ -22,8 +22,7 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import parse_workload
-from sidelane_lab.studies.power.meter import Recorder
-from sidelane_lab.studies.power.pairs import PairPower
+from sidelane_lab.studies.power.meter import PairPower, Recorder
 from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
 

@@ -102,28 +102,6 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli.main, ["nccl-tests", *arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("all_reduce", "-b", "8", "-e", "64", "-f", "2", "-i", "8"), "exclude each other"),
-        (("all_reduce", "-b", "64", "-e", "8"), "-b 64, -e 8"),
-        (("all_reduce", "-b", "0", "-e", "8"), "-b 0"),
-        (("all_reduce", "-i", "0"), "-i must be above 0"),
-        (("all_reduce", "-b", "8", "-e", "1G", "-i", "8"), "value=134217728, allowed=1000"),
-        (("all_reduce", "--implementations", "mpi"), "mpi"),
-        (("all_reduce", "-t", "2"), "(value=2, allowed=1: each process has one GPU: -g 8 starts eight)"),
-        (("all_reduce", "--op", "prod"), "(value=prod, allowed=sum: reductions add)"),
-        (("all_reduce", "-r", "1"), "(value=1, allowed=0: the root of a broadcast is rank 0)"),
-        (("all_reduce", "-T", "3"), "No such option '-T'"),
-        (("all_reduce", "-G", "1", "-g", "2"), "CPU ranks have no graphs (value=graph, allowed=eager)"),
-        (("reduce_all",), "all_reduce"),
-    ],
-)
-def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:
-    result = call(*arguments)
-    assert result.exit_code != 0 and told in result.output
-
-
 class MadeUpRanks:
     """A measurement in place of that of ranks: it sends rows, and then does something else."""
 

@@ -288,7 +288,7 @@ def rows_of(
             collective=case.kind,
             bytes=case.nbytes,
             **dataclasses.asdict(key),
-            arm_us=way.arm_us[0] if isinstance(way, FiredCall) and found.rounds is not None else None,
+            arm_us=way.arm_us[0] if isinstance(way, FiredCall) and found.problem is None else None,
             **outcome(found.rounds, found.problem, taken_off if key.trigger == KERNEL else ""),
         )
 

@@ -34,7 +34,7 @@ from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workl
 from sidelane_lab.studies.c3.rows import NOT_RUN, C3Row
 
 if TYPE_CHECKING:
-    from sidelane_lab.studies.power.pairs import PairPower
+    from sidelane_lab.studies.power.meter import PairPower
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -94,8 +94,7 @@ class PairBench:
         self._power: PairPower | None = None
         self._sensors = contextlib.ExitStack()
         if options.energy_s is not None:
-            from sidelane_lab.studies.power.meter import Recorder
-            from sidelane_lab.studies.power.pairs import PairPower
+            from sidelane_lab.studies.power.meter import PairPower, Recorder
             from sidelane_lab.studies.power.sensors import power_sensor
 
             sensor = power_sensor(rank.device.index)
