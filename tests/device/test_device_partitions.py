@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,7 @@ from sidelane_lab.studies.c3.comparison import run_workload
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
 from sidelane_lab.studies.tune.isolated import IsolatedOptions
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
