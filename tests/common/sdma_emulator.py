@@ -142,7 +142,7 @@ class Engine:
             return False
         head = self._word(0)
         operation, suboperation = head & 0xFF, head >> 8 & 0xFF
-        execute = _HANDLERS.get((operation, suboperation))
+        execute = HANDLERS.get((operation, suboperation))
         if execute is None:
             raise self._wrong(f"unknown operation {operation}/{suboperation}")
         length = execute(self, head)
@@ -166,7 +166,7 @@ class Engine:
         self.flying.append(move)
         return length
 
-    def _copy(self, head: int) -> int:
+    def copy(self, head: int) -> int:
         broadcast = head >> 27 & 1
         length = 9 if broadcast else 7
         self._demand(head & 0xF7FF0000 == 0, "reserved bits of a copy's header")
@@ -177,14 +177,14 @@ class Engine:
         self._demand(len({target % 32 for target in targets}) == 1, "destinations that lie differently in 32 bytes")
         return self._begin(self._copies(source, targets, nbytes), length)
 
-    def _swap(self, head: int) -> int:
+    def swap(self, head: int) -> int:
         self._demand(head >> 16 == 0 and self._word(2) == 0, "parameters of a swap")
         nbytes, a, b = self._count(SWAP_LIMIT), self._long(3), self._long(5)
         self._demand(a % 64 == b % 64 == nbytes % 64 == 0, "a swap that is not aligned to 64 bytes")
         self._demand(abs(a - b) >= nbytes, "a swap of ranges that overlap")
         return self._begin(self._swaps(a, b, nbytes), 7)
 
-    def _write(self, head: int) -> int:
+    def write(self, head: int) -> int:
         self._demand(head >> 16 == 0 and self._word(3) >> 20 == 0, "reserved bits of a write")
         target, count = self._long(1), self._word(3) + 1
         self._demand(target % 4 == 0, "a write that is not aligned to 4 bytes")
@@ -192,7 +192,7 @@ class Engine:
         data = np.array(self.words[self.place + 4 : self.place + 4 + count], np.uint32).view(np.uint8)
         return self._begin(self._stores(target, data), 4 + count)
 
-    def _fill(self, head: int) -> int:
+    def fill(self, head: int) -> int:
         self._demand(head >> 16 == 0x8000, "a fill that is not one of words")
         nbytes, target = self._count(COPY_LIMIT, at=4) + 3, self._long(1)  # of words; the count is that of the last one
         self._demand(target % 4 == nbytes % 4 == 0, "a fill that is not aligned to 4 bytes")
@@ -256,7 +256,7 @@ class Engine:
 
     # What waits for every move before it.
 
-    def _fence(self, head: int) -> int:
+    def fence(self, head: int) -> int:
         self._demand(head >> 16 == 0, "reserved bits of a fence")
         address, value = self._long(1), self._word(3)
         self._demand(address % 4 == 0, "a fence that is not aligned to 4 bytes")
@@ -267,7 +267,7 @@ class Engine:
         self.memory.store(address, value)
         return 4
 
-    def _atomic(self, head: int) -> int:
+    def atomic(self, head: int) -> int:
         self._demand(head >> 16 == 47 << 9, "an atomic that does not add to 64 bits")
         address, value = self._long(1), self._long(3)
         self._demand(self._long(5) == 0 and self._word(7) == 0, "operands of an atomic that adds")
@@ -279,7 +279,7 @@ class Engine:
         counter[0] = (int(counter[0]) + value) % (1 << 64)
         return 8
 
-    def _timestamp(self, head: int) -> int:
+    def timestamp(self, head: int) -> int:
         self._demand(head >> 16 == 0, "reserved bits of a timestamp")
         address = self._long(1)
         self._demand(address % 32 == 0, "a timestamp that is not aligned to 32 bytes")
@@ -289,7 +289,7 @@ class Engine:
         self.memory.store(address, time.monotonic_ns(), 8)
         return 3
 
-    def _trap(self, head: int) -> int:
+    def trap(self, head: int) -> int:
         self._demand(head >> 16 == 0 and self._word(1) >> 28 == 0, "reserved bits of a trap")
         if self.flying:
             return 0
@@ -298,7 +298,7 @@ class Engine:
 
     # What waits for no move.
 
-    def _poll(self, head: int) -> int:
+    def poll(self, head: int) -> int:
         self._demand(head >> 31 == 1, "a poll of a register")
         self._demand(head >> 16 & 0xFFF == 0, "reserved bits of a poll")
         self._demand(self._word(5) >> 16 == 0xFFF, "a poll that gives up")
@@ -314,23 +314,23 @@ class Engine:
         full_fence()
         return 6
 
-    def _nothing(self, head: int) -> int:
+    def nothing(self, head: int) -> int:
         self._demand(head >> 30 == 0, "reserved bits of a nop")
         self._word(head >> 16)
         return 1 + (head >> 16)
 
 
-_HANDLERS: dict[tuple[int, int], Callable[[Engine, int], int]] = {
-    (0, 0): Engine._nothing,
-    (1, 0): Engine._copy,
-    (1, 9): Engine._swap,
-    (2, 0): Engine._write,
-    (5, 0): Engine._fence,
-    (6, 0): Engine._trap,
-    (8, 0): Engine._poll,
-    (10, 0): Engine._atomic,
-    (11, 0): Engine._fill,
-    (13, 2): Engine._timestamp,
+HANDLERS: dict[tuple[int, int], Callable[[Engine, int], int]] = {
+    (0, 0): Engine.nothing,
+    (1, 0): Engine.copy,
+    (1, 9): Engine.swap,
+    (2, 0): Engine.write,
+    (5, 0): Engine.fence,
+    (6, 0): Engine.trap,
+    (8, 0): Engine.poll,
+    (10, 0): Engine.atomic,
+    (11, 0): Engine.fill,
+    (13, 2): Engine.timestamp,
 }
 
 

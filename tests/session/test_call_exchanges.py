@@ -284,7 +284,7 @@ def strange_posts(group: dist.ProcessGroup, folder: str) -> list[tuple[str, tupl
     for text in strange:
         if rank == 1:
             exchange = Exchange(group, 20.0)
-            exchange._store.set("1/1", text)  # type: ignore[union-attr]
+            exchange.own_store.set("1/1", text)  # type: ignore[union-attr]
         else:
             found.append(outcome(communicator, group, timeout_s=5.0))
         dist.barrier(group)
@@ -352,7 +352,7 @@ def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
         exchange(f"step {k}", lambda: "x" * 1000)
     dist.barrier(group)
     keys = [f"{k}/{what}" for k in range(2, 31) for what in (exchange.rank, "outcome")]
-    return sum(exchange._store.check([key]) for key in keys)  # type: ignore[union-attr]
+    return sum(exchange.own_store.check([key]) for key in keys)  # type: ignore[union-attr]
 
 
 def test_the_store_does_not_fill_up(pool: RankPool) -> None:
