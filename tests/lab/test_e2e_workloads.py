@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import pytest
-from marks import long
-from on_ranks import on_ranks
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-
 import torch.distributed as dist
 from fused_ops import communicator
+from marks import long
+from on_ranks import on_ranks
 
 from sidelane_lab.studies.e2e.prediction import sizes_of
 from sidelane_lab.studies.e2e.workload import Prepared

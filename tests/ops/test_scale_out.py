@@ -34,7 +34,6 @@ from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll
 from sidelane.ops.scale_out import ScaleOut, embedding_all_to_all, embedding_all_to_all_backward, words
-from sidelane_lab.studies.fused.between_nodes import compare
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ON_TWO = pytest.param(fused, marks=needs_two)
@@ -406,25 +405,3 @@ def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["way"] for row in rows} >= {"bags alone", "our kernel, process group, copy", "fused, slices of 2"}
     assert all(row["max_rel_err"] < 1e-5 for row in rows if "alone" not in row["way"])
-
-
-def test_measured_ways_stand_next_to_the_prediction_of_their_shape(tmp_path: Path) -> None:
-    fixed = {"transport": "group", "batch": 8, "tables": 2, "pooling": 3}
-    ways = ("bags alone", "process group alone", "our kernel, process group, copy", "fused, slices of 4 by default")
-    rows = [{**fixed, "way": way, "us": 100.0} for way in ways]
-    rows += [{**fixed, "batch": 16, "way": "process group alone", "us": 100.0}]  # nothing was predicted for it
-    rows += [{**fixed, "way": "fused, slices of 1", "us": None, "note": "not run"}]
-    times = {"compute": 50.0, "collective": 120.0, "unfused_nccl": 170.0, "fused": 130.0}
-    schedules = {"compute": "one kernel", "unfused_nccl": "one kernel", "collective": "library"}
-    shape = "batch 8, 2 tables a rank, pooling 3, dim 256"
-    models = [
-        {"shape": shape, "implementation": name, "schedule": schedules.get(name, "remote_first"), "time_us": us}
-        for name, us in times.items()
-    ]
-    others = [{**model, "schedule": "oblivious, a kernel a table", "time_us": 1.0} for model in models]
-    predicted = tmp_path / "predicted.json"
-    predicted.write_text(json.dumps({"rows": models + others}))
-    found = compare(rows, [predicted])
-    assert [row["predicted_us"] for row in found] == [50, 120, None, 130, None, None]
-    assert [row["error_percent"] for row in found] == pytest.approx([-50, 20, None, 30, None, None])
-    assert found[-1]["note"] == "not run" and "not this kernel" in found[0]["note"]

@@ -28,11 +28,11 @@ from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Job, Problem, Rounds, Way, outcome
-from sidelane_lab.studies.fsdp.cases import StepCase
+from sidelane_lab.studies.fsdp.cases import FLOORS, StepCase, predict_row
 from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
 from sidelane_lab.studies.fsdp.step import TOLERANCE, StepOutcome, Stepper
-from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, CommunicationWays, NcclEngines, names_on
+from sidelane_lab.studies.fsdp.ways import STILL, STRAIGHT_STILL, CommunicationWays, NcclEngines, names_on
 from sidelane_lab.studies.steps import exposed_ms, recovered_percent
 
 
@@ -314,6 +314,7 @@ STUDY = Study(
     tables=fsdp_tables,
     plots=lambda rows, results, folder: draw_steps(rows, results.where, folder),
     measure=_measure,
+    predict_row=predict_row,
     check=_check,
     progress="training steps",
 )

@@ -28,6 +28,7 @@ from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.fsdp.cases import FLOORS
 
 BUFFERS = 2
 """Gathered layers that FSDP2 has at once: one that is copied out, and the next."""
@@ -154,8 +155,7 @@ def fill_others(output: torch.Tensor, own: torch.Tensor, rank: int, ranks: int) 
 LIBRARY_NAMES = {"cpu": "gloo"}
 """Names of the group's own backend is called; elsewhere ``nccl``."""
 
-STILL, STRAIGHT_STILL = "compute_only", "compute_only_straight"
-FLOORS = (STILL, STRAIGHT_STILL)
+STILL, STRAIGHT_STILL = FLOORS
 OWN = ("sidelane_ag", "sidelane", "sidelane_copies")
 ENGINES = "nccl_ce"
 

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import Results, Study, read
@@ -107,7 +108,7 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
                 case = make_case(comm, *shape)
-                rows = rows_of(meter, comm, case, options, seeds)
+                rows = rows_of(meter, comm, case, options, seeds, LAUNCHES[:1] if on_cpu else LAUNCHES)
                 yield from rows
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 is_first = shape == table[op][0] and make_case is makers[op][0]
@@ -182,7 +183,7 @@ class OperatorWay(PartWay):
 
 
 def rows_of(
-    meter: Meter, comm: Communicator, case: OperatorCase, options: FusedOptions, seeds: Iterator[int]
+    meter: Meter, comm: Any, case: OperatorCase, options: FusedOptions, seeds: Iterator[int], launches: Sequence[str]
 ) -> list[FusedRow]:
     """Check an operator at one shape in all its ways, time them and check them again. Collective."""
     alone = [
@@ -193,7 +194,7 @@ def rows_of(
     whole = [*case.unfused.items(), *(((FUSED, schedule), run) for schedule, run in case.fused.items())]
     whole += [((AUTO, words), auto.run) for words, auto in case.auto.items()]
     makers: dict[Key, Callable[[], PartWay]] = {}
-    for launch in ("eager",) if comm.device.type == "cpu" else ("eager", "graph"):
+    for launch in launches:
         for name, part in alone:
             makers[*name, launch] = functools.partial(PartWay, (*name, launch), part)
         for name, run in whole:
@@ -220,9 +221,7 @@ def rows_of(
     return measured
 
 
-def _row(
-    comm: Communicator, case: OperatorCase, found: WayOutcome[Key, PartWay], max_rel_err: float | None
-) -> FusedRow:
+def _row(comm: Any, case: OperatorCase, found: WayOutcome[Key, PartWay], max_rel_err: float | None) -> FusedRow:
     """Make the row of a way, without the times of the parts."""
     implementation, schedule, launch = found.key
     why = _why(comm, case, found.key) if implementation == AUTO and found.problem is None else ""
