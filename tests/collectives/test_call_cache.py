@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 
 from sidelane import Communicator, PeerError
 from sidelane.collectives import call_cache, plan
@@ -142,8 +142,10 @@ def exchange(comm: Communicator, counts: list[list[int]], output: torch.Tensor, 
     assert output[:, 0].tolist() == output[:, -1].tolist() == rows
 
 
-def exchanges(group: dist.ProcessGroup, shared: bool) -> tuple[int, str]:
-    """How often exchanges of sizes were prepared, and how one of other rows in the same bytes was refused."""
+@on_ranks(3)
+@pytest.mark.parametrize("shared", [False, True])
+def test_sizes_that_come_again_are_not_planned_again(group: dist.ProcessGroup, shared: bool) -> None:
+    """One of other rows in the same bytes is refused."""
     found, prepare = [], Preparer.prepare
 
     def counted(*given: object, **named: object) -> object:
@@ -158,23 +160,19 @@ def exchanges(group: dist.ProcessGroup, shared: bool) -> tuple[int, str]:
         first, other = [[2, 2, 2], [2, 2, 2], [2, 2, 2]], [[2, 2, 2], [2, 1, 3], [2, 3, 1]]
         for counts in (first, first, first, other, other, first):  # rank 0 always does the same
             exchange(comm, counts, output, input)
-        with pytest.raises((ValueError, PeerError)) as refused:
+        refused = "must be 3 sizes that add up to dimension 0"
+        with pytest.raises((ValueError, PeerError), match=refused):
             comm.all_to_all(output.view(3, 8), input, output_split_sizes=[2, 2, 2], input_split_sizes=[2, 2, 2])
         exchange(comm, other, output, input)
-    return len(found), str(refused.value)
+    assert len(found) == 2
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_sizes_that_come_again_are_not_planned_again(pool: RankPool, shared: bool) -> None:
-    results = pool.run(exchanges, 3, shared)
-    assert [count for count, _ in results] == [2] * 3
-    assert all("must be 3 sizes that add up to dimension 0" in text for _, text in results), results
-
-
-def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[int], int]:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["all_reduce", "asynchronous", "list", "uneven", "batch"])
+def test_sizes_that_never_come_again_take_the_place_of_each_other(group: dist.ProcessGroup, kind: str) -> None:
     """Calls of sizes that never come again, between those of a loop: loaded programs and scratch tensors that are alive
     after half of them and in the end, and the number of loads in the loop."""
-    looks, loads, load = [], [], CpuExecutor.load
+    looks, loads, load, calls = [], [], CpuExecutor.load, 160
 
     def counted(*given: object, **named: object) -> object:
         loads.append(given)
@@ -212,17 +210,12 @@ def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[in
                 looks.append(sum(isinstance(one, CpuProgram) for one in gc.get_objects()))
         shared = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel() == 32768]
         assert len(shared) <= n + 1, "flags are one; engines have scratch, and programs have none"
-    return looks, len(loads)
+    half, end = looks
+    assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"
+    assert len(loads) <= 2, "what comes again is kept"
 
 
 def split(total: int, n: int, rank: int) -> list[int]:
     """Sizes of a symmetric exchange: each rank sends to the others what these send to it."""
     rest = total - (n - 1) * (total // n)
     return [rest if peer == rank else total // n for peer in range(n)]
-
-
-@pytest.mark.parametrize("kind", ["all_reduce", "asynchronous", "list", "uneven", "batch"])
-def test_sizes_that_never_come_again_take_the_place_of_each_other(pool: RankPool, kind: str) -> None:
-    for (half, end), loads in pool.run(held_after, 2, kind, 160):
-        assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"
-        assert loads <= 2, "what comes again is kept"

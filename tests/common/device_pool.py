@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -78,6 +79,13 @@ class Pool:
         """Wait for the case that was begun; ranks in ``but`` are expected to give no answer."""
         waited = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in but}
         return self._collect(waited, timeout_s, self._case)
+
+    def run_and_kill(self, victim: int, after_s: float, case: Case, *args: Any) -> list[Any]:
+        """Run a case on every rank, one of which is killed on the way; results of the others."""
+        self.begin(case, *args)
+        time.sleep(after_s)
+        os.kill(self.processes[victim].pid, signal.SIGKILL)
+        return self.finish(30.0, but=(victim,))
 
     def close(self) -> None:
         """End all ranks: ask, wait, kill."""

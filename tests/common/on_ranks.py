@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
@@ -43,12 +44,15 @@ class Place(NamedTuple):
     way: Callable[..., Any] | None = None
     interpreted: bool = False
     fresh: bool = False
+    environment: Mapping[str, str] = MappingProxyType({})
     crew: str = "ranks"
     timeout_s: float = 120.0
 
     def executors(self, request: pytest.FixtureRequest) -> Ranks | Pool:
         """Return the ranks on GPUs."""
-        return request.getfixturevalue("fresh_pool")() if self.fresh else request.getfixturevalue(self.crew)
+        if self.fresh:
+            return request.getfixturevalue("fresh_pool")(environment=self.environment)  # type: ignore[no-any-return]
+        return request.getfixturevalue(self.crew)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         if self.way is not None:
@@ -79,6 +83,7 @@ def on_ranks(
     gpu: bool | Callable[..., Any] | Iterable[Callable[..., Any]] = False,
     interpreted: bool = False,
     fresh: bool = False,
+    environment: Mapping[str, str] | None = None,
     crew: str = "ranks",
     timeout_s: float = 120.0,
     **arguments: Any,
@@ -91,6 +96,7 @@ def on_ranks(
             with marks where there is a reason to skip it.
         interpreted: the CPU ranks interpret Triton's kernels; there are four of them.
         fresh: the ranks on GPUs are processes of the test's own, which end with it.
+        environment: of processes of the test's own.
         crew: the fixture that has the ranks on GPUs.
         timeout_s: for the ranks to answer.
         arguments: parameters of the function that these tests have in common.
@@ -102,7 +108,8 @@ def on_ranks(
         for each in (*ranks, *ways):
             (value,), marks = (each.values, each.marks) if isinstance(each, PARAM) else ((each,), ())
             if callable(value):
-                place = Place(way=value, fresh=fresh, crew=crew, timeout_s=timeout_s)
+                own = fresh or environment is not None
+                place = Place(way=value, fresh=own, environment=environment or {}, crew=crew, timeout_s=timeout_s)
                 marks = (*marks, *ON_GPUS)
             else:
                 place = Place(value, interpreted=interpreted, timeout_s=timeout_s)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from marks import long
+from marks import long, needs_triton
 
 from sidelane import cli
 from sidelane.choice.profile import parse
 from sidelane.execute.timeline import Interval
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import FusedRow
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from fused_ops import communicator
 from marks import long
 from on_ranks import on_ranks
 from ranks import crew
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-
-import torch.distributed as dist
-from fused_ops import communicator
 
 from sidelane.program.collective import Kind
 from sidelane_lab.studies.e2e import attention

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,10 @@ from typing import Any
 import forked
 import pytest
 import torch
+from marks import needs_triton
 
 from sidelane_lab.shaping.shape import OPT1, GemmShape, SharedMemory
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SMALL = GemmShape(name="small", tile_m=16, tile_n=32, tile_k=16)
 HOPPER = SharedMemory(unit=233472, block=232448, reserved=1024)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.collectives import CollectiveOptions, PhasesOptions
 from sidelane_lab.harness.drawing import BLUE, VERMILLION
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
@@ -39,6 +38,8 @@ from sidelane_lab.papers.claims import (
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
 from sidelane_lab.papers.rows import Marks, RowFigure, model_rows, size_places
+from sidelane_lab.studies.collectives import CollectiveOptions
+from sidelane_lab.studies.phases.rows import PhasesOptions
 
 MI300X = "mi300x8"
 

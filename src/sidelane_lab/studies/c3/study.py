@@ -64,7 +64,7 @@ def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> 
         ValueError: too short a time, or a collective that adds values up.
         UnavailableError: CPU processes, or GPUs without counters.
     """
-    from sidelane_lab.cli.collectives import SETTLE_S
+    from sidelane_lab.studies.power.rows import SETTLE_S
     from sidelane_lab.studies.power.sensors import power_problem
 
     if seconds <= 2 * SETTLE_S:

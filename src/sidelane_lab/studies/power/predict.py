@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib as mpl
 
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.table import Line, Table, number
@@ -37,7 +36,7 @@ from sidelane_lab.model.power import (
     powered,
 )
 from sidelane_lab.pairs.workload import Workload, parse_gemm
-from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power
+from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerOptions, PowerRow, draw_power
 
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 COLUMNS = (
@@ -159,11 +158,9 @@ def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant
         launch=MODEL,
         time_us=draw.time_us,
         watts=draw.total_w,
-        watts_sampled=None,
         idle_watts=idle_w,
         energy_mj=energy_mj,
         energy_above_idle_mj=energy_mj - idle_w * machine.gpus * draw.time_us / 1e3,
-        counters_agree_percent=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Public traces replayed, and the time that a long one takes: ``python -m sidelane_lab.traces.samples CLONES FILE``.
+"""Public traces replayed, and the time that a long one takes: ``python results/scripts/replay_traces.py CLONES FILE``.
 
 The traces are other projects', so that none is here. ``CLONES`` has a git repository of each at ``owner/name``, bare or
 not; a trace is read from the commit that is named. Seconds are of the machine at hand; all else is the same everywhere.
@@ -158,7 +158,7 @@ def record(clones: Path, path: Path) -> None:
         "predicted": True,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
-        "command": f"python -m sidelane_lab.traces.samples CLONES {path}",
+        "command": f"python results/scripts/replay_traces.py CLONES {path}",
         "processor": provenance.processor_name(),
         "software": provenance.software_versions(),
         "rows": rows,
@@ -168,5 +168,5 @@ def record(clones: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python -m sidelane_lab.traces.samples CLONES FILE")
+        sys.exit("usage: python results/scripts/replay_traces.py CLONES FILE")
     record(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import random
 import struct
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +16,8 @@ from sdma_emulator import Engine, Memory
 from sidelane.errors import UnavailableError
 from sidelane_lab.sdma import Packet
 from sidelane_lab.sdma import packets as layout
-from sidelane_lab.sdma.queues import SdmaQueue, SdmaRuntime
+from sidelane_sdma_trial import trial as module
+from sidelane_sdma_trial.queues import SdmaQueue, SdmaRuntime
 
 U64, POINTER, INT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
 CPU, OK, REFUSED = 5, 0, 0x1002
@@ -198,25 +195,13 @@ def test_what_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError, match="hsa_amd_queue_create returned 0x1002"):
         runtime.open(runtime.agents[0], engine=3)
     with pytest.raises(UnavailableError, match="ROCr is not installed"):
-        monkeypatch.setattr("sidelane_lab.sdma.queues.LIBRARY_NAMES", ("libnone.so",))
+        monkeypatch.setattr("sidelane_sdma_trial.queues.LIBRARY_NAMES", ("libnone.so",))
         SdmaRuntime()
-
-
-# tools/try_sdma.py
-
-
-def trial_module() -> Any:
-    path = Path(__file__).parents[2] / "tools" / "try_sdma.py"
-    spec = importlib.util.spec_from_file_location("try_sdma", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["try_sdma"] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4])
 def test_a_trial_goes_through_on_made_up_gpus(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
-    trial = trial_module().Trial(MadeUpMachine(gpus), sizes=(192,))
+    trial = module.Trial(MadeUpMachine(gpus), sizes=(192,))
     assert trial.run(), trial.rows[-1]
     assert len(trial.rows) == (4 if gpus == 1 else 8 + 12)
     engines = {row["step"].partition(" of")[0]: row["engines"] for row in trial.rows[8:]}
@@ -225,7 +210,7 @@ def test_a_trial_goes_through_on_made_up_gpus(gpus: int, capsys: pytest.CaptureF
 
 
 def test_a_trial_says_what_went_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, machine = trial_module(), MadeUpMachine(2)
+    machine = MadeUpMachine(2)
     monkeypatch.setitem(sdma_emulator._HANDLERS, (1, 9), lambda *_: 7)
     trial = module.Trial(machine, sizes=(192,))
     assert not trial.run()

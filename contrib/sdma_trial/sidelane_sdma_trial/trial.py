@@ -5,7 +5,7 @@ Nothing of this was ever run on AMD hardware. A wrong packet can stop an engine 
 where nobody else works. The report says how far it got, what was wrong and how long collectives took; send it with an
 issue.
 
-    python tools/try_sdma.py --report report.json
+    PYTHONPATH=contrib/sdma_trial python -m sidelane_sdma_trial.trial --report report.json
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sidelane.program.collective import Buffer, Collective, Kind, Span, all_gath
 from sidelane.program.ir import EngineKind, Flag, Program, Signal
 from sidelane_lab.sdma import Packet, QueueWords, disassemble, encode, fit
 from sidelane_lab.sdma import packets as layout
-from sidelane_lab.sdma.queues import GpuAgent, SdmaQueue, SdmaRuntime
 from sidelane_lab.sim.prelaunch import prelaunch
+from sidelane_sdma_trial.queues import GpuAgent, SdmaQueue, SdmaRuntime
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes from rank to rank in the collectives."""
@@ -187,11 +187,7 @@ class Trial:
     def collective(self, kind: Kind, variant: str, ahead: bool, nbytes: int) -> dict[str, Any]:
         """Make calls of one variant from this one process, as the DMA collectives paper did."""
         n = len(self.machine.agents)
-        if kind is Kind.ALL_GATHER:
-            collective = all_gather([nbytes] * n, in_place=True)
-        else:
-            swaps = variant == "swap"
-            collective = all_to_all([[nbytes] * n] * n, in_place=swaps, copies_own=swaps)
+        collective = _collective(kind, variant, nbytes, n)
         program = fit(prelaunch(build(collective, variant)) if ahead else build(collective, variant))
         memory = {
             (rank, str(buffer)): self.machine.on_gpu(rank, program.buffer_bytes(rank, buffer))
@@ -257,6 +253,13 @@ class Trial:
         return memory
 
 
+def _collective(kind: Kind, variant: str, nbytes: int, ranks: int) -> Collective:
+    gathers, swaps, parts = kind is Kind.ALL_GATHER, variant == "swap", [nbytes] * ranks
+    return (
+        all_gather(parts, in_place=True) if gathers else all_to_all([parts] * ranks, in_place=swaps, copies_own=swaps)
+    )
+
+
 def _triggers(program: Program) -> list[Any]:
     callers = (queue for queue in program.queues if queue.engine.kind is EngineKind.CALLER)
     return [command.flag for queue in callers for command in queue.commands if isinstance(command, Signal)]
@@ -306,7 +309,7 @@ class TorchMachine:
         import torch
 
         if torch.version.hip is None or not torch.cuda.is_available():
-            raise UnavailableError("try_sdma: needs AMD GPUs and a build of torch for ROCm")
+            raise UnavailableError("sidelane_sdma_trial: needs AMD GPUs and a build of torch for ROCm")
         self.torch = torch
         self.runtime = SdmaRuntime()
         found = {(agent.domain, agent.bus, agent.device): agent for agent in self.runtime.agents}
