@@ -15,12 +15,12 @@ import torch
 from sidelane.c3.partitions import DevicePartitions
 from sidelane.c3.strategies import named
 from sidelane_lab.harness import running
-from sidelane_lab.pairs.comparison import run_workload
 from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.isolated import isolated_of
 from sidelane_lab.pairs.pair import orders_of, pair_streams
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.shaping.shape import OPT1, OPT2, TUNED
+from sidelane_lab.studies.c3.comparison import run_workload
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
 from sidelane_lab.studies.tune.isolated import IsolatedOptions
 
@@ -116,8 +116,8 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
         memory_bound=True,
         strategies=[named(name) for name in names],
     )
-    assert [(result.strategy, result.failure) for result in outcome.results] == [(name, None) for name in names]
-    units = {result.strategy: result.units for result in outcome.results}
+    assert [(row.strategy, row.correct) for row in outcome.rows if not row.chosen] == [(name, True) for name in names]
+    units = {row.strategy: row.units for row in outcome.rows}
     assert units["serial"] == 0 and units["conccl_rp"] >= 8 and units["c3_rp"] >= 8
 
 

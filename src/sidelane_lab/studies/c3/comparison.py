@@ -3,7 +3,7 @@
 A strategy with a partition is tried with each of its numbers of units, with the call of its implementation that is
 fastest alone. One with several calls has each of them tried in a short look; those that are as fast as its best, or
 nearly, get all rounds (``narrowed``). What is the same launch as another strategy's is not launched twice. What cannot
-run here at all becomes a result with the reason, and what is wrong (``pairs.pair``) is not timed.
+run here at all becomes a row with the reason, and what is wrong (``pairs.pair``) is not timed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +22,13 @@ from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
 from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.selection import Selection
+from sidelane.collectives.plan import AUTO
+from sidelane.errors import UnavailableError
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Problem
-from sidelane_lab.pairs.heuristics import rule_of
+from sidelane_lab.pairs.beside import RoundTimes
+from sidelane_lab.pairs.heuristics import rule_of, units_for
+from sidelane_lab.pairs.isolated import Isolated
 from sidelane_lab.pairs.pair import (
     GEMM,
     HIDE_LAUNCH_US,
@@ -40,16 +45,17 @@ from sidelane_lab.pairs.pair import (
 from sidelane_lab.pairs.spans import Trace, Traced
 from sidelane_lab.pairs.workload import (
     LIBRARY,
-    C3Class,
     Workload,
     applies,
     classify,
-    ideal_speedup,
     implementation_of,
     implementations_of,
     percent_of_ideal,
-    speedup,
 )
+from sidelane_lab.studies.c3.rows import C3Row
+
+NO_TIMES = dict.fromkeys(("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal", "percent_of_ideal_nccl"))
+"""Columns of a strategy that has no time."""
 
 WORTH = 1.15
 """A call whose best round of the look took longer than that many times the best of its strategy goes. Rounds of one
@@ -113,6 +119,7 @@ def run_workload(
     strategies: Sequence[Strategy] | None = None,
     unavailable: Mapping[str, str] | None = None,
     seed: int = 0,
+    known: Isolated | None = None,
     on_trace: Callable[[str, Trace], None] | None = None,
     on_launch: Callable[[str, Callable[[], None], float], None] | None = None,
 ) -> PairOutcome:
@@ -130,6 +137,7 @@ def run_workload(
         strategies: what to run; None: all that there are.
         unavailable: implementations that should be here and are not, with the reason.
         seed: of the random inputs.
+        known: isolated times, by which the partition heuristic is held against a sweep.
         on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
             is called in the same order.
         on_launch: gets, for every strategy in its best configuration, what launches the pair, and its time in
@@ -155,17 +163,17 @@ def run_workload(
         pair = Pair(gemm, streams, workers, partitions)
         able = [strategy for strategy in strategies if strategy.name not in refused]
         times, failures = _compare(pair, gemm, collectives, able, tried, instruments, seeds)
-        outcome = judge(workload, collectives, strategies, times, failures | refused, unavailable or {}, tried)
+        outcome = judge(workload, collectives, strategies, times, failures | refused, unavailable or {}, tried, known)
         by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
-        ran = {result.strategy: result for result in outcome.results if result.time_us is not None}
         if on_launch is not None:
-            for name, result in ran.items():
-                assert result.time_us is not None
-                on_launch(name, pair.launch(by_name[name], by_label[result.label], result.units), result.time_us)
+            for row in (row for row in outcome.rows if row.strategy in outcome.calls):
+                label, units = outcome.calls[row.strategy]
+                assert row.time_us is not None
+                on_launch(row.strategy, pair.launch(by_name[row.strategy], by_label[label], units), row.time_us)
         if on_trace is not None:
-            for name, result in ran.items():
-                traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")
-                launch = Pair(traced, streams, workers, partitions).launch(by_name[name], traced, result.units)
+            for name, (label, units) in outcome.calls.items():
+                traced = Traced(gemm, by_label[label], on_cpu=device.type == "cpu")
+                launch = Pair(traced, streams, workers, partitions).launch(by_name[name], traced, units)
                 instruments.time({f"{name}, traced": traced.launched(launch)})
                 on_trace(name, traced.read())
     return outcome
@@ -293,84 +301,21 @@ def lasting(rivals: Iterable[Sequence[str]], looked: Mapping[str, Sequence[float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Times of a pair, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
-
-    gemm: Sequence[float]
-    best: Sequence[float]
-    alone: Sequence[float]
-    together: Sequence[float]
-
-    def columns(self) -> dict[str, Any]:
-        """Return what a row has of them: ratios in each round first, then medians."""
-        rounds = zip(self.gemm, self.best, self.together, strict=True)
-        return {
-            "gemm_us": statistics.median(self.gemm),
-            "comm_us": statistics.median(self.alone),
-            "best_comm_us": statistics.median(self.best),
-            "speedup": statistics.median(speedup(*times) for times in rounds),
-            "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
-            "percent_of_ideal": self.percent_of_ideal(),
-        }
-
-    def percent_of_ideal(self) -> float | None:
-        """Return the median percent of ideal, where most rounds have one."""
-        found = [percent_of_ideal(*times) for times in zip(self.gemm, self.best, self.together, strict=True)]
-        defined = [percent for percent in found if percent is not None]
-        return statistics.median(defined) if 2 * len(defined) > len(found) else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alone:
-    """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
-
-    implementation: str
-    label: str
-    in_place: bool
-    time_us: float | None
-    failure: Problem | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StrategyResult:
-    """A strategy in its best configuration, figures as medians over the rounds; None where ``failure`` says why.
-
-    Attributes:
-        label: how the collective was called.
-        units: taken from the GEMM.
-        by_units: times of a sweep, microseconds by units.
-        comm_us: isolated time of that call.
-    """
-
-    strategy: str
-    label: str = ""
-    units: int = 0
-    by_units: tuple[tuple[int, float], ...] = ()
-    comm_us: float | None = None
-    time_us: float | None = None
-    speedup: float | None = None
-    ideal: float | None = None
-    percent_of_ideal: float | None = None
-    percent_of_ideal_library: float | None = None
-    failure: Problem | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PairOutcome:
     """Everything measured about a pair.
 
     Attributes:
-        best: label of the fastest configuration of the collective; None if none works, and then ``best_comm_us``,
-            ``c3_class`` and ``choice`` are None as well.
+        rows: one for each strategy in its best configuration, and one of the strategy that ``auto`` picks.
+        calls: label of the collective's call and units taken from the GEMM, by names of strategies that ran.
+        alone_us: time of each call of the collective alone; None of one that failed, or was slower in a look.
+        failures: problems by labels of calls, and by names of strategies that cannot run here.
+        choice: choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did.
     """
 
-    workload: Workload
-    gemm_us: float
-    best: str | None
-    best_comm_us: float | None
-    c3_class: C3Class | None
-    isolated: tuple[Alone, ...]
-    results: tuple[StrategyResult, ...]
+    rows: tuple[C3Row, ...]
+    calls: Mapping[str, tuple[str, int]]
+    alone_us: Mapping[str, float | None]
+    failures: Mapping[str, Problem]
     choice: Selection[LaunchMode] | None
 
 
@@ -386,9 +331,10 @@ def judge(
     times: Mapping[str, Sequence[float]],
     failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
-    tried: Mapping[str, Sequence[int]] | None = None,
+    tried: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    known: Isolated | None = None,
 ) -> PairOutcome:
-    """Turn times into figures: ratios in each round first, then their medians.
+    """Turn times into rows: ratios in each round first, then their medians.
 
     Args:
         workload: the pair.
@@ -399,96 +345,126 @@ def judge(
         failures: by the same names, and by the names of strategies that cannot run here.
         unavailable: implementations that should be here and are not, with the reason.
         tried: units that a strategy took from the GEMM, one number after another; (0,) where it is not named.
+        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
+
+    Raises:
+        UnavailableError: no implementation of the collective works, so nothing can be compared.
     """
     best = _fastest(_as_asked(configurations), times)
-    isolated = tuple(
-        Alone(
-            c.implementation,
-            c.label,
-            c.in_place,
-            statistics.median(times[c.label]) if c.label in times else None,
-            failures.get(c.label),
+    if best is None:
+        reasons = "; ".join(f"{c.label}: {failures[c.label].text}" for c in configurations if c.label in failures)
+        raise UnavailableError(f"{workload.name}: no implementation works: {reasons}")
+    gemm_us, best_us = statistics.median(times[GEMM]), statistics.median(times[best.label])
+    library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
+    whole: dict[str, Any] = {**workload.columns, "c3_class": classify(gemm_us, best_us), "chosen": ""}
+    rows: dict[str, C3Row] = {}
+    calls: dict[str, tuple[str, int]] = {}
+    swept: dict[str, dict[int, float]] = {}
+    for strategy in strategies:
+        timed = _timed(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
+        columns: dict[str, Any] = {**whole, "strategy": strategy.name, "gemm_us": gemm_us, "best_comm_us": best_us}
+        if isinstance(timed, Problem):
+            correct = False if timed.wrong else None
+            rows[strategy.name] = C3Row(**columns, **NO_TIMES, correct=correct, note=timed.text)
+            continue
+        chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
+        sweep = {n: statistics.median(times[pair_label(strategy, one, n)]) for one, n in timed if n}
+        together = times[pair_label(strategy, chosen, units)]
+        rounds = RoundTimes(times[GEMM], times[best.label], times[chosen.label], together)
+        of_library = None if library is None else dataclasses.replace(rounds, best=times[library.label])
+        rows[strategy.name] = C3Row(
+            **columns | rounds.columns(),
+            time_us=statistics.median(together),
+            percent_of_ideal_nccl=None if of_library is None else of_library.percent_of_ideal(),
+            correct=True,
+            note=chosen.label + _heuristic(workload, chosen.implementation, sweep, known),
+            units=units,
+            sweep=", ".join(f"{n} {time_us:.6g}" for n, time_us in sweep.items()),
         )
-        for c in configurations
-    )
-    gemm_us = statistics.median(times[GEMM])
-    best_us = None if best is None else statistics.median(times[best.label])
-    results = tuple(
-        _judge_strategy(strategy, configurations, times, failures, unavailable, (tried or {}).get(strategy.name, (0,)))
-        for strategy in strategies
-    )
-    return PairOutcome(
-        workload=workload,
-        gemm_us=gemm_us,
-        best=None if best is None else best.label,
-        best_comm_us=best_us,
-        c3_class=None if best_us is None else classify(gemm_us, best_us),
-        isolated=isolated,
-        results=results,
-        choice=_choice(workload, gemm_us, best_us, results, strategies),
-    )
+        calls[strategy.name], swept[strategy.name] = (chosen.label, units), sweep
+    choice = _choice(workload, rows, strategies, swept)
+    found = list(rows.values())
+    if choice is not None:
+        name, units = choice.candidate.strategy.name, choice.candidate.units
+        picked = _with_units(rows[name], units, swept[name].get(units))
+        found.append(dataclasses.replace(picked, strategy=AUTO, chosen=name, note=f"picked: {choice.reason}"))
+    alone_us = {c.label: statistics.median(times[c.label]) if c.label in times else None for c in configurations}
+    return PairOutcome(tuple(found), calls, alone_us, failures, choice)
 
 
 def _choice(
     workload: Workload,
-    gemm_us: float,
-    best_us: float | None,
-    results: Sequence[StrategyResult],
+    rows: Mapping[str, C3Row],
     strategies: Sequence[Strategy],
+    swept: Mapping[str, Mapping[int, float]],
 ) -> Selection[LaunchMode] | None:
     """Return the choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did."""
-    able = {one.name for one in strategies if one.mover.makes_whole_call}
-    ran = {one.strategy: one for one in results if one.strategy in able and one.time_us is not None}
+    ran = [rows[one.name] for one in strategies if one.mover.makes_whole_call and one.name in swept]
     if not ran:
         return None
+    assert ran[0].gemm_us is not None
     return rule_of(
         workload,
-        gemm_us,
-        alone_us=best_us,
-        engines_us=ran[ENGINES].comm_us if ENGINES in ran else None,
-        ways={(name, units) for name, one in ran.items() for units in (0, *dict(one.by_units))},
+        ran[0].gemm_us,
+        alone_us=ran[0].best_comm_us,
+        engines_us=rows[ENGINES].comm_us if ENGINES in swept else None,
+        ways={(row.strategy, units) for row in ran for units in (0, *swept[row.strategy])},
     )
 
 
-def _judge_strategy(
+def _timed(
     strategy: Strategy,
-    configurations: Sequence[Configuration],
+    configurations: Sequence[C],
     times: Mapping[str, Sequence[float]],
     failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
-) -> StrategyResult:
-    """The result of a strategy."""
+) -> list[tuple[C, int]] | Problem:
+    """Return the configurations of a strategy and units that have times; the reason if there are none."""
     if strategy.name in failures:
-        return StrategyResult(strategy.name, failure=failures[strategy.name])
+        return failures[strategy.name]
     here = dict.fromkeys(c.implementation for c in configurations)
     name = implementation_of(strategy, here)
     if name is None:
         wanted = implementations_of(strategy.mover)
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
-        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}"))
+        return Problem(f"not available: {(reasons or [absent])[0]}")
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
-    if not timed:
-        found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
-        failure = next(filter(None, found), Problem("no configuration could run"))
-        return StrategyResult(strategy.name, failure=failure)
-    chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
-    best = _fastest(_as_asked(configurations), times) or chosen
-    library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
-    rounds = RoundTimes(times[GEMM], times[best.label], times[chosen.label], times[pair_label(strategy, chosen, units)])
-    figures = rounds.columns()
-    of_library = None if library is None else dataclasses.replace(rounds, best=times[library.label])
-    return StrategyResult(
-        strategy=strategy.name,
-        label=chosen.label,
+    found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
+    return timed or next(filter(None, found), Problem("no configuration could run"))
+
+
+def _with_units(picked: C3Row, units: int, time_us: float | None) -> C3Row:
+    """Return the row of a swept strategy with the units that were chosen, which need not be the best."""
+    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
+        return picked
+    assert picked.gemm_us is not None
+    assert picked.best_comm_us is not None
+    return dataclasses.replace(
+        picked,
         units=units,
-        by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
-        time_us=statistics.median(rounds.together),
-        percent_of_ideal_library=None if of_library is None else of_library.percent_of_ideal(),
-        **{name: figures[name] for name in ("comm_us", "speedup", "ideal", "percent_of_ideal")},
+        time_us=time_us,
+        speedup=picked.speedup * picked.time_us / time_us,
+        percent_of_ideal=percent_of_ideal(picked.gemm_us, picked.best_comm_us, time_us),
+        percent_of_ideal_nccl=None,
     )
+
+
+def _heuristic(workload: Workload, implementation: str, times: Mapping[int, float], known: Isolated | None) -> str:
+    """Say what the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
+    if known is None or len(times) < 2:
+        return ""
+    try:
+        found = units_for(known, workload, implementation)
+    except ValueError as problem:
+        return f"; no heuristic: {problem}"
+    units = sum(found.candidate)
+    if units not in times:
+        return f"; heuristic: {units} units, which were not tried ({found.reason})"
+    loss = times[units] / min(times.values()) - 1
+    return f"; heuristic: {units} units, {loss:.1%} behind the best ({found.reason})"
 
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
