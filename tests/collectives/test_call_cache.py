@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import RankPool
 
 from sidelane import Communicator, PeerError
@@ -222,7 +223,7 @@ def split(total: int, n: int, rank: int) -> list[int]:
     return [rest if peer == rank else total // n for peer in range(n)]
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "asynchronous", "list", "uneven", "batch"])
+@pytest.mark.parametrize("kind", [long("all_reduce"), "asynchronous", "list", long("uneven"), long("batch")])
 def test_sizes_that_never_come_again_take_the_place_of_each_other(pool: RankPool, kind: str) -> None:
     for (half, end), loads in pool.run(held_after, 2, kind, 160):
         assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"

@@ -523,10 +523,12 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
 """Ways in which programs keep a model, or compile its backward."""
 
 
-def kept(group: dist.ProcessGroup) -> list[str]:
+def kept(group: dist.ProcessGroup, compiled: bool = True) -> list[str]:
     """The names of what ends otherwise with Sidelane than without, while it is on or after it was; and the handle's."""
     mesh, wrong = mesh_of(group), []
     for name, keep in KEEPERS.items():
+        if keep is _by_compiled_autograd and not compiled:
+            continue
         outcomes: list[object] = []
         for how in ("without", "on", "off"):
             model = build(mesh)

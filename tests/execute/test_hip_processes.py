@@ -107,7 +107,7 @@ def move(group: dist.ProcessGroup) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [long(2), 4])
+@pytest.mark.parametrize("ranks", [2, long(4)])
 def test_ranks_in_processes_move_the_right_bytes(pool: RankPool, ranks: int) -> None:
     counts = pool.run(move, ranks)
     assert len(set(counts)) == 1 and counts[0] > 20

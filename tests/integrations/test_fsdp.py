@@ -35,9 +35,10 @@ def test_what_else_fsdp2_can_be_told(pool: RankPool) -> None:
     assert first["kept after backward"] < first["sums"], "the second part of a step gathers nothing"
 
 
-def test_what_keeps_a_model_ends_as_without(pool: RankPool) -> None:
+@pytest.mark.parametrize("compiled", [False, long(True)])
+def test_what_keeps_a_model_ends_as_without(pool: RankPool, compiled: bool) -> None:
     """Deep copies, averaged models, saved models and compiled autograd: as torch has it, also after ``disable``."""
-    assert pool.run(fsdp_cases.kept, 2) == [[], []]
+    assert pool.run(fsdp_cases.kept, 2, compiled) == [[], []]
 
 
 def test_prefetching(pool: RankPool) -> None:

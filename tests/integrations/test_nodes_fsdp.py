@@ -9,6 +9,7 @@ import nodes_fsdp_cases as fsdp_cases
 import nodes_world as scenarios
 import pytest
 from group_world import leave
+from marks import long
 from ranks import RankPool, crew
 
 
@@ -16,7 +17,7 @@ from ranks import RankPool, crew
     ("layout", "names"),
     [
         ((0, 0, 1, 1), ("mixed precision",)),
-        ((0, 1, 1, 0), ("resharded",)),
+        long((0, 1, 1, 0), ("resharded",)),
     ],
     ids=str,
 )
@@ -41,6 +42,7 @@ def test_shards_are_gathered_ahead(pool: RankPool) -> None:
     assert pool.run(fsdp_cases.asynchronous, 4, (0, 1, 0, 1), 1, 1) == [(0, set())] * 4
 
 
+@pytest.mark.long
 def test_two_buffers_and_scratch_do_for_all_layers(pool: RankPool) -> None:
     """As the guide says: two of a gathered size, and once the gradients of a layer."""
     layer = 512 * 512 * 4

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[StudyOptions, int, int]] = {
 """Options of each run, the tables that show it, and the pictures."""
 
 TIMES = ("_us", "gbps", "_mb", "tflops", "speedup", "ideal")
-LONG = ("gemms", "chain", "ordinary", "process_group")
+LONG = ("gemms", "chain", "layouts", "ordinary", "process_group")
 
 
 def measured(rank: Rank, options: StudyOptions, sender: Sender) -> Iterator[FlatRow]:

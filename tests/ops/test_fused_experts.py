@@ -21,7 +21,7 @@ MOST_FUNCTIONS = 45
 """Largest number of Python functions of a cached call (issue 66)."""
 
 
-@pytest.mark.parametrize(("world_size", "calls"), [long(2, 8), (3, 4), long(3, 8)])
+@pytest.mark.parametrize(("world_size", "calls"), [long(2, 8), (3, 2), long(3, 8)])
 def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int, calls: int) -> None:
     done = four.run(fused_gemms.back_to_back, world_size, world_size, calls, timeout_s=110)
     assert done == [2 * calls + 8] * world_size
