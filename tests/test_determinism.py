@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import in_rank_order, orders_differ, same_bytes
-from marks import long
+from marks import long, needs_triton
 from on_ranks import on_ranks
 from sweeps import communicator, variants
 
@@ -30,7 +29,6 @@ from sidelane.program.shape import CallShape
 from sidelane.program.verify import verify
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def rotated(program: Program) -> Program:

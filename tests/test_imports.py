@@ -34,6 +34,7 @@ LAYERS = (
     ("sidelane_lab.harness",),
     ("sidelane.__main__",),
     ("sidelane.cli",),
+    ("sidelane.torchtitan",),
     ("sidelane.fsdp",),
     ("sidelane.integrations",),
     ("sidelane.c3", "sidelane.ops"),
@@ -58,6 +59,7 @@ HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
 VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    "sidelane/torchtitan.py",
     "sidelane_lab/shaping/",
     *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
     *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/firing.py"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 
 import sidelane
 from interpreter import Interpreter
@@ -27,7 +27,8 @@ class Lines(logging.Handler):
         self.found.append(f"{record.levelname} {record.getMessage()}")
 
 
-def logged(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_line_for_what_is_new(group: dist.ProcessGroup) -> None:
     lines, logger = Lines(), logging.getLogger("sidelane")
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
@@ -45,21 +46,17 @@ def logged(group: dist.ProcessGroup) -> list[str]:
     finally:
         logger.removeHandler(lines)
         logger.setLevel(logging.NOTSET)
-    return lines.found
-
-
-def test_a_line_for_what_is_new(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(logged, 2)):
-        made = [line for line in found if "communicator of ranks" in line]
-        calls = [line for line in found if line.startswith(f"INFO rank {rank}: ") and " ranks, " in line]
-        others = [line for line in found if line.startswith("WARNING ")]
-        assert made[0].startswith(f"INFO rank {rank} of 2 on cpu: communicator of ranks [")
-        for part in ("it chooses by ", "; sidelane ", f"torch {torch.__version__}", "symmetric memory: "):
-            assert part in made[0], made[0]
-        assert [line.partition("(")[0] for line in calls[:3]] == [f"INFO rank {rank}: {k}" for k in KINDS]
-        groups = [line for line in found if line.startswith("INFO group ")]
-        assert len(groups) == 1 and ": all_reduce of float32 on cpu is made by sidelane: " in groups[0], groups
-        assert len(others) == 1 and "all_reduce of float64 on cpu is made by gloo: " in others[0], others
+    found, rank = lines.found, dist.get_rank(group)
+    made = [line for line in found if "communicator of ranks" in line]
+    calls = [line for line in found if line.startswith(f"INFO rank {rank}: ") and " ranks, " in line]
+    others = [line for line in found if line.startswith("WARNING ")]
+    assert made[0].startswith(f"INFO rank {rank} of 2 on cpu: communicator of ranks [")
+    for part in ("it chooses by ", "; sidelane ", f"torch {torch.__version__}", "symmetric memory: "):
+        assert part in made[0], made[0]
+    assert [line.partition("(")[0] for line in calls[:3]] == [f"INFO rank {rank}: {k}" for k in KINDS]
+    groups = [line for line in found if line.startswith("INFO group ")]
+    assert len(groups) == 1 and ": all_reduce of float32 on cpu is made by sidelane: " in groups[0], groups
+    assert len(others) == 1 and "all_reduce of float64 on cpu is made by gloo: " in others[0], others
 
 
 WARNING = "[sidelane] WARNING of use"
@@ -135,7 +132,11 @@ class Spoiled(Lines):
         raise LookupError("a filter of the program")
 
 
-def with_a_broken_log(group: dist.ProcessGroup, handler: type[logging.Handler]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("handler", [Broken, Spoiled])
+def test_a_log_of_the_program_that_fails_fails_no_call(
+    group: dist.ProcessGroup, handler: type[logging.Handler]
+) -> None:
     """Calls that are new log a line: those of a communicator and of a group, and those that go to Gloo."""
     broken, logger = handler(), logging.getLogger("sidelane")
     if dist.get_rank(group):
@@ -159,11 +160,6 @@ def with_a_broken_log(group: dist.ProcessGroup, handler: type[logging.Handler]) 
         logger.setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize("handler", [Broken, Spoiled])
-def test_a_log_of_the_program_that_fails_fails_no_call(pool: RankPool, handler: type[logging.Handler]) -> None:
-    pool.run(with_a_broken_log, 2, handler)
-
-
 def test_a_log_that_fails_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log.calls.logger, "handlers", [Broken()])
     log.calls.warning("of use")
@@ -181,18 +177,13 @@ def test_levels_that_there_are_not() -> None:
         from_environment({"SIDELANE_LOG": "loud"})
 
 
-def test_a_profile_that_is_not_used_is_a_warning(pool: RankPool, tmp_path: Path) -> None:
-    found, _ = pool.run(logged_with_a_wrong_profile, 2, str(tmp_path))
-    unused = [line for line in found if line.startswith("WARNING the profile of this user is not used: ")]
-    assert len(unused) == 1, found
-
-
-def logged_with_a_wrong_profile(group: dist.ProcessGroup, folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_profile_that_is_not_used_is_a_warning(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """A file of the user's that is no profile, for two communicators."""
     lines, logger = Lines(), logging.getLogger("sidelane")
     logger.addHandler(lines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", folder)
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         if dist.get_rank(group) == 0:
             path = user_file(key_here("cpu"))
             assert path is not None
@@ -201,4 +192,5 @@ def logged_with_a_wrong_profile(group: dist.ProcessGroup, folder: str) -> list[s
         for _ in range(2):
             sidelane.Communicator(group, config=Config(timeout_s=30)).close()
     logger.removeHandler(lines)
-    return lines.found
+    unused = [line for line in lines.found if line.startswith("WARNING the profile of this user is not used: ")]
+    assert len(unused) == (dist.get_rank(group) == 0), lines.found

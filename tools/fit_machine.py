@@ -22,8 +22,7 @@ from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, NumberSource, Quantity, Topology
 from sidelane_lab.papers.results import LARGE, SMALL, GemmTime, fitted_to, gemm_times, layers_file, predict_gemms
-from sidelane_lab.papers.row_predictions import predict_alone
-from sidelane_lab.studies.collectives import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow, predict_alone
 from sidelane_lab.studies.gemms import FITTED, GemmRow
 
 LIBRARY = {kind: str(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)}

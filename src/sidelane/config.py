@@ -10,6 +10,7 @@ variable                      meaning                                           
 ``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
 ``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
 ``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
+``SIDELANE_PEERS``            ``host``: GPUs reach each other through host memory (never run on GPUs yet)    gpu
 ``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (d)
 ``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
 ``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (e)
@@ -57,6 +58,10 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """Values of the hint ``beside``: the computation that runs next to a call."""
 
+GPU, HOST = "gpu", "host"
+PEERS = (GPU, HOST)
+"""Values of ``Config.peers``: memory through which GPUs reach each other."""
+
 BUILTIN = "builtin"
 """Value of ``Config.profile``: choose by the tables of this package."""
 
@@ -78,6 +83,8 @@ class Config:
         deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
             rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
             ranks.
+        peers: memory through which GPUs reach each other: ``gpu`` is their own, ``host`` is host memory, for GPUs that
+            cannot reach each other's (never run on GPUs yet). The same on all ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
         warn_s: seconds after which a wait for a peer is a line of the log, once, that names the call and the ranks
@@ -90,6 +97,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
+    peers: str = GPU
     virtual_nodes: tuple[int, ...] | None = None
     deterministic: bool = False
     warn_s: float = DEFAULT_WARN_S
@@ -224,11 +232,14 @@ def _positive(name: str, value: Any) -> float:
     return seconds
 
 
-def _computation(name: str, value: Any) -> str:
-    found = plain_text(name, value)
-    if found not in BESIDE:
-        raise ValueError(f"{name} (value={found!r}, allowed={', '.join(BESIDE)})")
-    return found
+def _one_of(*allowed: str) -> tuple[Rule, str, Callable[[str, str], Any]]:
+    def rule(name: str, value: Any) -> str:
+        found = plain_text(name, value)
+        if found not in allowed:
+            raise ValueError(f"{name} (value={found!r}, allowed={', '.join(allowed)})")
+        return found
+
+    return rule, ", ".join(allowed), lambda _, value: value
 
 
 def _file(name: str, value: Any) -> str:
@@ -281,7 +292,8 @@ _SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
     "timeout_s": _SECONDS,
     "warn_s": _SECONDS,
     "debug": _SWITCH,
-    "beside": (_computation, ", ".join(BESIDE), lambda _, value: value),
+    "beside": _one_of(*BESIDE),
+    "peers": _one_of(*PEERS),
     "profile": (optional(_file), f"a file, {BUILTIN!r}, None", lambda _, value: value or None),
     "native": _SWITCH,
     "memory_bytes": (optional(at_least(0)), "a whole number of bytes, None", _bytes),

@@ -17,9 +17,9 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.comparison import PairOutcome, run_workload
 from sidelane_lab.pairs.pair import Pair, Workers
 from sidelane_lab.pairs.workload import parse_workload
+from sidelane_lab.studies.c3.comparison import PairOutcome, run_workload
 
 
 class Splitting:
@@ -199,7 +199,7 @@ def test_a_sweep_keeps_its_best_and_the_fastest_call() -> None:
     outcome, asked = measured({"c3_rp: second, 8": 90.0, "c3_rp: second, 16": 70.0, "rp": 80.0, "second": 50.0})
     assert asked[0] == ["first", "second", "engines"], "compared alone before anything is swept"
     assert [label for label in asked[-1] if "c3_rp" in label] == ["c3_rp: second, 8 units", "c3_rp: second, 16 units"]
-    found = {result.strategy: (result.label, result.units, result.time_us) for result in outcome.results}
+    found = {row.strategy: (row.note, row.units, row.time_us) for row in outcome.rows}
     assert found["c3_rp"] == ("second", 16, 70.0)
     assert found["conccl_rp"] == ("engines", 8, 80.0)
     assert found["serial"] == ("second", 0, 50.0)
@@ -207,6 +207,6 @@ def test_a_sweep_keeps_its_best_and_the_fastest_call() -> None:
 
 def test_what_the_machine_has_no_means_for_is_a_row_with_the_reason() -> None:
     outcome, _ = measured({}, "not here")
-    failures = {result.strategy: result.failure for result in outcome.results if result.failure}
-    assert list(failures) == ["c3_rp", "conccl_rp"]
-    assert failures["c3_rp"] and failures["c3_rp"].text == "it takes compute units from the GEMM: not here"
+    notes = {row.strategy: row.note for row in outcome.rows if row.time_us is None}
+    assert list(notes) == ["c3_rp", "conccl_rp"]
+    assert notes["c3_rp"] == "it takes compute units from the GEMM: not here"

@@ -19,15 +19,7 @@ from sidelane.choice.candidate import find
 from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
-from sidelane.choice.store import (
-    InForce,
-    builtin,
-    builtin_for,
-    builtin_names,
-    in_force,
-    read_profile,
-    user_file,
-)
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile, user_file
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
@@ -35,7 +27,6 @@ from sidelane.user_files import write_whole
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
 from sidelane_lab.pairs.isolated import isolated_times
-from sidelane_lab.shaping.choice import choose_shaping
 from sidelane_lab.studies.tune.command import replacing
 
 
@@ -146,10 +137,6 @@ GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),
     "isolated": (lambda path: isolated_times(path, "cpu", 2), isolated_file()),
-    "occupancy": (
-        lambda path: choose_shaping(path, (8, 8, 8), Kind.ALL_GATHER),
-        {"study": "occupancy", "rows": [{"time_us": 1.0, "correct": True, "m": 1, "n": 1, "k": 1, "in_order": False}]},
-    ),
     "results": (result_files.read, {"study": "isolated", "rows": [{"what": "gemm"}]}),
 }
 ODD = (-1, 0, 1e308, 5e-324, "x", None, [], [[1]], {}, {"a": 1}, True, 1.5, 10**400)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from homeless import leave_home
-from on_ranks import on_ranks
-from ranks import RankPool
+from on_ranks import everyones, on_ranks
 
 from sidelane import Communicator, Config, MismatchError, PeerError
 from sidelane.choice import Candidate, Curve, Profile
@@ -46,11 +45,13 @@ def ran(comm: Communicator, numel: int, **options: Any) -> tuple[str, str]:
     return choice.candidate.variant, submitted.variant
 
 
-def everyone_follows_rank_0(group: dist.ProcessGroup, folder: str) -> list[Any]:
+@on_ranks(3, (1, 4, 6))
+def test_all_ranks_choose_by_the_profile_of_rank_0(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Rank 0 of a sub-group is its own."""
     rank = dist.get_rank(group)
     # Every rank has a file of its own, and they contradict each other.
     variants = [("pcpy", "bcst"), ("b2b", "pcpy"), ("bcst", "b2b")][rank]
-    config = crossing(Path(folder) / f"{rank}.json", *variants)
+    config = crossing(tmp_path / f"{rank}.json", *variants)
     with Communicator(group, config=config) as comm:
         assert comm.last_choice() is None
         assert comm.last_submitted() is None
@@ -59,18 +60,13 @@ def everyone_follows_rank_0(group: dist.ProcessGroup, folder: str) -> list[Any]:
             printed
         )
         assert printed.endswith(f"; by {comm.profile.where}")
-        return [comm.profile.where, small, ran(comm, LARGE), ran(comm, SMALL, variant="b2b")]
+        assert "0.json" in comm.profile.where and everyones(group, comm.profile.where) == [comm.profile.where] * 3
+        assert (small, ran(comm, LARGE)) == (("pcpy", "pcpy"), ("bcst", "bcst"))
+        assert ran(comm, SMALL, variant="b2b") == ("b2b", "b2b")
 
 
-def test_all_ranks_choose_by_the_profile_of_rank_0(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(everyone_follows_rank_0, 3, str(tmp_path))
-    where, *choices = results[0]
-    assert "0.json" in where
-    assert choices == [("pcpy", "pcpy"), ("bcst", "bcst"), ("b2b", "b2b")]
-    assert all(result == results[0] for result in results)
-
-
-def without_a_home(group: dist.ProcessGroup) -> list[tuple[str, ...]]:
+@on_ranks(2)
+def test_a_user_without_a_home_goes_by_the_tables_of_the_package(group: dist.ProcessGroup) -> None:
     told = []
     for home in (None, "relative", "/proc/none", "/dev/null"):
         with pytest.MonkeyPatch.context() as patch:
@@ -80,49 +76,32 @@ def without_a_home(group: dist.ProcessGroup) -> list[tuple[str, ...]]:
             with Communicator(group, config=Config(timeout_s=30)) as comm:
                 ran(comm, SMALL)
                 told.append((comm.profile.where, *comm.profile.notes))
-    return told
-
-
-def test_a_user_without_a_home_goes_by_the_tables_of_the_package(pool: RankPool) -> None:
-    first, second = pool.run(without_a_home, 2)
-    assert first == second and all("built-in table cpu" in where for where, *_ in first)
-    nobody, relative, missing, file = ([*notes] for _, *notes in first)
+    assert everyones(group, told) == [told] * 2 and all("built-in table cpu" in where for where, *_ in told)
+    nobody, relative, missing, file = ([*notes] for _, *notes in told)
     assert nobody == relative == ["no profile of this user is looked for: this user has no home"]
     assert missing == [] and "cannot be read" in file[0]
 
 
-def test_rank_0_of_a_sub_group_is_its_own(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(everyone_follows_rank_0, (1, 4, 6), str(tmp_path))
-    assert all(result == results[0] for result in results)
-    assert "0.json" in results[0][0]
-
-
-def missing_file(group: dist.ProcessGroup, path: str) -> str:
+@on_ranks(3)
+def test_a_missing_file_is_an_error_on_every_rank(group: dist.ProcessGroup, tmp_path: Path) -> None:
     # Only rank 0's setting counts; the others have none.
+    path = str(tmp_path / "none.json")
     config = Config(timeout_s=30, profile=path if dist.get_rank(group) == 0 else None)
-    with pytest.raises(ValueError, match="no such file") as raised:
+    with pytest.raises(ValueError, match=r"none\.json.*no such file|no such file.*none\.json"):
         Communicator(group, config=config)
     with Communicator(group, config=Config(timeout_s=30, profile=BUILTIN)) as comm:
         assert "built-in table cpu" in comm.profile.where
         ran(comm, SMALL)
-    return str(raised.value)
 
 
-def test_a_missing_file_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    texts = pool.run(missing_file, 3, str(tmp_path / "none.json"))
-    assert all("none.json" in text for text in texts)
-
-
-def hints(group: dist.ProcessGroup) -> list[str]:
-    texts = []
+@on_ranks(3)
+def test_hints_are_part_of_what_ranks_agree_on(group: dist.ProcessGroup) -> None:
     with Communicator(group, config=Config(timeout_s=30, profile=BUILTIN)) as comm:
         output, shard = comm.empty(3 * SMALL), torch.ones(SMALL)
         with pytest.raises(ValueError, match=r"all_gather: beside .*'music'.*nothing, compute"):
             comm.all_gather(output, shard, beside="music")
-        try:
+        with pytest.raises(MismatchError, match="beside compute"):
             comm.all_gather(output, shard, beside="compute" if comm.rank == 1 else None)
-        except MismatchError as error:
-            texts.append(str(error))
         comm.all_gather(output, shard, beside="compute")
         comm.all_gather(output, shard, beside="compute")
         with pytest.raises(ValueError, match="music"):
@@ -133,21 +112,13 @@ def hints(group: dist.ProcessGroup) -> list[str]:
     with Communicator(
         group, config=Config(timeout_s=30, beside="compute" if dist.get_rank(group) else "nothing")
     ) as comm:
-        try:
+        with pytest.raises(MismatchError, match="beside compute"):
             comm.all_reduce(torch.ones(4))
-        except MismatchError as error:
-            texts.append(str(error))
         comm.all_reduce(torch.ones(4), beside="nothing")
-    return texts
 
 
-def test_hints_are_part_of_what_ranks_agree_on(pool: RankPool) -> None:
-    for texts in pool.run(hints, 3):
-        assert len(texts) == 2
-        assert all("beside compute" in text for text in texts)
-
-
-def proof(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_what_ran_is_counted(group: dist.ProcessGroup) -> None:
     with Communicator(group, config=Config(timeout_s=30)) as comm:
         n = comm.world_size
         before = comm.submitted()
@@ -173,10 +144,6 @@ def proof(group: dist.ProcessGroup) -> None:
         assert comm.submitted().kernels == last.counts.kernels
 
 
-def test_what_ran_is_counted(pool: RankPool) -> None:
-    pool.run(proof, 4)
-
-
 @on_ranks(2)
 def test_repeated_calls_are_recalled(group: dist.ProcessGroup) -> None:
     """A repeated call chooses, plans and agrees no more."""
@@ -184,13 +151,14 @@ def test_repeated_calls_are_recalled(group: dist.ProcessGroup) -> None:
         output, shard = comm.empty(comm.world_size * SMALL), torch.ones(SMALL)
         comm.all_gather(output, shard)
         first = comm.last_choice()
-        comm.preparer.prepare = comm._prepare = None  # type: ignore[assignment,method-assign]
+        comm.preparer.prepare = None  # type: ignore[assignment,method-assign]
         for _ in range(3):
             comm.all_gather(output, shard)
         assert comm.last_choice() is first
 
 
-def weighed(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+def test_a_computation_is_the_same_on_all_ranks(group: dist.ProcessGroup) -> None:
     """What ranks say of a computation, and what their calls make of it."""
     rank, told = dist.get_rank(group), []
     with Communicator(group, config=Config(timeout_s=30)) as comm:
@@ -216,24 +184,17 @@ def weighed(group: dist.ProcessGroup) -> list[str]:
         with pytest.raises(ValueError, match="allowed=nothing, compute, a result of Communicator.beside"):
             comm.all_gather(torch.empty(comm.world_size), torch.empty(1), beside=17.0)
         assert ran(comm, SMALL, beside=hint), "all of that has left the communicator as it was"
-        return [str(hint), *told]
-
-
-def test_a_computation_is_the_same_on_all_ranks(pool: RankPool) -> None:
-    hints = pool.run(weighed, 3)
+    hints = everyones(group, [str(hint), *told])
     assert [hint[0] for hint in hints] == ["compute of 102 us"] * 3
     assert all("ValueError: beside: " in text and "=" in text for hint in hints for text in hint[1:8])
     assert [hint[8].split(":")[0] for hint in hints] == ["PeerError", "ValueError", "PeerError"]
     assert all("us (value=-1.0" in hint[8] and "beside (8, 8, 8, 'float32')" in hint[9] for hint in hints)
 
 
-def disagreeing(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+def test_ranks_that_were_told_different_times_are_refused(group: dist.ProcessGroup) -> None:
     with Communicator(group, config=Config(timeout_s=30)) as comm:
         tensor = torch.empty(comm.world_size)
         with pytest.raises(MismatchError) as refused:
             comm.all_gather(tensor, torch.empty(1), beside=Computation(5.0 + comm.rank))
-        return str(refused.value)
-
-
-def test_ranks_that_were_told_different_times_are_refused(pool: RankPool) -> None:
-    assert all("compute of 5 us" in text and "compute of 6 us" in text for text in pool.run(disagreeing, 2))
+        assert "compute of 5 us" in str(refused.value) and "compute of 6 us" in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,26 +22,22 @@ import sidelane
 from goldens import check_golden, entries
 from sidelane import cli
 from sidelane.cli import info
-from sidelane.cli.output import STDOUT
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
-from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import launch, running
 from sidelane_lab.harness.files import Written
 from sidelane_lab.harness.launch import RankFailedError
+from sidelane_lab.machines import numbers
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.model import plan as sim_plan
-from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operator_results as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
 from sidelane_lab.papers import predictions as sim_study
-from sidelane_lab.studies.host import HostOptions
-from sidelane_lab.studies.tune import command as tune_command
+from sidelane_lab.studies.power import predict as power_predict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,179 +50,47 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for the studies; holds the options that they were called with."""
-    seen = SimpleNamespace(collectives=None, c3=None, chain=None, host=None)
-    monkeypatch.setattr(running, "run", lambda options: setattr(seen, options.study, options))
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for studies and predictions; holds what they were called with. It returns 3, which claims pass on."""
+    seen: list[tuple[Any, ...]] = []
+    doors = {running: "run", numbers: "predict_study", sim_study: "collective_main"}
+    doors |= dict.fromkeys((power_predict, sim_overlap, claims, sim_plan, sim_fused), "main")
+    for module, name in (*doors.items(), (sim_study, "c3_main")):
+        monkeypatch.setattr(module, name, lambda *given, **named: seen.append(given) or 3)
     return seen
+
+
+def said(given: object) -> str:
+    """Return options with the fields that are not the defaults of their class."""
+    if not dataclasses.is_dataclass(given):
+        return str(given)
+    fields = ((field, getattr(given, field.name)) for field in dataclasses.fields(given))
+    kept = (f"{field.name}={value}" for field, value in fields if value != field.default)
+    return f"{type(given).__name__}({', '.join(kept)})"
 
 
 def test_version():
     assert run("--version").output == f"sidelane {sidelane.__version__}\n"
 
 
-def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
-    result = run(
-        *("collective", "--collective", "all_reduce", "--collective", "broadcast", "--min-bytes", "1K"),
-        *("--max-bytes", "1M", "--factor", "32", "--dtype", "float32", "--implementations", "dma, gloo"),
-        *("--variants", "b2b,pcpy", "--launch", "eager", "--ranks", "3", "--device", "cpu", "--json"),
-        *(str(tmp_path / "x.json"), "--iterations", "7", "--warmup", "1", "--report", str(tmp_path), "--timeout", "90"),
-        *("--no-profile", "--place", "in"),
-    )
-    assert result.exit_code == 0, result.output
-    options = asked.collectives
-    assert options.collectives == (Kind.ALL_REDUCE, Kind.BROADCAST)
-    assert options.sizes == (1 << 10, 32 << 10, 1 << 20)
-    assert options.implementations == ("dma", "gloo")
-    assert options.variants == ("b2b", "pcpy")
-    assert options.launches == ("eager",)
-    assert (options.dtype, options.ranks, options.repeats, options.warmup) == ("float32", 3, 7, 1)
-    assert (options.json, options.report, options.timeout_s) == (tmp_path / "x.json", tmp_path, 90.0)
-    assert options.places == ("in",)
-    assert not options.profile
+def test_what_is_asked_for(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``goldens/options.txt`` has command lines, and the options that they make."""
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for line in entries("options"):
+        asked.clear()
+        words = shlex.split(line)[1:]
+        result = run(*words)
+        assert result.exit_code == (3 if words[0] == "claims" else 0), (line, result.output)
+        (given,) = asked
+        found[line] = "\n".join(map(said, given))
+    check_golden("options", found)
 
 
-def test_lists(asked: SimpleNamespace):
-    assert run("collective", "--device", "cpu").exit_code == 0
-    assert asked.collectives.tensors == 1
-    assert run("collective", "--device", "cpu", "--tensors", "8").exit_code == 0
-    assert asked.collectives.tensors == 8
-    assert "--tensors" in run("collective", "--help").output
-
-
-def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
+def test_all_means_all_that_can_be_measured(asked: list[tuple[Any, ...]]):
     run("collective", "--collective", "all", "--device", "cpu")
-    assert set(asked.collectives.collectives) == set(reference.KINDS)
-
-
-@pytest.mark.parametrize(
-    ("words", "launches"), [((), ()), (("--launch", "all"), ()), (("--launch", "prelaunched"), ("prelaunched",))]
-)
-def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches: tuple[str, ...]):
-    result = run("chain", "--device", "cpu", "--variants", "b2b", *words)
-    assert result.exit_code == 0, result.output
-    assert (asked.chain.launches, asked.chain.variants) == (launches, ("b2b",))
-    assert asked.chain.sizes == (1 << 20, 4 << 20)
-
-
-def test_host_options(asked: SimpleNamespace):
-    assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
-    assert asked.host == HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
-
-
-def test_c3_options(asked: SimpleNamespace):
-    result = run(
-        *("c3", "mb1_896M", "--gemm", "cb2", "--gemm", "512,256,128", "--bytes", "1.5M", "--bytes", "1000"),
-        *("--collective", "all_to_all", "--strategy", "serial", "--strategy", "conccl", "--dtype", "float16"),
-    )
-    assert result.exit_code == 0, result.output
-    pairs = ("mb1_896M", "cb2_1.50M", "cb2_1000", "512x256x128_1.50M", "512x256x128_1000")
-    assert tuple(text.replace("1.5M", "1.50M") for text in asked.c3.workloads) == pairs
-    assert asked.c3.collectives == (Kind.ALL_TO_ALL,)
-    assert asked.c3.strategies == ("serial", "conccl")
-    assert asked.c3.dtype == "float16"
-
-
-@pytest.fixture
-def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Stands in for the predictions; holds what they were called with. They return 3, which only claims pass on."""
-    seen: list[tuple[Any, ...]] = []
-
-    def stand_in(name: str) -> Any:
-        return lambda *arguments: seen.append((name, *arguments)) or 3
-
-    monkeypatch.setattr(sim_study, "c3_main", stand_in("c3"))
-    monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
-    monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
-    monkeypatch.setattr(claims, "main", stand_in("claims"))
-    monkeypatch.setattr(sim_plan, "main", stand_in("plan"))
-    monkeypatch.setattr(sim_fused, "main", stand_in("fused"))
-    return seen
-
-
-TO_ALL = (Kind.ALL_TO_ALL,)
-WHOLE = tuple(TABLE_II)
-OUT = Path("out")
-SPAN = tuple(1 << power for power in range(10, 33, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "call"),
-    [
-        ("c3 --machine mi300x8", ("c3", "mi300x8", C3Options(workloads=WHOLE))),
-        (
-            "c3 --machine mi300x8 --version 002 --report out",
-            ("c3", "mi300x8", C3Options(workloads=WHOLE, version="002", report=OUT)),
-        ),
-        (
-            "c3 cb1_896M --machine m.toml --collective all_to_all",
-            ("c3", "m.toml", C3Options(collectives=TO_ALL)),
-        ),
-        (
-            "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
-            ("c3", "a40x4", C3Options(collectives=TO_ALL, strategies=("priority", "c3_rp"))),
-        ),
-        (
-            "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
-            ("c3", "a40x4", C3Options(workloads=("cb2_1M",), report=OUT)),
-        ),
-        ("collective --machine h200x4", ("collective", "h200x4", CollectiveOptions(sizes=SPAN))),
-        (
-            "collective --machine h200x4 --report out",
-            ("collective", "h200x4", CollectiveOptions(sizes=SPAN, report=OUT)),
-        ),
-        ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
-        ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
-        (
-            "plan --model llama-8b-like --machine a40x4 --fsdp",
-            ("plan", sim_plan.PlanOptions("a40x4", "llama-8b-like", fsdp=True)),
-        ),
-        (
-            "plan --model llama-8b --nodes 2..128 --report out",
-            ("plan", sim_plan.PlanOptions("h100x8x2", "llama-8b-like", nodes="2..128", report=OUT)),
-        ),
-        (
-            "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
-            ("plan", sim_plan.PlanOptions("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
-        ),
-        (
-            "plan --model 70b --machine 8xh100 --no-recompute",
-            ("plan", sim_plan.PlanOptions("8xh100", "llama-70b-like", recompute=False)),
-        ),
-        ("fused --machine mi210x4", ("fused", "mi210x4", FusedOptions())),
-        (
-            "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
-            " --late 20 --report out --json -",
-            (
-                *("fused", "m.toml"),
-                FusedOptions(
-                    ops=("embedding_all_to_all",),
-                    shapes=((1024, 64, 70), (8, 2, 1)),
-                    occupancy=0.75,
-                    late_us=20.0,
-                    report=OUT,
-                    json=STDOUT,
-                ),
-            ),
-        ),
-        ("claims", ("claims", claims.ClaimsOptions())),
-        ("claims --json", ("claims", claims.ClaimsOptions(json=STDOUT, ranges=False))),
-        ("claims --json - --ranges", ("claims", claims.ClaimsOptions(json=STDOUT))),
-        ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
-        ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
-        ("c3 --machine a40x4 --json -", ("c3", "a40x4", C3Options(workloads=WHOLE, json=STDOUT))),
-        ("collective --machine a40x4 --json -", ("collective", "a40x4", CollectiveOptions(sizes=SPAN, json=STDOUT))),
-        (
-            "claims --machine h200x4 --results out --version 002 --no-ranges",
-            ("claims", claims.ClaimsOptions("h200x4", results=OUT, version="002", ranges=False)),
-        ),
-    ],
-)
-def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], arguments: str, call: tuple[Any, ...]):
-    result = run(*arguments.split())
-    assert result.exit_code == (3 if arguments.startswith("claims") else 0), result.output
-    assert predicted == [call]
-    assert (asked.collectives, asked.c3) == (None, None)
+    ((options,),) = asked
+    assert set(options.collectives) == set(reference.KINDS)
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -279,13 +144,15 @@ def test_the_catalogue():
     assert all(name in shown.output for name in machine_names())
 
 
-def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_demo_measures_where_there_are_gpus(
+    asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(launch, "choose_target", lambda ranks, device: SimpleNamespace(on_cpu=False))
     result = run("demo", "--report", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "This machine" in result.output
-    assert asked.c3.report == tmp_path
-    assert asked.c3.workloads == DEMO_WORKLOADS
+    ((options,),) = asked
+    assert (options.report, options.workloads) == (tmp_path, DEMO_WORKLOADS)
 
 
 def test_a_name_of_some_of_the_collectives_is_fine():
@@ -378,9 +245,9 @@ def test_findings_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     assert run("info", "--json", str(tmp_path)).exit_code == 2
 
 
-def test_what_can_be_written_is_not_made_before_it_is(asked: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_can_be_written_is_not_made_before_it_is(asked: list[tuple[Any, ...]], tmp_path: Path) -> None:
     target = tmp_path / "new" / "out"
-    assert run("c3", "--json", str(target)).exit_code == 0 and asked.c3.json == target
+    assert run("c3", "--json", str(target)).exit_code == 0 and asked[0][0].json == target
     assert not list(tmp_path.iterdir())
 
 
@@ -401,8 +268,7 @@ def test_what_is_kept_for_the_user_is_refused_like_it(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    for module in (running, tune_command):
-        monkeypatch.setattr(module, "follow", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(running, "follow", lambda *_: pytest.fail("it was measured"))
     result = run(*arguments.split(), "--device", "cpu")
     assert result.exit_code == 2 and f"{tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr
 

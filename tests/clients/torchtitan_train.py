@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 import torch.distributed as dist
-from client import BACKEND, DEVICE, RANKS, enable, finish, sums
+from client import BACKEND, DEVICE, ENABLE, RANKS, finish, sums
 from patches import torchtitan_on_cpus
 
 dist.Backend.default_device_backend_map[DEVICE.type] = BACKEND  # the line
@@ -35,8 +35,8 @@ config.checkpoint.enable, config.checkpoint.interval = True, 2
 config.parallelism.spmd_backend = "partial_dtensor"  # the others need a newer torch
 if kind != "fsdp":
     setattr(config.parallelism, f"{kind}_parallel_degree", RANKS)
+config.override.imports = ["sidelane.torchtitan.fsdp"] if ENABLE else []
 trainer, losses = config.build(), []
-enable(trainer.model_parts[0])
 log = trainer.metrics_processor.log
 
 

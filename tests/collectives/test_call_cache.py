@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import long
-from ranks import RankPool
+from on_ranks import on_ranks
 
 from sidelane import Communicator, PeerError
 from sidelane.collectives import call_cache, plan
@@ -109,12 +110,12 @@ def test_estimates_are_near_to_what_programs_take(n: int) -> None:
 
 
 def test_values_derived_from_a_program_go_with_it() -> None:
-    asked: list[int] = []
-    once: Once[Program, int] = Once(lambda program: asked.append(len(program.queues)) or len(asked))
+    once: Once[Program, set[int]] = Once(lambda program: {len(program.queues)})
     program = build(all_gather([64, 64]), "b2b")
-    assert once(program) == once(program) == 1
+    assert once(program) is once(program)
+    value = weakref.ref(once(program))
     del program
-    assert not once._known
+    assert value() is None
 
 
 def test_all_goes_at_once_and_who_holds_some_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +143,10 @@ def exchange(comm: Communicator, counts: list[list[int]], output: torch.Tensor, 
     assert output[:, 0].tolist() == output[:, -1].tolist() == rows
 
 
-def exchanges(group: dist.ProcessGroup, shared: bool) -> tuple[int, str]:
-    """How often exchanges of sizes were prepared, and how one of other rows in the same bytes was refused."""
+@on_ranks(3)
+@pytest.mark.parametrize("shared", [False, True])
+def test_sizes_that_come_again_are_not_planned_again(group: dist.ProcessGroup, shared: bool) -> None:
+    """One of other rows in the same bytes is refused."""
     found, prepare = [], Preparer.prepare
 
     def counted(*given: object, **named: object) -> object:
@@ -158,23 +161,19 @@ def exchanges(group: dist.ProcessGroup, shared: bool) -> tuple[int, str]:
         first, other = [[2, 2, 2], [2, 2, 2], [2, 2, 2]], [[2, 2, 2], [2, 1, 3], [2, 3, 1]]
         for counts in (first, first, first, other, other, first):  # rank 0 always does the same
             exchange(comm, counts, output, input)
-        with pytest.raises((ValueError, PeerError)) as refused:
+        refused = "must be 3 sizes that add up to dimension 0"
+        with pytest.raises((ValueError, PeerError), match=refused):
             comm.all_to_all(output.view(3, 8), input, output_split_sizes=[2, 2, 2], input_split_sizes=[2, 2, 2])
         exchange(comm, other, output, input)
-    return len(found), str(refused.value)
+    assert len(found) == 2
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_sizes_that_come_again_are_not_planned_again(pool: RankPool, shared: bool) -> None:
-    results = pool.run(exchanges, 3, shared)
-    assert [count for count, _ in results] == [2] * 3
-    assert all("must be 3 sizes that add up to dimension 0" in text for _, text in results), results
-
-
-def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[int], int]:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [long("all_reduce"), "asynchronous", "list", long("uneven"), long("batch")])
+def test_sizes_that_never_come_again_take_the_place_of_each_other(group: dist.ProcessGroup, kind: str) -> None:
     """Calls of sizes that never come again, between those of a loop: loaded programs and scratch tensors that are alive
     after half of them and in the end, and the number of loads in the loop."""
-    looks, loads, load = [], [], CpuExecutor.load
+    looks, loads, load, calls = [], [], CpuExecutor.load, 160
 
     def counted(*given: object, **named: object) -> object:
         loads.append(given)
@@ -210,21 +209,14 @@ def held_after(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[list[in
             if number % (calls // 2) == 0:
                 gc.collect()
                 looks.append(sum(isinstance(one, CpuProgram) for one in gc.get_objects()))
-        flags = comm.preparer._flags.tensor
-        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one is not flags]
-        shared = [one for one in tensors if one.numel() == 32768]
-        assert len(shared) <= n, "engines have scratch, and programs have none"
-    return looks, len(loads)
+        shared = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel() == 32768]
+        assert len(shared) <= n + 1, "flags are one; engines have scratch, and programs have none"
+    half, end = looks
+    assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"
+    assert len(loads) <= 2, "what comes again is kept"
 
 
 def split(total: int, n: int, rank: int) -> list[int]:
     """Sizes of a symmetric exchange: each rank sends to the others what these send to it."""
     rest = total - (n - 1) * (total // n)
     return [rest if peer == rank else total // n for peer in range(n)]
-
-
-@pytest.mark.parametrize("kind", [long("all_reduce"), "asynchronous", "list", long("uneven"), long("batch")])
-def test_sizes_that_never_come_again_take_the_place_of_each_other(pool: RankPool, kind: str) -> None:
-    for (half, end), loads in pool.run(held_after, 2, kind, 160):
-        assert end <= half <= call_cache.MOST_NEW + 8, "the rest was let go of"
-        assert loads <= 2, "what comes again is kept"

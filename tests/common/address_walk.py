@@ -20,7 +20,7 @@ import sys
 import tempfile
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ import torch.distributed as dist
 from loads import handover
 
 from sidelane.collectives import backend_cuda
+from sidelane.collectives.prepare import FLAGS
 from sidelane.config import Config
+from sidelane.execute.base import Questions
 from sidelane.execute.cuda import driver
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.memory.control import ControlBlock
@@ -94,7 +96,11 @@ class Block:
 class Memory:
     """As ``TorchSymmetricMemory``."""
 
-    allocate = staticmethod(Block)
+    blocks: ClassVar[list[Block]] = []
+
+    def allocate(self, nbytes: int) -> Block:
+        self.blocks.append(made := Block(nbytes))
+        return made
 
     def close(self) -> None:
         pass
@@ -146,15 +152,29 @@ class StubKernel:
 
 
 caller = SimpleNamespace(stream=0x500, capturing=False)
+events: set[int] = set()
+real_create, real_destroy = driver.Driver.create_event, driver.Driver.destroy_event
+
+
+def create_event(self: driver.Driver, *, timing: bool = False) -> int:
+    events.add(made := real_create(self, timing=timing))
+    return made
+
+
+def destroy_event(self: driver.Driver, event: int) -> None:
+    events.discard(event)
+    real_destroy(self, event)
 
 
 def take_over() -> None:
     """Put all this in the places of what needs GPUs and other processes."""
     driver.HostWords = Words
     driver.Driver.device_words = lambda self, count: ((words := Words(count)).address, words)
-    driver._raw_stream = lambda index: caller.stream
-    driver._is_current_capturing = lambda: caller.capturing
-    driver._current_device = lambda: 0
+    questions = Questions(lambda index: caller.stream, lambda: caller.capturing, lambda: 0, 0)
+    driver.Driver.questions = lambda self: questions
+    driver.Driver.caller_stream = lambda self: (caller.stream, caller.capturing)
+    driver.Driver.is_current = lambda self: True
+    driver.Driver.create_event, driver.Driver.destroy_event = create_event, destroy_event
     torch.cuda.Stream = Stream
     torch.cuda.current_stream = lambda device=None: Stream(handle=caller.stream)
     torch.cuda.current_device = lambda: 0
@@ -185,7 +205,7 @@ class Walk:
         self.own = [self.load(handover(WORLD, nbytes)) for nbytes in (4000, 33)]
         self.recent: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.graphs: list[tuple[int, object]] = []
-        self.refused = self.made = self.growths = 0
+        self.refused = self.made = self.growths = self.moved = 0
 
     def load(self, program: Program) -> Any:
         """A program of the caller's own, on tensors that it keeps."""
@@ -199,9 +219,10 @@ class Walk:
             caller.stream = rng.choice((0x500, 0x500, 0x500, 0x600, 0))
         self.change(rng.random())
         again = self.recent and rng.random() < 0.85
-        call = rng.choice(self.recent) if again else self.new_call()
+        asked = call = rng.choice(self.recent) if again else self.new_call()
         if rng.random() < 0.3 and not isinstance(call[1][0], list):
             call = self.elsewhere(call)
+        repeated = self.comm.repeated_calls()
         captured = self.captures and rng.random() < 0.02
         checker.checker_doing(f"{call[0]} {call[2]['variant']}, captured {captured}".encode())
         stream = caller.stream
@@ -214,6 +235,7 @@ class Walk:
             for _ in range(1 if captured else rng.choice((1, 1, 2, 5))):
                 getattr(self.comm, call[0])(*call[1], **call[2])
                 self.made += 1
+            self.moved += call is not asked and self.comm.repeated_calls() > repeated
         except ValueError:  # tensors that overlap, or a variant that these cannot have
             self.refused += 1
             self.recent = [other for other in self.recent if other is not call]
@@ -236,16 +258,17 @@ class Walk:
             checker.cuGraphLaunch(self.rng.choice(self.graphs)[0], None)
         elif chance < 0.010 and self.growths < 6:  # as if a larger call had come
             self.growths += 1
-            preparer = self.comm.preparer
-            for staging in preparer._stagings[:2]:
-                preparer._grow(staging, staging.nbytes + 1, False)
+            larger = bytes_that_may_be_touched(WORLD * 2**20 * 2**self.growths)
+            for variant in ("b2b", "one_shot"):
+                self.comm.all_gather(larger, larger[: len(larger) // WORLD], variant=variant)
         elif chance < 0.016 and not self.graphs:  # the caller's need their memory
             checker.checker_renew(self.rng.choice(self.ordinary).data_ptr())
         elif chance < 0.0165 and not self.graphs:  # a program goes, and another one comes
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm.preparer.cache._forget_all()
+            for kind in VARIANTS:
+                self.comm.preparer.cache.forget_calls_of(kind)
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:
@@ -323,28 +346,20 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         take_over()
         comm = communicator.Communicator(config=Config(profile="builtin"))  # there are no peers
-    assert comm._repeats is not None, load_replays().words
-    native, run = [], comm._repeats.run
-
-    def seen(*arguments: Any) -> bool | None:
-        native.append(run(*arguments))
-        return native[-1]
-
-    comm._repeats.run = seen
+    assert comm.path.repeats is not None, load_replays().words
     walk = Walk(comm, seed)
     for number in range(steps):
         if number == steps // 2 and sabotage == "flags":
-            checker.checker_forbid(comm.preparer._flags.memory.data_ptr())
+            flags = next(block for block in Memory.blocks if block.tensor.nbytes == 2 * FLAGS * 4)
+            checker.checker_forbid(flags.memory.data_ptr())
         if number == steps // 2 and sabotage == "events":
-            for entry in comm.preparer.cache:
-                for event in getattr(entry.prepared and entry.prepared.loaded, "_events", ()):
-                    checker.cuEventDestroy_v2(ctypes.c_uint64(event))
+            for event in events:
+                checker.cuEventDestroy_v2(ctypes.c_uint64(event))
         walk.step()
         if checker.checker_violations():
             break
     comm.synchronize()
-    found = {"made": walk.made, "refused": walk.refused, "native": sum(made is True for made in native)}
-    found["moved"] = comm._repeats._replay.moved
+    found = {"made": walk.made, "refused": walk.refused, "native": comm.repeated_calls(), "moved": walk.moved}
     found |= {"checks": checker.checker_checks(), "violations": checker.checker_violations()}
     print(json.dumps(found), flush=True)
     os._exit(0)  # the pool of words is gone before what would be tidied up

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -79,6 +80,13 @@ class Pool:
         waited = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in but}
         return self._collect(waited, timeout_s, self._case)
 
+    def run_and_kill(self, victim: int, after_s: float, case: Case, *args: Any) -> list[Any]:
+        """Run a case on every rank, one of which is killed on the way; results of the others."""
+        self.begin(case, *args)
+        time.sleep(after_s)
+        os.kill(self.processes[victim].pid, signal.SIGKILL)
+        return self.finish(30.0, but=(victim,))
+
     def close(self) -> None:
         """End all ranks: ask, wait, kill."""
         self.broken = True
@@ -125,14 +133,14 @@ class Pool:
 class Ranks:
     """Hands out a pool of ranks; one that was broken by a test is replaced for the next."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
+        self.world_size, self._environment = world_size, environment
         self._pool: Pool | None = None
 
     def run(self, case: Case, *args: object, timeout_s: float = 60.0) -> list:
         """Run a case on every rank; the results by rank."""
         if self._pool is None or self._pool.broken:
-            self._pool = Pool(self.world_size)
+            self._pool = Pool(self.world_size, environment=self._environment)
         return self._pool.run(case, *args, timeout_s=timeout_s)
 
     def close(self) -> None:

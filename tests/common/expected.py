@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -48,6 +48,11 @@ def numbers(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tenso
     else:
         drawn = torch.randint(-1_000_000, 1_000_000, (numel,), dtype=dtype, generator=generator, device="cpu")
     return drawn.to(torch.get_default_device())
+
+
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """How often autograd was told of a write to each tensor."""
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

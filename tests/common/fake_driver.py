@@ -80,32 +80,32 @@ class FakeDriver:
         self.is_copy = False  # this process is a forked one
         self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
-        self._channels = [self._new_channel() for _ in range(channels)] if channels else None
-        self._streams: dict[int, _Channel] = {}
-        self._pending: dict[int, int] = {}
-        self._events: dict[int, threading.Event] = {}
+        self._channels = [self.new_channel() for _ in range(channels)] if channels else None
+        self.streams: dict[int, _Channel] = {}
+        self.pending: dict[int, int] = {}
+        self.events: dict[int, threading.Event] = {}
         self._reached_ns: dict[int, int] = {}
-        self._numbers = iter(range(100, 1_000_000))
+        self.numbers = iter(range(100, 1_000_000))
         self._lock = threading.Lock()
         self._add_stream(LEGACY)
 
     # --- what Driver has ----------------------------------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool = False) -> int:
-        handle = next(self._numbers)
+        handle = next(self.numbers)
         self._add_stream(handle, urgent=urgent)
         return handle
 
     def destroy_stream(self, stream: int) -> None:
-        del self._streams[stream]
+        del self.streams[stream]
 
     def create_event(self, *, timing: bool = False) -> int:
-        handle = next(self._numbers)
-        self._events[handle] = threading.Event()
+        handle = next(self.numbers)
+        self.events[handle] = threading.Event()
         return handle
 
     def destroy_event(self, event: int) -> None:
-        del self._events[event]
+        del self.events[event]
 
     def host_words(self, count: int) -> FakeHostWords:
         self.owned.append(words := FakeHostWords(count))
@@ -135,7 +135,7 @@ class FakeDriver:
         assert done.wait(10), "an upload waits for what does not end"
 
     def has_passed(self, event: int) -> bool:
-        return self._events[event].is_set()
+        return self.events[event].is_set()
 
     def memory_ops(self) -> FakeMemoryOps:
         return FakeMemoryOps()
@@ -145,12 +145,12 @@ class FakeDriver:
             if stream == LEGACY:
                 raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuStreamBatchMemOp")
             now = [(kind, address, word.value) for kind, address, word in ops.ops[part]]
-            self._put("memory_ops", stream, lambda: _run_memory_ops(now))
+            self.put("memory_ops", stream, lambda: _run_memory_ops(now))
 
         return submit, ()
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
-        return lambda: self._put("copy", stream, lambda: _move(dst, src, nbytes)), ()
+        return lambda: self.put("copy", stream, lambda: _move(dst, src, nbytes)), ()
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
         def run() -> None:
@@ -160,7 +160,7 @@ class FakeDriver:
         def submit() -> None:
             if stream == LEGACY:
                 raise DriverError("CUDA_ERROR_NOT_SUPPORTED", "cuMemcpyBatchAsync")
-            self._put("copies", stream, run)
+            self.put("copies", stream, run)
 
         return submit, ()
 
@@ -169,7 +169,7 @@ class FakeDriver:
             for row in range(rows):
                 ctypes.memmove(dst + row * pitches[0], src + row * pitches[1], nbytes)
 
-        return lambda: self._put("rows", stream, run), ()
+        return lambda: self.put("rows", stream, run), ()
 
     def bind_planes(self, box: Box, stream: int) -> Bound:
         def run() -> None:
@@ -182,22 +182,22 @@ class FakeDriver:
                     ctypes.memmove(dst, src, box.width)
 
         assert all(distance % pitch == 0 for distance, pitch in zip(box.distances, box.pitches, strict=True))
-        return lambda: self._put("planes", stream, run), ()
+        return lambda: self.put("planes", stream, run), ()
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         def submit() -> None:
-            reached = self._events[event] = threading.Event()
+            reached = self.events[event] = threading.Event()
 
             def run() -> None:
                 self._reached_ns[event] = time.perf_counter_ns()
                 reached.set()
 
-            self._put("record", stream, run)
+            self.put("record", stream, run)
 
         return submit, ()
 
     def bind_wait(self, event: int, stream: int) -> Bound:
-        return lambda: self._put("wait", stream, self._events[event].wait), ()
+        return lambda: self.put("wait", stream, self.events[event].wait), ()
 
     def bind_reduce(self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int) -> Bound:
         def run() -> None:
@@ -206,12 +206,12 @@ class FakeDriver:
 
         if not nbytes:  # loads the kernel; a capture does not see it
             return lambda: None, ()
-        return lambda: self._put("reduce", stream, run), ()
+        return lambda: self.put("reduce", stream, run), ()
 
     def make_graph(self, calls: Iterable[Bound], stream: int) -> int:
         self.begin_capture()
         self.submit(calls)
-        handle = next(self._numbers)
+        handle = next(self.numbers)
         self._graphs[handle] = (self.end_capture(), stream)
         return handle
 
@@ -289,7 +289,7 @@ class FakeDriver:
 
     def is_idle(self, stream: int) -> bool:
         with self._lock:
-            return self._pending[stream] == 0
+            return self.pending[stream] == 0
 
     # --- for tests ----------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class FakeDriver:
 
     def synchronize(self, timeout_s: float = 10.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(self._pending[stream] for stream in self._streams):
+        while any(self.pending[stream] for stream in self.streams):
             assert time.monotonic() < deadline, "streams do not get on"
             time.sleep(1e-3)
 
@@ -327,31 +327,31 @@ class FakeDriver:
         if urgent:
             self.urgent.append(handle)
         if self._channels:  # priorities share them
-            self._streams[handle] = self._channels[handle % len(self._channels)]
+            self.streams[handle] = self._channels[handle % len(self._channels)]
         else:
-            self._streams[handle] = self._new_channel()
-        self._pending[handle] = 0
+            self.streams[handle] = self.new_channel()
+        self.pending[handle] = 0
 
-    def _new_channel(self) -> _Channel:
+    def new_channel(self) -> _Channel:
         self._all_channels.append(_Channel())
         return self._all_channels[-1]
 
-    def _put(self, kind: str, stream: int, work: Callable[[], Any]) -> None:
+    def put(self, kind: str, stream: int, work: Callable[[], Any]) -> None:
         self.submitted.append((kind, stream))
         self._enqueue(stream, work)
 
     def _enqueue(self, stream: int, work: Callable[[], Any]) -> None:
         with self._lock:
-            self._pending[stream] += 1
+            self.pending[stream] += 1
 
         def run() -> None:
             try:
                 work()
             finally:
                 with self._lock:
-                    self._pending[stream] -= 1
+                    self.pending[stream] -= 1
 
-        self._streams[stream].put(run)
+        self.streams[stream].put(run)
 
 
 class FakeSecondContext:
@@ -359,9 +359,9 @@ class FakeSecondContext:
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
-        self._handle = next(driver._numbers)
-        driver._streams[self._handle] = driver._new_channel()
-        driver._pending[self._handle] = 0
+        self._handle = next(driver.numbers)
+        driver.streams[self._handle] = driver.new_channel()
+        driver.pending[self._handle] = 0
 
     def submit(self, batches: Sequence[FakeMemoryOps]) -> None:
         self._driver.submit(self._driver.bind_memory_ops(batch, self._handle) for batch in batches)

@@ -1,101 +1,68 @@
-"""What ranks do with embedding_all_to_all in tests; see ``fused_ops``."""
+"""Bags of embedding tables and their gradients among ranks of one node and of several, against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
-
-from sidelane import Communicator, ops
-from sidelane.ops import embedding, operator
-from sidelane.ops.embedding import EmbeddingAllToAll
+from fused_ops import DTYPES, Draws, check_all, check_close
 
 
-def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Uneven tables and batches, empty bags, all modes and dtypes; outputs that peers write while others are late."""
-    with communicator(group) as comm:
-        n, rank, device = comm.world_size, comm.rank, comm.device
-        draws = Draws(seed, rank)
-        kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
-        for dtype in DTYPES:
-            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
-            tables = [
-                [draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(count)] for count in counts
+def check_bags(
+    ranks: Any,
+    forward: Callable[..., torch.Tensor],
+    draws: Draws,
+    most_tables: int,
+    calls: int,
+    options: Callable[[], dict[str, Any]],
+    *,
+    begin: Callable[[int, int, torch.dtype], None] | None = None,
+    last: dict[str, Any] | None = None,
+) -> None:
+    """Uneven tables and batches, empty bags, all modes and dtypes; outputs that peers write while others are late.
+
+    Args:
+        options: those of a call.
+        begin: called with batch, dim and dtype of the calls that follow.
+        last: options with which the last call of a dtype is made once more.
+    """
+    n, rank, device = ranks.world_size, ranks.rank, ranks.device
+    compared: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for dtype in DTYPES:
+        dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+        counts = [draws.sizes.randrange(1, 1 + most_tables) for _ in range(n)]
+        if begin is not None:
+            begin(batch, dim, dtype)
+        tables = [[draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(k)] for k in counts]
+        own = [table.to(device) for table in tables[rank]]
+        samples = [batch // n + (peer < batch % n) for peer in range(n)]
+        mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
+        of_all = [table for some in tables for table in some for _ in range(batch)]
+        for number in range(calls):
+            kind = draws.sizes.choice(("sum", "mean", "weighted"))
+            index, given = draws.sizes.choice((torch.int32, torch.int64)), options()
+            lengths = [draws.sizes.choice((0, 1, 4, 11)) for _ in of_all]
+            bags = [
+                [draws.sizes.randrange(len(table)) for _ in range(length)]
+                for table, length in zip(of_all, lengths, strict=True)
             ]
-            own = [table.to(device) for table in tables[rank]]
-            width = sum(counts) * dim
-            samples = [batch // n + (peer < batch % n) for peer in range(n)]
-            mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
-            for _ in range(calls):
-                kind = draws.sizes.choice(("sum", "mean", "weighted"))
-                index = draws.sizes.choice((torch.int32, torch.int64))
-                first = draws.sizes.randrange(3)
-                order = ("remote_first", "oblivious", "auto")[(first + rank) % 3]  # of its own on each rank
-                bags = [
-                    [[draws.sizes.randrange(len(table)) for _ in range(draws.sizes.choice((0, 1, 4, 11)))]]
-                    for some in tables
-                    for table in some
-                    for _ in range(batch)
-                ]
-                factors = [draws.normal(len(bag)).to(dtype) for (bag,) in bags]
-                pooled = [
-                    pool(table, bag, factor if kind == "weighted" else None, mean=kind == "mean")
-                    for table, (bag,), factor in zip(
-                        [table for some in tables for table in some for _ in range(batch)], bags, factors, strict=True
-                    )
-                ]
-                expected = torch.stack(pooled).view(sum(counts), batch, dim).transpose(0, 1).reshape(batch, width)[mine]
-                first, last = sum(counts[:rank]) * batch, sum(counts[: rank + 1]) * batch
-                lengths = [len(bag) for (bag,) in bags[first:last]]
-                indices = torch.tensor([row for (bag,) in bags[first:last] for row in bag], dtype=index)
-                offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
-                weights = torch.cat(factors[first:last]) if kind == "weighted" else None
-                draws.late()
-                mode = "mean" if kind == "mean" else "sum"
-                result = ops.embedding_all_to_all(
-                    *(comm, own, indices.to(device), offsets.to(device)),
-                    mode=mode,
-                    per_sample_weights=None if weights is None else weights.to(device),
-                    order=order,
-                )
-                kept.append((result.clone(), expected))
-            factor = None if weights is None else weights.to(device)
-            unfused = embedding.unfused_bags(comm, own, counts, mode, indices.to(device), offsets.to(device), factor)
-            check_close(unfused, expected, "unfused")
-        check_all(comm, kept)
-    return len(kept)
-
-
-def orders(group: dist.ProcessGroup) -> list[str]:
-    """Return the orders of calls with ``auto``, with an order of the caller's, and as in a capture."""
-    with communicator(group) as comm:
-        told = [ordered(comm, *given) for given in (("auto", False), ("oblivious", False), ("auto", True))]
-        comm.synchronize()
-    return told
-
-
-def ordered(comm: Communicator, asked: str, captured: bool) -> str:
-    """Return the order of a call of bags that have 24 rows in the mean of the ranks, and the reason."""
-    n, rank, pooling, table = comm.world_size, comm.rank, 24, torch.arange(20.0).view(5, 4)
-    sizes = [2 * pooling - 1, 1, *[pooling] * n][:n]
-    indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
-    taken: list[int] = []
-    handle = EmbeddingAllToAll(comm, [table], n, "sum")
-    launch = handle._kernel.launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
-        patch.setattr(operator, "is_captured", lambda _: captured)
-        found = handle.run(asked, None, indices, offsets, None)
-    pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]
-    check_close(found, torch.cat([bags[rank : rank + 1] for bags in pooled], 1), pooling)
-    handle.close()
-    why = ops.explain(comm, "embedding_all_to_all", n, 1, pooling)
-    return f"{('oblivious', 'remote_first')[taken[-1] - 2]} | {why}"
+            factors = [draws.normal(len(bag)).to(dtype) for bag in bags]
+            pooled = [
+                pool(table, bag, factor if kind == "weighted" else None, mean=kind == "mean")
+                for table, bag, factor in zip(of_all, bags, factors, strict=True)
+            ]
+            wide = torch.stack(pooled).view(sum(counts), batch, dim).transpose(0, 1).reshape(batch, -1)
+            first, end = sum(counts[:rank]) * batch, sum(counts[: rank + 1]) * batch
+            indices = torch.tensor([row for bag in bags[first:end] for row in bag], dtype=index, device=device)
+            offsets = torch.tensor([0, *lengths[first:end]]).cumsum(0).to(device, index)
+            weights = torch.cat(factors[first:end]).to(device) if kind == "weighted" else None
+            mode = "mean" if kind == "mean" else "sum"
+            draws.late()
+            for how in (given, *([last] if last is not None and number == calls - 1 else [])):
+                result = forward(ranks, own, indices, offsets, mode=mode, per_sample_weights=weights, **how)
+                compared.append((result.clone(), wide[mine]))
+    check_all(ranks, compared)
 
 
 def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
@@ -106,26 +73,9 @@ def pool(table: torch.Tensor, bag: list[int], factors: torch.Tensor | None, *, m
     return rows.sum(0) / (max(1, len(bag)) if mean else 1)
 
 
-def tables_that_move(group: dist.ProcessGroup) -> None:
-    """Tables that have got other memory are other tables: the operator and its backward make other handles."""
-    with communicator(group) as comm:
-        n, table = comm.world_size, torch.ones(5, 4)
-        indices, offsets, grad = torch.zeros(n).int(), torch.arange(n + 1), torch.ones(1, 4 * n)
-        for value in (1, 2):
-            table.data = torch.full((5, 4), float(value))
-            assert (ops.embedding_all_to_all(comm, [table], indices, offsets, method="fused") == value).all()
-            assert ops.embedding_all_to_all_backward(comm, grad, [table], indices, offsets)[0][0].sum() == 4 * n
-
-
-def backward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Check gradients of tables on ranks of one node."""
-    with communicator(group) as comm, torch.device("cpu"):
-        return check_gradients(comm, ops.embedding_all_to_all_backward, Draws(seed, comm.rank), seed, 2, calls)
-
-
 def check_gradients(
     ranks: Any, backward: Callable[..., Any], draws: Draws, first: int, most_tables: int, calls: int
-) -> int:
+) -> None:
     """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
     n, rank, device = ranks.world_size, ranks.rank, ranks.device
     kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
@@ -167,8 +117,6 @@ def check_gradients(
     for number, (result, wanted, scale) in enumerate(kept):
         check_close(result, wanted, number, scale=scale)
 
-    return len(kept)
-
 
 def largest_sum(part: torch.Tensor) -> float:
     """Of the magnitudes of a sparse gradient's values, by row. (``abs`` of the tensor would add them first.)"""
@@ -203,28 +151,3 @@ def autograd(
     found = [leaf.grad for leaf in (*leaves, *([] if of_factors is None else [of_factors]))]
     assert all(part is not None for part in found)
     return [part for part in found if part is not None]
-
-
-def embedding_calls(comm: Communicator) -> Calls:
-    tables, indices, offsets = [torch.ones(5, 4), torch.ones(6, 4)], torch.tensor([0, 4, 3, 5]), torch.arange(5)
-
-    def call(some: Any = tables, rows: Any = indices, starts: Any = offsets, **options: Any) -> Callable[[], Any]:
-        return lambda: ops.embedding_all_to_all(comm, some, rows, starts, **options)
-
-    wrong = [
-        call([]),
-        call([torch.ones(5, 4), torch.ones(6, 3)]),
-        call([torch.ones(5, 4), torch.ones(6, 4).half()]),
-        call([torch.ones(4, 5).T, torch.ones(6, 4)]),
-        call(rows=indices.float()),
-        call(rows=torch.tensor([0, 5, 3, 5])),
-        call(starts=torch.arange(4)),
-        call(starts=torch.tensor([0, 2, 1, 3, 4])),
-        call(starts=torch.tensor([0, 1, 2, 3, 5])),
-        call(mode="max"),
-        call(order="last"),
-        call(rows=indices[:2], starts=torch.arange(3)),
-        call(mode="mean", per_sample_weights=torch.ones(4)),
-        call(per_sample_weights=torch.ones(3)),
-    ]
-    return wrong, call()

@@ -1,10 +1,13 @@
-"""Marks of single parameters."""
+"""Marks of tests and of single parameters."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def long(*values: Any) -> Any:

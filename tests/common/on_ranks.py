@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
@@ -43,7 +44,15 @@ class Place(NamedTuple):
     way: Callable[..., Any] | None = None
     interpreted: bool = False
     fresh: bool = False
+    environment: Mapping[str, str] = MappingProxyType({})
+    crew: str = "ranks"
     timeout_s: float = 120.0
+
+    def executors(self, request: pytest.FixtureRequest) -> Ranks | Pool:
+        """Return the ranks on GPUs."""
+        if self.fresh:
+            return request.getfixturevalue("fresh_pool")(environment=self.environment)  # type: ignore[no-any-return]
+        return request.getfixturevalue(self.crew)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         if self.way is not None:
@@ -74,6 +83,8 @@ def on_ranks(
     gpu: bool | Callable[..., Any] | Iterable[Callable[..., Any]] = False,
     interpreted: bool = False,
     fresh: bool = False,
+    environment: Mapping[str, str] | None = None,
+    crew: str = "ranks",
     timeout_s: float = 120.0,
     **arguments: Any,
 ) -> Callable[[Function], Function]:
@@ -85,6 +96,8 @@ def on_ranks(
             with marks where there is a reason to skip it.
         interpreted: the CPU ranks interpret Triton's kernels; there are four of them.
         fresh: the ranks on GPUs are processes of the test's own, which end with it.
+        environment: of processes of the test's own.
+        crew: the fixture that has the ranks on GPUs.
         timeout_s: for the ranks to answer.
         arguments: parameters of the function that these tests have in common.
     """
@@ -95,7 +108,8 @@ def on_ranks(
         for each in (*ranks, *ways):
             (value,), marks = (each.values, each.marks) if isinstance(each, PARAM) else ((each,), ())
             if callable(value):
-                place = Place(way=value, fresh=fresh, timeout_s=timeout_s)
+                own = fresh or environment is not None
+                place = Place(way=value, fresh=own, environment=environment or {}, crew=crew, timeout_s=timeout_s)
                 marks = (*marks, *ON_GPUS)
             else:
                 place = Place(value, interpreted=interpreted, timeout_s=timeout_s)
@@ -158,7 +172,7 @@ def group(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if place.way is None:
         crew = request.getfixturevalue("four" if place.interpreted else "pool")
         return lambda function: crew.run(function, place.ranks, timeout_s=place.timeout_s)
-    ranks = request.getfixturevalue("fresh_pool")() if place.fresh else request.getfixturevalue("ranks")
+    ranks = place.executors(request)
     return lambda function: ranks.run(place.way, function, timeout_s=place.timeout_s)
 
 
@@ -166,7 +180,7 @@ def group(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 def context(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Return a caller, as ``group`` does, of functions that get the context of a rank on a GPU."""
     place: Place = request.param
-    ranks = request.getfixturevalue("fresh_pool")() if place.fresh else request.getfixturevalue("ranks")
+    ranks = place.executors(request)
     return lambda function: ranks.run(function, timeout_s=place.timeout_s)
 
 

@@ -3,8 +3,8 @@
 Written from the public headers (docs/guide/amd.md names them) and sharing no code with ``sidelane_lab.sdma``: a
 mistake in the layout of a packet must be made twice to go unnoticed. What is not published is taken at its worst:
 
-- Moves of one queue that follow each other overlap, in pieces of any size and order; a fence, an atomic, a timestamp
-  and a trap wait for all of them, and a poll for none.
+- Moves of one queue that follow each other overlap, in pieces of any size and order; a fence, an atomic and a
+  timestamp wait for all of them, and a poll for none.
 - A move reads and writes at different times, so that whoever does not wait for it sees old bytes or halves.
 
 Whatever a driver would not let pass, or the hardware would do something unknown with, is refused by name.
@@ -96,8 +96,6 @@ class Engine:
         self.place = 0
         self.flying: list[Iterator[None]] = []
         self.room = draw.randint(1, IN_FLIGHT)
-        self.interrupts: list[int] = []
-        self.executed: list[int] = []
 
     @property
     def ended(self) -> bool:
@@ -147,7 +145,6 @@ class Engine:
             raise self._wrong(f"unknown operation {operation}/{suboperation}")
         length = execute(self, head)
         if length:
-            self.executed.append(operation)
             self.place += length
         return bool(length)
 
@@ -184,23 +181,8 @@ class Engine:
         self._demand(abs(a - b) >= nbytes, "a swap of ranges that overlap")
         return self._begin(self._swaps(a, b, nbytes), 7)
 
-    def _write(self, head: int) -> int:
-        self._demand(head >> 16 == 0 and self._word(3) >> 20 == 0, "reserved bits of a write")
-        target, count = self._long(1), self._word(3) + 1
-        self._demand(target % 4 == 0, "a write that is not aligned to 4 bytes")
-        self._word(3 + count)
-        data = np.array(self.words[self.place + 4 : self.place + 4 + count], np.uint32).view(np.uint8)
-        return self._begin(self._stores(target, data), 4 + count)
-
-    def _fill(self, head: int) -> int:
-        self._demand(head >> 16 == 0x8000, "a fill that is not one of words")
-        nbytes, target = self._count(COPY_LIMIT, at=4) + 3, self._long(1)  # of words; the count is that of the last one
-        self._demand(target % 4 == nbytes % 4 == 0, "a fill that is not aligned to 4 bytes")
-        data = np.full(nbytes // 4, self._word(3), np.uint32).view(np.uint8)
-        return self._begin(self._stores(target, data), 5)
-
-    def _count(self, limit: int, at: int = 1) -> int:
-        count = self._word(at)
+    def _count(self, limit: int) -> int:
+        count = self._word(1)
         self._demand(count >> 30 == 0, "reserved bits of a count")
         self._demand(count + 1 <= limit, f"{count + 1} bytes in one command (at most {limit})")
         return count + 1
@@ -232,16 +214,6 @@ class Engine:
                 second[start:end] = one
                 yield
                 first[start:end] = other
-                yield
-
-        return move()
-
-    def _stores(self, target: int, data: Bytes) -> Iterator[None]:
-        written = self.memory.at(target, len(data))
-
-        def move() -> Iterator[None]:
-            for start, end in self._pieces(len(data), 4):
-                written[start:end] = data[start:end]
                 yield
 
         return move()
@@ -289,13 +261,6 @@ class Engine:
         self.memory.store(address, time.monotonic_ns(), 8)
         return 3
 
-    def _trap(self, head: int) -> int:
-        self._demand(head >> 16 == 0 and self._word(1) >> 28 == 0, "reserved bits of a trap")
-        if self.flying:
-            return 0
-        self.interrupts.append(self._word(1))
-        return 2
-
     # What waits for no move.
 
     def _poll(self, head: int) -> int:
@@ -324,12 +289,9 @@ _HANDLERS: dict[tuple[int, int], Callable[[Engine, int], int]] = {
     (0, 0): Engine._nothing,
     (1, 0): Engine._copy,
     (1, 9): Engine._swap,
-    (2, 0): Engine._write,
     (5, 0): Engine._fence,
-    (6, 0): Engine._trap,
     (8, 0): Engine._poll,
     (10, 0): Engine._atomic,
-    (11, 0): Engine._fill,
     (13, 2): Engine._timestamp,
 }
 

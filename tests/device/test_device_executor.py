@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from device_cases import MEGABYTE, Setting, capture_and_replay, check_block, eager_and_graph
 from device_context import Context, Party
-from device_pool import Pool
 from on_ranks import everyones, on_ranks
 from started import start
 from vendors import ONE_CHANNEL
@@ -212,6 +211,12 @@ def test_two_executors_interleaved(context: Context) -> None:
     assert [count.item() for count in wrong] == [0, 0], f"rank {context.rank}: {wrong} wrong elements"
 
 
+@on_ranks(gpu=True, environment=ONE_CHANNEL)
+def test_one_hardware_channel_is_enough(context: Context) -> None:
+    eager_and_graph(context, "all_gather", 1_048_579, 0)
+    eager_and_graph(context, "all_to_all", 1_048_579, 0)
+
+
 @on_ranks(gpu=True)
 def test_signals_as_copies(context: Context) -> None:
     """The fallback for drivers that do not write to peers."""
@@ -264,9 +269,3 @@ def test_moving_collectives_launch_no_kernel(context: Context) -> None:
     # A batch of copies is one event: two of them, single copies by pcpy, own parts, and what was staged.
     assert len(copies) >= context.world_size + 4, f"the profiler saw {len(copies)} copies"
     assert not {event["name"] for event in events if event.get("cat") == "kernel"}
-
-
-def test_one_hardware_channel_is_enough(fresh_pool: type[Pool]) -> None:
-    pool = fresh_pool(environment=ONE_CHANNEL)
-    pool.run(eager_and_graph, "all_gather", 1_048_579, 0)
-    pool.run(eager_and_graph, "all_to_all", 1_048_579, 0)

@@ -47,34 +47,38 @@ def peer_error(action: Callable[[], object]) -> PeerError:
     raise AssertionError("no PeerError was raised")
 
 
-def absent_peer(context: Context, timeout_s: float) -> str:
-    """The last rank does not call; the others must say so and their streams must drain."""
+@on_ranks(gpu=True, names="queue dma:0")
+@on_ranks(gpu=True, environment=ONE_CHANNEL, names="")
+def test_absent_peer(context: Context, names: str) -> None:
+    """The last rank does not call; the others must say so and their streams must drain.
+
+    With one hardware channel nothing of the stuck context gets through: neither the reading of flags nor their release.
+    """
     context.used = 0
-    party = Party(context, timeout_s=timeout_s)
+    party = Party(context, timeout_s=2.0)
     program = build(define.all_gather([MEGABYTE] * context.world_size), "b2b")
     setting = Setting(context, program)
     loaded = party.load(program, setting.buffers)
     last = context.world_size - 1
     start(loaded, party.next_epoch(), context.stream).wait()
-    message = ""
     if context.rank != last:
         party.control.begin(2, "test")
         error = peer_error(start(loaded, party.next_epoch(), context.stream).wait)
         assert isinstance(error, PeerTimeoutError)
         assert error.ranks == (last,), f"names {error.ranks}: {error}"
-        message = str(error)
+        assert f"rank {last}" in str(error) and names in str(error), error
         drained = torch.cuda.Event()
         drained.record(context.stream)
         wait_for(drained.query, 5.0, "draining")
         peer_error(lambda: start(loaded, party.next_epoch(), context.stream))
     dist.barrier()
     party.close()
-    return message
 
 
-def absent_from_replay(context: Context, timeout_s: float) -> str:
+@on_ranks(gpu=True)
+def test_absent_from_a_replay(context: Context) -> None:
     """The last rank does not replay its graph."""
-    context.used = 0
+    context.used, timeout_s = 0, 2.0
     party = Party(context, timeout_s=timeout_s)
     program = freeze(build(define.all_gather([MEGABYTE] * context.world_size), "b2b"))
     setting = Setting(context, program)
@@ -83,7 +87,6 @@ def absent_from_replay(context: Context, timeout_s: float) -> str:
     with torch.cuda.graph(graph, stream=context.stream):
         start(loaded, party.next_epoch(), context.stream)
     last = context.world_size - 1
-    message = ""
     with torch.cuda.stream(context.stream):
         for _ in range(1 if context.rank == last else 3):
             graph.replay()
@@ -93,10 +96,9 @@ def absent_from_replay(context: Context, timeout_s: float) -> str:
         wait_for(drained.query, timeout_s + 10.0, "draining the replays")
         error = peer_error(party.executor.check)
         assert last in error.ranks, f"names {error.ranks}: {error}"
-        message = str(error)
+        assert str(error)
     dist.barrier()
     party.close()
-    return message
 
 
 def wait_for_a_dead_peer(context: Context, victim: int) -> str:
@@ -155,25 +157,10 @@ def interrupted(context: Context, where: str) -> tuple[str, str, tuple[int, ...]
     return outcome
 
 
-def test_absent_peer(ranks: Ranks) -> None:
-    messages = ranks.run(absent_peer, 2.0)
-    last = ranks.world_size - 1
-    for message in messages[:last]:
-        assert f"rank {last}" in message and "queue dma:0" in message
-
-
-def test_absent_from_a_replay(ranks: Ranks) -> None:
-    messages = ranks.run(absent_from_replay, 2.0)
-    assert all(messages[: ranks.world_size - 1])
-
-
 def test_dead_peer(fresh_pool: type[Pool]) -> None:
     pool = fresh_pool()
     victim = len(pool.processes) - 1
-    pool.begin(wait_for_a_dead_peer, victim)
-    time.sleep(3.0)  # until the others hang in their call
-    os.kill(pool.processes[victim].pid, signal.SIGKILL)
-    answers = pool.finish(30.0, but=(victim,))
+    answers = pool.run_and_kill(victim, 3.0, wait_for_a_dead_peer, victim)  # the others hang in their call by then
     assert len(answers) == victim
     for message in answers:
         assert f"rank {victim}" in message and "died" in message and "queue dma:0" in message
@@ -201,14 +188,6 @@ def test_ctrl_c_ends_all_processes_of_a_program(ranks: Ranks, interpreter: Inter
     assert "KeyboardInterrupt" in errors[0]
     assert all("PeerError" in error and "rank 0 was interrupted" in error for error in errors[1:]), errors
     assert shared_memory() <= before
-
-
-def test_absent_peer_with_one_hardware_channel(fresh_pool: type[Pool]) -> None:
-    """Nothing of the stuck context gets through: neither the reading of flags nor their release."""
-    pool = fresh_pool(environment=ONE_CHANNEL)
-    messages = pool.run(absent_peer, 2.0)
-    last = len(messages) - 1
-    assert all(f"rank {last}" in message for message in messages[:last])
 
 
 @on_ranks(gpu=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 
 import pytest
@@ -313,9 +311,6 @@ def wait_for_a_dead_peer(context: Context, victim: int) -> str:
 def test_a_dead_peer(fresh_pool: type[Pool]) -> None:
     pool = fresh_pool()
     victim = len(pool.processes) - 1
-    pool.begin(wait_for_a_dead_peer, victim)
-    time.sleep(6.0)  # until the others hang in their call
-    os.kill(pool.processes[victim].pid, signal.SIGKILL)
-    answers = pool.finish(30.0, but=(victim,))
+    answers = pool.run_and_kill(victim, 6.0, wait_for_a_dead_peer, victim)  # the others hang in their call by then
     assert len(answers) == victim
     assert all(f"({victim},)" in message and f"rank {victim} died" in message for message in answers)

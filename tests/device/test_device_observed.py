@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_context import Context
-from device_pool import Ranks
+from on_ranks import on_ranks
 
 import sidelane
 from sidelane import Config, PeerError, flight_recorder, metrics, ranges
@@ -21,8 +21,10 @@ from sidelane.cli.recorder import analyse, read_dump
 BYTES = 64 << 20
 
 
-def traced(context: Context, file: str) -> list[tuple[str, str, float]]:
-    """Lane, label and microseconds of what a trace shows of this rank; rank 0 has those of all."""
+@on_ranks(gpu=True, timeout_s=120)
+def test_a_trace_has_times_of_the_device(context: Context, tmp_path: Path) -> None:
+    """Rank 0 has the calls of all."""
+    file = str(tmp_path / "trace.json")
     with sidelane.Communicator(dist.group.WORLD, device=context.device, config=Config(timeout_s=30)) as comm:
         output = comm.empty(comm.world_size, BYTES // 4)
         mine = output[comm.rank].fill_(1)
@@ -46,16 +48,22 @@ def traced(context: Context, file: str) -> list[tuple[str, str, float]]:
         assert not ranges.observers
         dist.destroy_process_group(own)
     if dist.get_rank():
-        return []
+        return
     events = json.loads(Path(file).read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    return [(lanes[event["tid"]], event["name"], event["dur"]) for event in events if event["ph"] == "X"]
+    found = [(lanes[event["tid"]], event["name"], event["dur"]) for event in events if event["ph"] == "X"]
+    gathers = [us for lane, label, us in found if lane == "device: calls" and label.startswith("all_gather")]
+    reduces = [us for lane, label, us in found if lane == "device: calls" and label.startswith("all_reduce")]
+    assert len(gathers) == 4 * context.world_size and len(reduces) == 3 * context.world_size  # without the replayed one
+    assert all(us > 20 for us in gathers) and all(us > 0 for us in reduces)
+    assert len([label for lane, label, _ in found if lane == "host: calls"]) == 7 * context.world_size
 
 
-def observed(context: Context, folder: str) -> tuple[str, list[str]]:
-    """The text of the metrics, and the states of the calls in a dump, of copy engines and of kernels."""
+@on_ranks(gpu=True, timeout_s=120)
+def test_sums_and_states(context: Context, tmp_path: Path) -> None:
+    """The metrics, and the states of calls of copy engines and of kernels in a dump."""
     metrics.start()
-    flight_recorder.start(f"{folder}/")
+    flight_recorder.start(f"{tmp_path}/")
     try:
         with sidelane.Communicator(dist.group.WORLD, device=context.device, config=Config(timeout_s=30)) as comm:
             output = torch.empty(comm.world_size, BYTES // 4, device=context.device)
@@ -70,15 +78,19 @@ def observed(context: Context, folder: str) -> tuple[str, list[str]]:
             file = flight_recorder.dump()
         assert file is not None
         found: Any = pickle.loads(file.read_bytes())
-        return metrics.text(), [entry["state"] for entry in found["entries"]]
+        text = metrics.text()
+        assert 'collective="all_gather",dtype="float32",device="cuda"} 5' in text
+        assert "sidelane_timed_calls_total{" not in text  # the host does not know the ends
+        assert {entry["state"] for entry in found["entries"]} == {"completed"}
     finally:
         metrics.stop()
         flight_recorder.stop()
 
 
-def late(context: Context, folder: str) -> None:
+@on_ranks(gpu=True, timeout_s=120)
+def test_the_rank_behind_is_named(context: Context, tmp_path: Path) -> None:
     """Rank 1 comes late to the last call: the others' watch writes dumps while their hosts wait for the device."""
-    flight_recorder.start(f"{folder}/")
+    flight_recorder.start(f"{tmp_path}/")
     try:
         with sidelane.Communicator(dist.group.WORLD, device=context.device, config=Config(timeout_s=2)) as comm:
             output = comm.empty(comm.world_size, BYTES // 4)
@@ -96,27 +108,6 @@ def late(context: Context, folder: str) -> None:
                     comm.synchronize()
     finally:
         flight_recorder.stop()
-
-
-def test_a_trace_has_times_of_the_device(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(traced, str(tmp_path / "trace.json"), timeout_s=120)[0]
-    size = ranks.world_size
-    gathers = [us for lane, label, us in found if lane == "device: calls" and label.startswith("all_gather")]
-    reduces = [us for lane, label, us in found if lane == "device: calls" and label.startswith("all_reduce")]
-    assert len(gathers) == 4 * size and len(reduces) == 3 * size  # the replayed one is not there
-    assert all(us > 20 for us in gathers)
-    assert all(us > 0 for us in reduces)
-    assert len([label for lane, label, _ in found if lane == "host: calls"]) == 7 * size
-
-
-def test_sums_and_states(ranks: Ranks, tmp_path: Path) -> None:
-    for text, states in ranks.run(observed, str(tmp_path), timeout_s=120):
-        assert 'collective="all_gather",dtype="float32",device="cuda"} 5' in text
-        assert "sidelane_timed_calls_total{" not in text  # the host does not know the ends
-        assert set(states) == {"completed"}
-
-
-def test_the_rank_behind_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(late, str(tmp_path), timeout_s=120)
+    dist.barrier()
     found = analyse([read_dump(file) for file in tmp_path.iterdir()])
     assert {(one.kind, one.ranks, one.call) for one in found if one.kind in ("behind", "late")} == {("late", (1,), 6)}

@@ -9,17 +9,17 @@ import threading
 import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from counting import come_close_to_a_renewal, skip
 from device_context import Context
-from device_pool import Pool, Ranks
+from on_ranks import on_ranks
 from test_device_repeats import Repeated
 from turns import Turns
 
 from sidelane import Communicator, Config
 
+AROUND = [2**26 - 100, 2**31 - 50, 2**31 + 1000, 2**32 - 50, 2**32 + 1000]
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
     ("all_gather", "striped", 1 << 16, torch.int32),
@@ -31,9 +31,10 @@ CALLS = (
 )
 
 
-def behind_billions(context: Context, numbers: list[int]) -> list[int]:
+@on_ranks(gpu=True, timeout_s=120)
+def test_flags_that_nobody_set_for_billions_of_calls(context: Context) -> None:
     """Calls of every kind, repeated ones too, whose flags were last set up to 2**26 calls ago; and across renewals."""
-    stream, found = torch.cuda.Stream(), []
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), Communicator(device=context.device, config=Config(timeout_s=30)) as comm:
         repeated = [Repeated(comm, *call, place) for call in CALLS for place in ("symmetric", "ordinary")]
         weights = comm.empty(comm.world_size, 1000)
@@ -59,7 +60,7 @@ def behind_billions(context: Context, numbers: list[int]) -> list[int]:
             captured.output.fill_(-1)
             graph.replay()
 
-        for round_number, number in enumerate(numbers):
+        for round_number, number in enumerate(AROUND):
             skip(comm, number)
             for again in range(3):
                 everything((round_number + again) % comm.world_size)
@@ -67,21 +68,23 @@ def behind_billions(context: Context, numbers: list[int]) -> list[int]:
             for _ in range(10):  # by way of compiled code: the renewal falls among these
                 repeated[0].call()
                 repeated[6].call()
-            found.append(comm.calls.number())
+            assert number <= comm.calls.number() < number + 2**27
         comm.synchronize()
         for call in repeated:
             call.check()
-        assert torch.equal(captured.output, captured._expected().to(captured.output.dtype))
-    return found
+        assert torch.equal(captured.output, captured.expected().to(captured.output.dtype))
 
 
-def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool) -> int:
+@on_ranks(gpu=True, fresh=True, timeout_s=120, in_turn=True)
+@on_ranks(gpu=True, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, timeout_s=120, in_turn=False)
+def test_two_communicators_of_one_group_have_a_thread_each(context: Context, in_turn: bool) -> None:
     """Each with a stream of its own; both need memory of the peers again and again.
 
     In no order at all, only what has run before in turn: a kernel that is loaded waits for those that run, and these
-    may wait for a peer whose other thread loads one (docs/guide/lanes.md).
+    may wait for a peer whose other thread loads one (docs/guide/lanes.md). They need more hardware channels then than
+    CUDA gives unless asked (docs/internals/failure.md).
     """
-    turns = Turns(2)
+    turns, rounds = Turns(2), 20
     group = dist.group.WORLD
     comms = [Communicator(group, device=context.device, config=Config(timeout_s=30)) for _ in range(2)]
     errors: list[BaseException] = []
@@ -118,11 +121,12 @@ def a_communicator_for_each_thread(context: Context, rounds: int, in_turn: bool)
         comm.close()
     if errors:
         raise errors[0]
-    return sum(made)
+    assert made == ([20, 20] if in_turn else [40, 40])
 
 
-def forked(context: Context) -> str:
-    """A copy of a rank makes a call: what it is told. The rank itself goes on."""
+@on_ranks(gpu=True)
+def test_a_forked_copy_is_told_at_once(context: Context) -> None:
+    """A copy of a rank makes calls. The rank itself goes on."""
     with Communicator(device=context.device, config=Config(timeout_s=30)) as comm:
         call = Repeated(comm, "all_gather", "b2b", 1000, torch.float32, "ordinary")
         for _ in range(5):
@@ -143,7 +147,7 @@ def forked(context: Context) -> str:
         for _ in range(5):
             call.call()
         call.check()
-    return text
+    assert text.count("CommunicatorClosedError") == 3 and "it was made in another process" in text
 
 
 def _told(comm: Communicator, call: Repeated) -> str:
@@ -156,24 +160,3 @@ def _told(comm: Communicator, call: Repeated) -> str:
             told.append(f"{type(error).__name__}: {error}")
     comm.close()
     return "; ".join(told)
-
-
-AROUND = [2**26 - 100, 2**31 - 50, 2**31 + 1000, 2**32 - 50, 2**32 + 1000]
-
-
-def test_flags_that_nobody_set_for_billions_of_calls(ranks: Ranks) -> None:
-    for found in ranks.run(behind_billions, AROUND, timeout_s=120):
-        assert all(asked <= made < asked + 2**27 for made, asked in zip(found, AROUND, strict=True)), found
-
-
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_two_communicators_of_one_group_have_a_thread_each(fresh_pool: type[Pool], in_turn: bool) -> None:
-    """In no order at all, they need more hardware channels than CUDA gives unless asked (docs/internals/failure.md)."""
-    pool = fresh_pool(environment={} if in_turn else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    made = pool.run(a_communicator_for_each_thread, 20, in_turn, timeout_s=120)
-    assert set(made) == {40 if in_turn else 80}
-
-
-def test_a_forked_copy_is_told_at_once(ranks: Ranks) -> None:
-    for text in ranks.run(forked, timeout_s=60):
-        assert text.count("CommunicatorClosedError") == 3 and "it was made in another process" in text

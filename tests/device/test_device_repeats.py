@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_context import Context
-from device_pool import Ranks
+from on_ranks import on_ranks
 
 from sidelane import Communicator, Config
 from sidelane.choice.candidate import SM
@@ -43,7 +43,7 @@ class Repeated:
     def _values(self, rank: int, part: slice) -> torch.Tensor:
         return (self.index[part] * 3 + rank * 13 + self.count * 7) % MODULUS
 
-    def _expected(self) -> torch.Tensor:
+    def expected(self) -> torch.Tensor:
         n, numel, rank = self.comm.world_size, self.numel, self.comm.rank
         own = slice(rank * numel, (rank + 1) * numel)
         match self.kind:
@@ -65,7 +65,7 @@ class Repeated:
             method(self.input, output=self.output, variant=self.variant)
         else:
             method(self.output, self.input, variant=self.variant)
-        self.wrong += (self.output.to(torch.float64) != self._expected().to(torch.float64)).sum()
+        self.wrong += (self.output.to(torch.float64) != self.expected().to(torch.float64)).sum()
 
     def check(self) -> None:
         wrong = int(self.wrong.item())
@@ -90,30 +90,21 @@ CALLS = (
 )
 
 
-def repeated(context: Context, place: str, rounds: int) -> tuple[int, int, int]:
-    """Calls of all kinds in turn, from streams that change, around captures, allocations and asynchronous calls.
-
-    Returns:
-        How many calls were made, how many of them in C, and how many kernels were launched as graphs.
-    """
+@on_ranks(gpu=True, timeout_s=150)
+@pytest.mark.parametrize("place", ["ordinary", "symmetric"])
+def test_repeated_calls_of_every_kind(context: Context, place: str) -> None:
+    """Calls of all kinds in turn, from streams that change, around captures, allocations and asynchronous calls."""
     device = context.device
-    made = 0
+    made, rounds = 0, 48
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
-        assert comm._repeats is not None, "this machine compiles no C"
+        assert comm.path.repeats is not None, "this machine compiles no C"
         kernels = SM in comm.abilities.implementations
         calls = [
             Repeated(comm, kind, variant, numel, dtype, place)
             for kind, variant, numel, dtype in CALLS
             if kernels or "shot" not in variant
         ]
-        native, graphs, run = [], [], comm._repeats.run
-
-        def seen(*arguments: Any) -> bool | None:
-            outcome: bool | None = run(*arguments)
-            native.append(outcome is True)
-            return outcome
-
-        comm._repeats.run = seen
+        graphs = []
         streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream(device)]
         kept: list[Any] = []
         for number in range(rounds):
@@ -149,18 +140,21 @@ def repeated(context: Context, place: str, rounds: int) -> tuple[int, int, int]:
             call.check()
         with contextlib.suppress(StopIteration):
             first = next(call for call in calls if call.variant == "b2b")
-            assert torch.equal(first.output.to(torch.int64), first._expected())
-    return made, sum(native), sum(graphs)
+            assert torch.equal(first.output.to(torch.int64), first.expected())
+        native = comm.repeated_calls()
+    # Not the first two of each after a change, nor the first from another stream.
+    assert made // 4 < native < made
+    assert made // 20 < sum(graphs) < native, "kernels, where the stream is not an urgent one"
 
 
-def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
-    """Calls of every kind whose sizes never come again, as tensors by themselves and in lists.
+@on_ranks(gpu=True, timeout_s=300)
+def test_sizes_that_never_come_again_take_no_more_memory(context: Context) -> None:
+    """Calls of every kind whose sizes never come again, as tensors by themselves and in lists: few are kept, and this
+    process does not grow, on the host and on the device, in the second half of them.
 
-    Returns:
-        Calls that are kept in the end; bytes by which this process, on the host and on the device, has grown since the
-        half. Other tests may have the device at the same time, so that torch and the communicator are asked.
+    Other tests may have the device at the same time, so that torch and the communicator are asked.
     """
-    device = context.device
+    device, calls = context.device, 3000
     looks: list[tuple[int, int]] = []
     with Communicator(device=device, config=Config(timeout_s=30)) as comm:
         n, rank = comm.world_size, comm.rank
@@ -183,17 +177,4 @@ def other_sizes(context: Context, calls: int) -> tuple[int, int, int]:
                 dist.barrier(context.group)
         kept = sum(entry.prepared is not None for entry in comm.preparer.cache)
     (host, taken), (host_then, taken_then) = looks
-    return kept, host_then - host, taken_then - taken
-
-
-@pytest.mark.parametrize("place", ["ordinary", "symmetric"])
-def test_repeated_calls_of_every_kind(ranks: Ranks, place: str) -> None:
-    for made, native, graphs in ranks.run(repeated, place, 48, timeout_s=150):
-        # Not the first two of each after a change, nor the first from another stream.
-        assert made // 4 < native < made
-        assert made // 20 < graphs < native, "kernels, where the stream is not an urgent one"
-
-
-def test_sizes_that_never_come_again_take_no_more_memory(ranks: Ranks) -> None:
-    for kept, host, taken in ranks.run(other_sizes, 3000, timeout_s=300):
-        assert kept <= 64 + 8 and host < 48 << 20 and taken < 64 << 20
+    assert kept <= 64 + 8 and host_then - host < 48 << 20 and taken_then - taken < 64 << 20

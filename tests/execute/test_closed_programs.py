@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made_up_gpus import made_up_gpus
-from ranks import RankPool
+from on_ranks import on_ranks
 
 from sidelane import Communicator, Config
 from sidelane.errors import SidelaneError
@@ -16,8 +16,10 @@ from sidelane.program import collective as define
 from sidelane.program.builders import build
 
 
-def stores_behind_close(group: dist.ProcessGroup, when: str) -> tuple[list[str], list[bool]]:
-    """Close a program of one's own before or after a call fails: the errors, and whether its flags were let alone."""
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after", "under way"])
+def test_flags_of_a_closed_program_are_let_alone(group: dist.ProcessGroup, when: str) -> None:
+    """Their memory may have another owner by the time at which a failure lets all waits go."""
     with made_up_gpus(finish=False) as driver:
         comm = Communicator(group, config=Config(timeout_s=20, profile="builtin"))
         n, errors = comm.world_size, []
@@ -53,13 +55,6 @@ def stores_behind_close(group: dist.ProcessGroup, when: str) -> tuple[list[str],
         driver.synchronize()
         comm.close()
         alone.append(bool((words == -7).all()))
-        return errors, alone
-
-
-@pytest.mark.parametrize("when", ["before", "after", "under way"])
-def test_flags_of_a_closed_program_are_let_alone(pool: RankPool, when: str) -> None:
-    """Their memory may have another owner by the time at which a failure lets all waits go."""
-    for rank, (errors, alone) in enumerate(pool.run(stores_behind_close, 2, when)):
         assert len(errors) == 1 and "a failure" in errors[0]
-        if rank == 0 or when != "under way":  # then the other rank's flags get the signals of this one's last call
+        if comm.rank == 0 or when != "under way":  # then the other rank's flags get the signals of this one's last call
             assert alone == [True, True]

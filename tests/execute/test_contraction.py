@@ -5,7 +5,6 @@ Triton compiles for an H100 here; nothing of a kernel runs. An environment asks 
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import own_kernels
 import triton

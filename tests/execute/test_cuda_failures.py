@@ -19,7 +19,7 @@ from started import start
 
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda import release, site
+from sidelane.execute.cuda import release
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FLAG_CAPACITY, LANES
@@ -196,10 +196,21 @@ def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() 
 REFUSAL = DriverError("CUDA_ERROR_OUT_OF_MEMORY", "a call")
 
 
-def submit_up_to(world: World, number: int, error: BaseException) -> bool:
-    """Start a call on rank 0, and raise before one of its calls to the driver. False if it has fewer of them."""
+def submit_up_to(world: World, number: int, error: BaseException, streams: list[int] | None = None) -> bool:
+    """Start a call on rank 0, and raise before one of its calls to the driver. False if it has fewer of them.
+
+    Streams of the call are added to ``streams``.
+    """
+    driver, numbers, create = world.drivers[0], itertools.count(), world.drivers[0].create_stream
+
+    def created(**options: bool) -> int:
+        made: int = create(**options)
+        if streams is not None:
+            streams.append(made)
+        return made
+
+    driver.create_stream = created
     loaded = world.load(build(define.all_gather([4096] * 2), "b2b"))
-    driver, numbers = world.drivers[0], itertools.count()
     real: Callable[[Iterable[Bound]], None] = driver.submit
 
     def submit(calls: Iterable[Bound]) -> None:
@@ -238,9 +249,10 @@ def test_a_start_that_ends_half_way_lets_the_callers_stream_go_though_the_rank_c
 ) -> None:
     for number in range(20):
         with make(2) as world:
-            is_half = submit_up_to(world, number, error)
+            streams: list[int] = []
+            is_half = submit_up_to(world, number, error, streams)
             # Nothing of it runs any more: the caller's next work may have the memory of these tensors.
-            assert all(map(world.drivers[0].is_idle, world.executors[0]._streams)) or not is_half, f"call {number}"
+            assert streams and (all(map(world.drivers[0].is_idle, streams)) or not is_half), f"call {number}"
             world.executors[0].close()
             assert becomes_idle(world), f"call {number}"
             if not is_half:
@@ -276,44 +288,43 @@ def slow_lanes(
     driver: FakeDriver, lanes: Iterable[int], monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]
 ) -> None:
     """Let streams do some work in front of all that is submitted to them."""
-    slow, put = set(lanes), driver._put
+    slow, put = set(lanes), driver.put
 
     def late(kind: str, stream: int, then: Callable[[], Any]) -> None:
         put(kind, stream, (lambda: (work(), then())) if stream in slow else then)
 
-    monkeypatch.setattr(driver, "_put", late)
+    monkeypatch.setattr(driver, "put", late)
 
 
 def test_nothing_is_stored_once_an_executor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release is over for the watch when one of its streams is through; the others may still have all before them."""
     with world_of(2) as world:
         driver, executor = world.drivers[0], world.executors[0]
-        lanes = list(executor.rescue._lanes)
+        lanes = list(driver.urgent)  # of the rescue: nothing is loaded yet
         slow_lanes(driver, lanes[1:], monkeypatch, lambda: time.sleep(0.2))
         assert submit_up_to(world, 2, REFUSAL)
         executor.close()
-        assert all(driver._pending[lane] == 0 for lane in lanes)
+        assert all(map(driver.is_idle, lanes))
 
 
 def test_nothing_is_read_once_an_executor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     program = build(define.all_gather([8] * 2), "b2b")
     with world_of(2) as world:
         driver, executor = world.drivers[0], world.executors[0]
-        lanes = list(executor.rescue._lanes)
+        lanes = list(driver.urgent)  # of the rescue: nothing is loaded yet
         slow_lanes(driver, lanes, monkeypatch, lambda: time.sleep(0.1))
         executor.rescue.read(program, Addresses({}, tuple(flags.ctypes.data for flags in world.flags)), 0.01)
-        assert any(driver._pending[lane] for lane in lanes)
+        assert not all(map(driver.is_idle, lanes))
         executor.close()
-        assert all(driver._pending[lane] == 0 for lane in lanes)
+        assert all(map(driver.is_idle, lanes))
 
 
 def test_a_store_that_does_not_end_keeps_flags_and_words_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_LEAVING_S", 0.1)
-    monkeypatch.setattr(site, "_stuck", [])
+    monkeypatch.setattr(release, "SUBMIT_S", 0.1)
     goes_on = threading.Event()
     with world_of(2) as world:
         driver, executor = world.drivers[0], world.executors[0]
-        slow_lanes(driver, executor.rescue._lanes[1:], monkeypatch, goes_on.wait)
+        slow_lanes(driver, driver.urgent[1:], monkeypatch, goes_on.wait)
         assert submit_up_to(world, 2, REFUSAL)
         executor.close()
         assert executor.waits_for_the_host(), "memory would be given back"
@@ -377,13 +388,13 @@ def test_flags_that_are_gone_are_not_stored_to() -> None:
 
 def test_memory_of_flags_is_kept_while_a_store_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     program = build(define.all_gather([8] * 2), "b2b")
-    monkeypatch.setattr(release, "_LEAVING_S", 0.1)
+    monkeypatch.setattr(release, "SUBMIT_S", 0.1)
     with world_of(2) as world:
         driver, executor = world.drivers[0], world.executors[0]
         executor.watch.stop()
         words, goes_on = np.zeros(program.flag_count, np.uint32), threading.Event()
         executor.rescue.register(program, 0, Addresses({}, (words.ctypes.data,) * 2))
-        driver.do(executor.rescue._lanes[3], goes_on.wait)
+        driver.do(driver.urgent[3], goes_on.wait)
         executor.rescue.release(7)
         memory = weakref.ref(owner := Stream(0))
         executor.forget_flags([words.ctypes.data], owner)
@@ -402,4 +413,4 @@ def test_programs_that_were_closed_leave_room_for_others() -> None:
         with pytest.raises(ValueError, match="flags"):
             for base in range(0, 4096 * 3 * each, 4096):
                 rescue.register(program, 0, Addresses({}, (base, base)))
-        rescue._regions = {}  # there is no such memory
+        rescue.forget(range(0, 4096 * 3 * each, 4096))  # there is no such memory

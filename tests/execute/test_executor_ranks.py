@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from marks import long
 from on_ranks import on_ranks
-from ranks import RankPool, crew
+from ranks import crew
 from worlds import Rig, holdings, random_delays
 
 from sidelane.errors import PeerError, PeerTimeoutError
@@ -70,8 +70,10 @@ def programs(n: int, seed: int) -> Iterator[Program]:
             yield program
 
 
-def run_all(group: dist.ProcessGroup, seed: int) -> int:
+@on_ranks(1, long(2), 3, long(5), long(8))
+def test_every_kind_of_program_moves_the_right_bytes(group: dist.ProcessGroup) -> None:
     """Each program twice, interleaved, while ranks dawdle; all in the same flags, with epochs that sometimes jump."""
+    seed = dist.get_world_size(group)
     rig = Rig(group, delay=random_delays(seed + dist.get_rank(group), 0.05))
     loaded = [rig.load(program) for program in programs(rig.world_size, seed)]
     order = loaded * 2
@@ -81,12 +83,7 @@ def run_all(group: dist.ProcessGroup, seed: int) -> int:
         epoch += 1 + index % 2
         each.run_checked(epoch)
     rig.close()
-    return len(loaded)
-
-
-@pytest.mark.parametrize("n", [1, long(2), 3, long(5), long(8)])
-def test_every_kind_of_program_moves_the_right_bytes(pool: RankPool, n: int) -> None:
-    assert min(pool.run(run_all, n, n)) > 20, "programs"
+    assert len(loaded) > 20
 
 
 @on_ranks(4)
@@ -168,7 +165,8 @@ def leftovers(rig: Rig) -> list[str]:
     return [line for line in holdings() if line in mine]
 
 
-def one_stays_away(group: dist.ProcessGroup) -> Seen:
+@on_ranks(4)
+def test_a_rank_that_stays_away_is_named_on_every_rank(group: dist.ProcessGroup) -> None:
     rig = Rig(group, timeout_s=2.0)
     loaded = rig.load(build(all_gather([100] * rig.world_size), "pcpy"))
     loaded.run_checked(1)
@@ -184,17 +182,12 @@ def one_stays_away(group: dist.ProcessGroup) -> Seen:
     del loaded
     dist.barrier(group)
     assert leftovers(rig) == []
-    return result
-
-
-def test_a_rank_that_stays_away_is_named_on_every_rank(pool: RankPool) -> None:
-    results = pool.run(one_stays_away, 4)
-    for kind, ranks, text in results:
-        assert (kind, ranks) == ("PeerTimeoutError", (2,))
-        assert "all_gather(4 ranks, 400 bytes, out of place) pcpy, invocation 2: rank" in text
-        assert "(wait flag" in text and "queue dma:" in text
-        assert "rank 2 (pid" in text and "alive, ended call 1) has not come" in text
-    assert "gave up" in results[2][2], "it is told who gave up on it"
+    kind, ranks, text = result
+    assert (kind, ranks) == ("PeerTimeoutError", (2,))
+    assert "all_gather(4 ranks, 400 bytes, out of place) pcpy, invocation 2: rank" in text
+    assert "(wait flag" in text and "queue dma:" in text
+    assert "rank 2 (pid" in text and "alive, ended call 1) has not come" in text
+    assert dist.get_rank(group) != 2 or "gave up" in text, "it is told who gave up on it"
 
 
 @on_ranks(3)
@@ -290,11 +283,11 @@ def test_an_interrupt_stops_the_engines_and_is_told_to_the_peers() -> None:
         assert left == []
 
 
-def one_refuses(group: dist.ProcessGroup) -> Seen:
+@on_ranks(3)
+def test_after_a_refused_call_the_next_one_works(group: dist.ProcessGroup) -> None:
     """A refused call fails everywhere, and the next one works: nobody has moved beyond what was agreed."""
     rig = Rig(group, timeout_s=60)
     loaded = rig.load(build(all_gather([100] * rig.world_size), "pcpy"))
-    result: Seen = ("", (), "")
     for epoch in range(1, 7):
         if epoch % 2:
             loaded.run_checked(epoch)
@@ -303,14 +296,9 @@ def one_refuses(group: dist.ProcessGroup) -> Seen:
         else:
             with pytest.raises(PeerError) as caught:
                 loaded.run_checked(epoch)
-            result = seen(caught.value)
+            text = f"rank 1 refused call {epoch}, all_gather: TypeError: a list"
+            assert seen(caught.value) == ("PeerError", (1,), text)
     rig.close()
-    return result
-
-
-def test_after_a_refused_call_the_next_one_works(pool: RankPool) -> None:
-    first, _, last = pool.run(one_refuses, 3)
-    assert first == last == ("PeerError", (1,), "rank 1 refused call 6, all_gather: TypeError: a list")
 
 
 def exit_while_running(group: dist.ProcessGroup) -> None:

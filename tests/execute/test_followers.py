@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib.util
 import random
 from typing import Any
 from unittest import mock
 
 import pytest
+from marks import needs_triton
 from native_driver import NativeDriver
 
 from sidelane.execute.base import Addresses, Repetition
@@ -110,7 +110,7 @@ def test_calls_are_changed_to_what_they_would_be(way: str) -> None:
         assert seen(calls) == seen(made_by(prepare, there))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_arguments_of_kernels_follow_too() -> None:
     from sidelane.execute.cuda.kernel_launch import packed_for
 

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from cuda_world import FLAGS
 from hip_world import StandinDriver, hip_gpus
 from marks import long
-from ranks import RankPool, crew
+from on_ranks import everyones, on_ranks
+from ranks import crew
 from small_programs import programs
 from worlds import fill, output_of
 
@@ -80,7 +80,8 @@ class HipRank:
         return self.epoch
 
 
-def move(group: dist.ProcessGroup) -> int:
+@on_ranks(2, long(4))
+def test_ranks_in_processes_move_the_right_bytes(group: dist.ProcessGroup) -> None:
     rank, count = HipRank(group, 30.0), 0
     for seed, program in enumerate(programs(rank.ranks)[::3]):
         loaded = rank.executor.load(program, rank.addresses[0])
@@ -104,13 +105,7 @@ def move(group: dist.ProcessGroup) -> int:
         rank.check(frozen, expected)
     dist.barrier(group)
     rank.executor.close()
-    return count
-
-
-@pytest.mark.parametrize("ranks", [2, long(4)])
-def test_ranks_in_processes_move_the_right_bytes(pool: RankPool, ranks: int) -> None:
-    counts = pool.run(move, ranks)
-    assert len(set(counts)) == 1 and counts[0] > 20
+    assert count > 20
 
 
 def lose_a_rank(group: dist.ProcessGroup) -> tuple[str, Sequence[int]] | None:
@@ -137,8 +132,9 @@ def test_the_death_of_a_rank_is_noticed_before_the_time_out() -> None:
     assert first == last == ("death", (1,))
 
 
-def call_everything(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Make the calls of a communicator on AMD GPUs, repeated, in lists and in a graph; return the variants taken."""
+@on_ranks(2, 3)
+def test_a_communicator_runs_on_the_stand_in(group: dist.ProcessGroup) -> None:
+    """Calls on AMD GPUs, repeated, in lists and in a graph; all ranks take the same variants."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     taken = []
     with hip_gpus() as driver, Communicator(group) as comm:
@@ -175,10 +171,4 @@ def call_everything(group: dist.ProcessGroup) -> tuple[str, ...]:
             driver.runtime.call("hipStreamSynchronize", driver.caller)
             assert buffer[:, 0].tolist() == [other + 10 * repeat for other in range(ranks)]
         dist.barrier(group)
-    return tuple(taken)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_communicator_runs_on_the_stand_in(pool: RankPool, ranks: int) -> None:
-    taken = pool.run(call_everything, ranks)
-    assert len(set(taken)) == 1
+    assert everyones(group, taken) == [taken] * ranks

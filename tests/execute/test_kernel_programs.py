@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib.util
 import itertools
 import random
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_driver import FakeDriver, Stream
+from marks import needs_triton
 from monitor import Monitor, RankMonitor
 from started import start
 
@@ -32,7 +32,6 @@ from sidelane.program import kernel_chunks
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, MOST_LL_BYTES, KernelProgram, Protocol, kernel_program
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SUM = Reduction(ReduceOp.SUM, "float32")
 KB, MB = 1 << 10, 1 << 20
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from homeless import leave_home
+from marks import needs_triton
 
 from interpreter import Interpreter
 from sidelane.device import flags, language
@@ -205,7 +205,7 @@ print(found.name, found.warps, found.shared_bytes, len(found.image), "triton" in
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_a_second_process_does_without_triton(
     cache: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import group_world
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import build, mesh_of
+from fsdp_models import build, mesh_of
 from group_world import world
 from hip_world import hip_gpus
 from ranks import crew

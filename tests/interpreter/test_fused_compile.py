@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import tempfile
@@ -16,8 +15,7 @@ import pytest
 import torch
 from marks import long
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import triton
 from triton.backends.compiler import GPUTarget

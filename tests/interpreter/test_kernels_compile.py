@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 from marks import long
 
-if importlib.util.find_spec("triton") is None:  # it has no packages for macOS, where there is nothing to compile for
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")  # it has no packages for macOS, where there is nothing to compile for
 
 import own_kernels
 import triton

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from marks import long
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import triton
 import triton.language as tl

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import forked
 import pytest
 import torch
 from expected import in_rank_order
+from marks import needs_triton
 
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp, Reduction
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton

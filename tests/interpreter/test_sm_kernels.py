@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import forked
 import pytest
-from marks import long
+from marks import long, needs_triton
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 RANKS = Path(__file__).with_name("kernel_ranks.py")
 Run = Callable[[str, int], object]
 

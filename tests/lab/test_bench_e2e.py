@@ -18,48 +18,22 @@ from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import WORKLOADS, EndToEndOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import Results, collect, read, write
+from sidelane_lab.harness.study import collect, read, write
 from sidelane_lab.machines.load import named
+from sidelane_lab.studies import steps
 from sidelane_lab.studies.e2e import decode, prediction, study
-from sidelane_lab.studies.e2e.rows import WorkloadRow, draw_steps
+from sidelane_lab.studies.e2e.rows import WorkloadRow
 from sidelane_lab.studies.e2e.workload import Prepared
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "timeout_s": 100.0, "rounds": 2, "steps": 1}
 ROWS = ("rows there", "rows back", "rows there, float8")
-WAYS = ["gloo", "group", "operators", "gemv", "none"]
-
-
-def test_decoding_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    options = EndToEndOptions(**QUICK, workloads=("decode",), json=tmp_path / "e2e.json", resume=True)
-    results = running.run(options)
-    assert isinstance(results, Results) and read(tmp_path / "e2e.json").rows == results.rows
-    rows = [row for row in results.rows if isinstance(row, WorkloadRow)]
-    assert [(row.workload, row.size, row.way, row.launch) for row in rows] == [
-        ("decode", "tiny", way, "eager") for way in WAYS
-    ]
-    for row in rows:
-        assert row.step_ms and row.fastest_ms and row.slowest_ms and row.rounds == 2 and not row.note, row
-        assert row.fastest_ms <= row.step_ms <= row.slowest_ms and row.per_second == pytest.approx(
-            2e3 / row.step_ms, rel=1e-3
-        )
-        assert row.correct is (None if row.way == "none" else True) and row.predicted_ms is None
-        assert row.exposed_percent is not None and row.facts["summed_bytes"] == 2 * 2 * 2 * 64 * 4
-        assert (row.difference is None) == (row.way == "none") and ("by sidelane" in row.made_by) == (
-            row.way == "group"
-        )
-    (table,) = tables_of(results)
-    assert table.title.startswith("decode, tiny: tokens, parameters ")
-    (picture,) = draw_steps(rows, results, tmp_path)
-    assert (tmp_path / f"{picture.name}.png").exists()
 
 
 def test_what_the_file_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
     done = row(step_ms=1.0)
-    monkeypatch.setattr(study, "rows_there", lambda *_: (done, row(size="x", note="too large")))
-    monkeypatch.setattr(study, "run_study", lambda _, options, **more: seen.append((options, more)))
+    monkeypatch.setattr(steps, "rows_there", lambda *_: (done, row(size="x", note="too large")))
+    monkeypatch.setattr(steps, "run_study", lambda _, options, **more: seen.append((options, more)))
     study.main(EndToEndOptions(**QUICK, json=tmp_path / "e2e.json", resume=True))
     ((options, more),) = seen
     assert options.done == {("decode", "tiny", "")} and more["known"][0] is done
@@ -132,9 +106,9 @@ def row(**columns: Any) -> WorkloadRow:
 def trial(group: dist.ProcessGroup, prepare: Callable[..., Prepared]) -> list[WorkloadRow]:
     """The rows of a made-up workload, on one rank."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), lambda line: None)
-    one = study._SizeTrial(rank, make_meter(rank, 30.0), EndToEndOptions(**QUICK))
     columns = {"workload": "decode", "size": "tiny", "nccl": "", "unit": "tokens"}
-    return one.rows(prepare, "gloo", functools.partial(WorkloadRow, **columns))
+    row = functools.partial(WorkloadRow, **columns)
+    return study.rows_of(rank.device, make_meter(rank, 30.0), EndToEndOptions(**QUICK), prepare, row)
 
 
 def made_up(comm: Communicator, device: torch.device, *, library_fails: bool = False) -> Prepared:
@@ -172,7 +146,7 @@ def decoded(group: dist.ProcessGroup) -> tuple[list[WorkloadRow], float]:
     every = torch.empty(2, *wanted.shape)
     dist.all_gather_into_tensor(every.flatten(0, 1), wanted, group=group)
     assert int(whole.likeliest(wanted, gather)) == int(torch.cat(list(every), dim=1).argmax())
-    return rows, study.difference(step.step(half, gather), wanted)
+    return rows, steps.difference(step.step(half, gather), wanted)
 
 
 def test_a_prefill_and_a_step_of_decoding_agree() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +14,17 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from ranks import crew
 
+from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.drawing import save
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fsdp import rows as pictures
 from sidelane_lab.studies.fsdp import study
-from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
+from sidelane_lab.studies.fsdp.cases import parse_case
 from sidelane_lab.studies.fsdp.kernels import TimedKernel, group_of, summed
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
-from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.study import FsdpOptions, Trial
 from sidelane_lab.studies.fsdp.ways import (
     CommunicationWay,
     CommunicationWays,
@@ -39,30 +36,6 @@ from sidelane_lab.studies.fsdp.ways import (
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
-
-
-@pytest.mark.long
-def test_from_end_to_end(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.json"
-    options = FsdpOptions(**QUICK, cases=("8b:1x512", "70b:1x64"), layers=2, json=path, report=tmp_path / "report")
-    results = running.run(options)
-    assert results is not None and read(path).rows == results.rows
-    rows = [FsdpRow.from_dict(row) for row in json.loads(path.read_text())["rows"]]
-    assert [row.implementation for row in rows] == list(names_on("cpu")) * 2
-    for row in rows:
-        library = next(one for one in rows if one.model == row.model)
-        assert row.step_ms and row.exposed_ms is not None and row.peak_mb is None
-        if row.implementation.startswith("compute_only"):
-            assert row.correct is None and row.loss is None and "skipped" in row.note
-        else:
-            assert row.correct and (row.loss, row.note) == (library.loss, "")
-            assert row.grad_norm == pytest.approx(library.grad_norm, rel=1e-2)
-    floors = [row for row in rows if row.implementation == "compute_only"]
-    assert [row.exposed_ms for row in floors] == [0, 0]
-    text = (tmp_path / "report" / "index.html").read_text()
-    assert "llama-8b-like, 2 layers, 1x8 tokens a rank" in text and "fsdp-exposed" in str(
-        list((tmp_path / "report").iterdir())
-    )
 
 
 def test_with_an_optimizer_and_sums_in_float32() -> None:
@@ -92,44 +65,43 @@ class Breaks(StillGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-def planted(group: dist.ProcessGroup, case: StepCase, options: FsdpOptions) -> list[FsdpRow]:
-    """The study of a case in which ``sidelane`` moves nothing, and ``sidelane_copies`` breaks off."""
+def planted(group: dist.ProcessGroup, options: FsdpOptions) -> list[FsdpRow]:
+    """The study of a case in which ``sidelane`` moves nothing, and ``sidelane_ag`` breaks off."""
     torch.set_num_threads(1)
     make = CommunicationWays._make
 
     def wrong(self: CommunicationWays, name: str) -> CommunicationWay:
         way = make(self, name)
-        count = len(way.gathers)
         if name == "sidelane":
-            return CommunicationWay(name, way.params, [StillGather()] * count, make(self, "gloo").scatters)
-        if name == "sidelane_copies":
-            return CommunicationWay(name, way.params, [Breaks()] * count, way.scatters)
+            return CommunicationWay(name, way.params, [StillGather()] * len(way.gathers), make(self, "gloo").scatters)
         if name == "sidelane_ag":
-            raise RuntimeError("not here")
+            return CommunicationWay(name, way.params, [Breaks()] * len(way.gathers), way.scatters)
         return way
 
     CommunicationWays._make = wrong  # type: ignore[method-assign]
-    this = study._Study(Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None), options)
     try:
-        return list(this.rows(case))
+        return rows_here(options)
     finally:
-        this.close()
         CommunicationWays._make = make  # type: ignore[method-assign]
+
+
+def rows_here(options: FsdpOptions) -> list[FsdpRow]:
+    """The study's rows on this rank."""
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None)
+    assert study.STUDY.measure is not None
+    return list(study.STUDY.measure(rank, options, Sender(rank)))
 
 
 def test_what_is_wrong_or_breaks_off_has_no_time_and_leaves_the_others_theirs() -> None:
     with crew(2) as ranks:
-        for rows in ranks.run(planted, None, parse_case("8b:1x512").small(), FsdpOptions(**QUICK)):
+        for rows in ranks.run(planted, None, FsdpOptions(**QUICK, cases=("8b:1x512",))):
             by_name = {row.implementation: row for row in rows}
             assert list(by_name) == list(names_on("cpu"))
-            for name, correct, words in (
-                ("sidelane", False, "gradients are"),
-                ("sidelane_copies", None, "RuntimeError: out of something"),
-                ("sidelane_ag", None, "RuntimeError: not here"),
-            ):
-                row = by_name.pop(name)
-                assert (row.correct, row.step_ms) == (correct, None) and words in row.note
-            assert all(row.step_ms for row in by_name.values())
+            broken, wrong = by_name.pop("sidelane_ag"), by_name.pop("sidelane")
+            assert (broken.correct, broken.step_ms) == (None, None) and wrong.step_ms is None
+            assert broken.note == "rank 0: RuntimeError: out of something"
+            assert wrong.correct is False and "gradients are" in wrong.note
+            assert all(row.step_ms and row.correct in (True, None) for row in by_name.values())
 
 
 class Windowed:
@@ -144,24 +116,23 @@ class Windowed:
         }
         return WindowGather(group, windows)
 
+    def close(self) -> None: ...
 
-def in_windows(group: dist.ProcessGroup, case: StepCase) -> tuple[list[tuple[str, str]], list[str]]:
-    """Compare gathers in two windows that take turns; what was found, and what was wrong."""
+
+def in_windows(group: dist.ProcessGroup, options: FsdpOptions) -> list[FsdpRow]:
+    """The rows of a study with gathers in two windows that take turns."""
     torch.set_num_threads(1)
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None)
-    meter = Meter(CPU, group=dist.new_group(backend="gloo"))
-    make = functools.partial(Stepper, case, rank, meter, torch.bfloat16, optimizer=False, seed=3)
-    trial = Trial(rank, meter, make, Windowed, 60.0)
-    assert trial.prepare(["gloo", "nccl_ce"])
-    trial.measure(["gloo", "nccl_ce"], 0, 1)
-    trial.close()
-    return [(name, one.note) for name, one in trial.found.items()], [one.text for one in trial.problems.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "names_on", lambda device_type: ("gloo", "nccl_ce"))
+        patch.setattr(study, "NcclEngines", lambda *arguments: Windowed())
+        return rows_here(options)
 
 
 def test_two_windows_in_turn_are_enough() -> None:
     with crew(2) as ranks:
-        for found, problems in ranks.run(in_windows, None, parse_case("70b:1x512").small()):
-            assert (found, problems) == ([("gloo", ""), ("nccl_ce", "")], [])
+        for rows in ranks.run(in_windows, None, FsdpOptions(**QUICK, cases=("70b:1x512",))):
+            found = [(row.implementation, row.correct, row.note) for row in rows]
+            assert found == [("gloo", True, ""), ("nccl_ce", True, "")]
 
 
 def test_what_is_asked_for_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -21,13 +22,13 @@ from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
 from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import read, write
-from sidelane_lab.pairs.comparison import judge
 from sidelane_lab.pairs.heuristics import units_for
 from sidelane_lab.pairs.isolated import isolated_file, isolated_of, isolated_times
 from sidelane_lab.pairs.pair import GEMM
 from sidelane_lab.pairs.sweep import HeuristicRow
 from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
-from sidelane_lab.studies.c3.bench import is_bound_by_memory, rows_of
+from sidelane_lab.studies.c3.bench import is_bound_by_memory
+from sidelane_lab.studies.c3.comparison import judge
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
 from sidelane_lab.studies.tune import isolated_measure
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
@@ -220,12 +221,12 @@ def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
     times |= {f"c3_rp: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
     times |= {f"sm_rp: sm, {units} units": [2900.0] for units in (8, 16)}
     tried = {"c3_rp": (8, 16, 64), "sm_rp": (8, 16)}
-    outcome = judge(workload, ways, strategies, times, {}, {}, tried)  # type: ignore[arg-type]
-    notes = {row.strategy: row.note for row in rows_of(outcome, known)}
+    of_sweep = functools.partial(judge, workload, ways, strategies, times, {}, {}, tried)
+    notes = {row.strategy: row.note for row in of_sweep(known).rows}
     assert notes["c3_rp"].startswith("nccl; heuristic: 64 units, 4.0% behind the best (64 units: GEMM 1400 x 1.93")
     assert "no heuristic: allocate: no all_gather was measured" in notes["sm_rp"]
     assert notes["serial"] == "nccl" and "heuristic" not in notes["conccl_rp"]
-    assert rows_of(outcome)[1].note == "nccl" and rows_of(outcome)[1].units == 16
+    assert of_sweep().rows[1].note == "nccl" and of_sweep().rows[1].units == 16
 
 
 def test_where_isolated_times_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +32,11 @@ from sidelane_lab.baselines.candidate import (
     coalesced,
     is_separate,
 )
-from sidelane_lab.baselines.reference import KINDS, Case, fill_input, rounded_bytes
+from sidelane_lab.baselines.reference import KINDS, Case, fill_input
 from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster, check_asked, make_roster
-from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.study import read
 from sidelane_lab.studies import collectives as collective_study
-from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, calls_per_sample, measure_case
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
@@ -91,11 +88,6 @@ def test_inputs_differ_between_the_tensors_of_a_list() -> None:
         inputs.append(torch.zeros(part.input_bytes, dtype=torch.uint8))
         fill_input(part, inputs[-1], seed)
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(inputs, 2))
-
-
-def test_samples_are_shorter_where_separate_calls_are_many() -> None:
-    assert calls_per_sample(Kind.ALL_GATHER, 1 << 10, "cuda", tensors=100) == 2
-    assert calls_per_sample(Kind.ALL_GATHER, 1 << 10, "cpu", tensors=1024) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,29 +226,6 @@ def test_a_list_that_is_wrong_or_refused_is_a_row_and_the_study_goes_on(pool: Ra
             assert found[name, ""].correct is correct
             assert note in found[name, ""].note
             assert (found[name, ""].time_us, found[name, ""].bus_gbps) == (None, None)
-
-
-@pytest.mark.long
-def test_lists_from_end_to_end(tmp_path: Path) -> None:
-    options = CollectiveOptions(
-        **QUICK, collectives=(Kind.ALL_GATHER,), sizes=(1000, 16384), tensors=5, json=tmp_path / "lists.json",
-        report=tmp_path / "report", command="test",
-    )  # fmt: skip
-    results = running.run(options)
-    assert results is not None
-    assert read(tmp_path / "lists.json").rows == results.rows
-    assert (
-        {row.bytes for row in results.rows} == {rounded_bytes(1000, 2, 5), rounded_bytes(16384, 2, 5)} == {1120, 16480}
-    )
-    for row in results.rows:
-        assert (row.tensors, row.correct) == (5, True), row
-        assert row.time_us, row
-    ways = {(row.implementation, row.variant) for row in results.rows if row.implementation != "auto"}
-    own = ("pcpy", "b2b", "striped", "bcst")
-    assert ways == {*(("dma", variant) for variant in own), ("gloo", ""), ("gloo", "separate")}
-    auto = [row.separate for row in results.rows if row.implementation == "auto"]
-    assert sorted(auto) == [False] * 4 + [True] * 4
-    assert "lists of 5 tensors" in (tmp_path / "report" / "report.md").read_text()
 
 
 # What takes part.

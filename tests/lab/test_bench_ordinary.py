@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
 
-from sidelane import cli
-from sidelane.program.collective import Kind
-from sidelane_lab.harness import running
 from sidelane_lab.pairs.beside import RoundTimes
-from sidelane_lab.studies.ordinary import OrdinaryOptions
 
 SMALL = "256x256x256_256K"
 
@@ -24,17 +19,3 @@ def test_the_ideal_goes_by_the_fastest_collective_of_all() -> None:
     for figures in (looked_at.columns, looked_at.percent_of_ideal):
         with pytest.raises(ValueError, match="shorter"):  # a look has fewer rounds
             figures()
-
-
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[OrdinaryOptions] = []
-    monkeypatch.setattr(running, "run", seen.append)
-
-    def asked(*words: str) -> OrdinaryOptions:
-        result = CliRunner().invoke(cli.main, ["ordinary", "--device", "cpu", *words])
-        assert result.exit_code == 0, result.output
-        return seen.pop()
-
-    assert asked("--min-bytes", "16M").sizes == (16 << 20,)
-    some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL)
-    assert (some.parts, some.collectives, some.pairs) == (("beside",), (Kind.ALL_TO_ALL,), (SMALL,))

@@ -20,10 +20,9 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnDma, Roster
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.pairs.comparison import Instruments, run_workload
 from sidelane_lab.pairs.workload import parse_workload
-from sidelane_lab.studies.power.meter import Recorder
-from sidelane_lab.studies.power.pairs import PairPower
+from sidelane_lab.studies.c3.comparison import Instruments, run_workload
+from sidelane_lab.studies.power.meter import PairPower, Recorder
 from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
 
@@ -153,7 +152,7 @@ def power_of_a_pair(group: dist.ProcessGroup) -> tuple[dict[str, tuple[float, fl
         )
     finally:
         power.close()
-    return power.found, {result.strategy: result.time_us for result in outcome.results}
+    return power.found, {row.strategy: row.time_us for row in outcome.rows}
 
 
 def test_a_pair_draws_power_under_each_strategy_that_ran(pool: RankPool) -> None:

@@ -102,28 +102,6 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli.main, ["nccl-tests", *arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("all_reduce", "-b", "8", "-e", "64", "-f", "2", "-i", "8"), "exclude each other"),
-        (("all_reduce", "-b", "64", "-e", "8"), "-b 64, -e 8"),
-        (("all_reduce", "-b", "0", "-e", "8"), "-b 0"),
-        (("all_reduce", "-i", "0"), "-i must be above 0"),
-        (("all_reduce", "-b", "8", "-e", "1G", "-i", "8"), "value=134217728, allowed=1000"),
-        (("all_reduce", "--implementations", "mpi"), "mpi"),
-        (("all_reduce", "-t", "2"), "(value=2, allowed=1: each process has one GPU: -g 8 starts eight)"),
-        (("all_reduce", "--op", "prod"), "(value=prod, allowed=sum: reductions add)"),
-        (("all_reduce", "-r", "1"), "(value=1, allowed=0: the root of a broadcast is rank 0)"),
-        (("all_reduce", "-T", "3"), "No such option '-T'"),
-        (("all_reduce", "-G", "1", "-g", "2"), "CPU ranks have no graphs (value=graph, allowed=eager)"),
-        (("reduce_all",), "all_reduce"),
-    ],
-)
-def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:
-    result = call(*arguments)
-    assert result.exit_code != 0 and told in result.output
-
-
 class MadeUpRanks:
     """A measurement in place of that of ranks: it sends rows, and then does something else."""
 
@@ -160,7 +138,7 @@ def test_the_table_is_printed_though_the_file_cannot_be_written(
         raise OSError("no space is left")
 
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks(row("all_reduce", 4096, False, 1.0)))
-    monkeypatch.setattr(nccl_tests, "write_json", refuse)
+    monkeypatch.setattr(running.result_files, "write", refuse)
     result = call("all_reduce", "-g", "2", "--json", str(tmp_path / "out.json"))
     assert result.exit_code != 0 and "        4096 " in result.stdout
 
@@ -180,7 +158,7 @@ def test_only_reasons_are_an_error_behind_the_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks(empty))
     result = call("all_reduce", "-g", "2", "--json", str(out))
     assert result.exit_code == 1 and "# Out of bounds values : N/A" in result.stdout
-    assert "Error: nccl-tests: nothing was measured (takes no part: 64 ranks)" in result.stderr
+    assert "Error: collectives: nothing was measured (takes no part: 64 ranks)" in result.stderr
     assert len(json.loads(out.read_text())["rows"]) == 1
     out.unlink()
     line = f"collective --ranks 2 --device cpu --collective all_reduce --max-bytes 4K --json {out}"

@@ -13,16 +13,9 @@ from sidelane import cli
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
 from sidelane_lab.cli.clients import ClientOptions
-from sidelane_lab.cli.collectives import (
-    CollectiveOptions,
-    FusedOptions,
-    PhasesOptions,
-    PowerOptions,
-)
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
-from sidelane_lab.cli.ordinary import OrdinaryOptions
-from sidelane_lab.cli.tuning import IsolatedOptions, TuneOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.options import (
     MOST_TENSORS,
@@ -38,10 +31,15 @@ from sidelane_lab.harness.options import (
 )
 from sidelane_lab.harness.study import studies
 from sidelane_lab.studies.chain import ChainOptions
+from sidelane_lab.studies.collectives import CollectiveOptions
 from sidelane_lab.studies.gemms import GemmOptions
 from sidelane_lab.studies.host import HostOptions
 from sidelane_lab.studies.layouts import LayoutOptions
+from sidelane_lab.studies.ordinary import OrdinaryOptions
+from sidelane_lab.studies.phases.rows import PhasesOptions
+from sidelane_lab.studies.power.rows import PowerOptions
 from sidelane_lab.studies.process_group import GroupOptions
+from sidelane_lab.studies.tune.command import IsolatedOptions, TuneOptions
 
 COMMANDS: dict[str, type[StudyOptions]] = {
     "c3": C3Options,

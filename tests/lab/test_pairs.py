@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from sidelane.c3.strategies import named, strategies
+from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.ways import Problem
-from sidelane_lab.pairs.comparison import WORTH, aliases_of, judge, lasting, narrowed, pair_label
 from sidelane_lab.pairs.pair import GEMM, PairLaunch
 from sidelane_lab.pairs.workload import (
     CPU_GEMM_FLOPS,
@@ -28,6 +28,7 @@ from sidelane_lab.pairs.workload import (
     percent_of_ideal,
     speedup,
 )
+from sidelane_lab.studies.c3.comparison import WORTH, aliases_of, judge, lasting, narrowed, pair_label
 
 PAIR = parse_workload("cb1_896M")
 WANTED = tuple(map(named, ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce")))
@@ -90,25 +91,21 @@ def all_times(**changed: list[float]) -> dict[str, list[float]]:
 
 
 def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() -> None:
-    outcome = judged(all_times())
-    results = {result.strategy: result for result in outcome.results}
-    assert list(results) == [strategy.name for strategy in WANTED]
-    absent = results.pop("nccl_ce")
-    assert absent.failure == Problem("not available: no nccl_ce among what runs here (nccl, dma)", wrong=False)
-    assert outcome.best == DMA.label
-    assert outcome.best_comm_us == 1800
-    assert outcome.c3_class is C3Class.C_LONG
+    rows = {row.strategy: row for row in judged(all_times()).rows}
+    assert list(rows) == [*(strategy.name for strategy in WANTED), "auto"]
+    absent, auto = rows.pop("nccl_ce"), rows.pop("auto")
+    assert (absent.note, absent.correct) == ("not available: no nccl_ce among what runs here (nccl, dma)", None)
     # The best configuration next to the GEMM need not be the best one alone.
-    assert (results["c3_base"].label, results["c3_base"].comm_us) == (NCCL.label, 2200)
-    assert results["c3_sp"].label == NCCL_IN_PLACE.label
-    for result in results.values():
-        assert result.ideal == pytest.approx(3200 / 1800)
-        assert result.speedup == pytest.approx(3200 / result.time_us)
-    assert results["conccl"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1850))
+    assert (rows["c3_base"].note, rows["c3_base"].comm_us) == (NCCL.label, 2200)
+    assert rows["c3_sp"].note == NCCL_IN_PLACE.label
+    for row in rows.values():
+        assert (row.best_comm_us, row.c3_class) == (1800, C3Class.C_LONG)
+        assert row.ideal == pytest.approx(3200 / 1800)
+        assert row.speedup == pytest.approx(3200 / row.time_us)
+    assert rows["conccl"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1850))
     # The papers' figure takes the library's best isolated time: in place.
-    assert results["conccl"].percent_of_ideal_library == pytest.approx(percent_of_ideal(1400, 2000, 1850))
-    assert outcome.choice is not None
-    assert str(outcome.choice.candidate) == "conccl"
+    assert rows["conccl"].percent_of_ideal_nccl == pytest.approx(percent_of_ideal(1400, 2000, 1850))
+    assert auto.chosen == "conccl"
 
 
 def test_another_call_is_a_row_and_no_ideal_and_nobody_s_choice() -> None:
@@ -117,24 +114,22 @@ def test_another_call_is_a_row_and_no_ideal_and_nobody_s_choice() -> None:
     times = all_times(left=[900.0] * 3)
     times[pair_label(named("conccl_left"), left)] = [1410.0] * 3
     outcome = judge(PAIR, (NCCL, NCCL_IN_PLACE, DMA, left), wanted, times, {}, {})
-    assert (outcome.best, outcome.best_comm_us) == (DMA.label, 1800), (
-        "the ideal is that of the call as it was asked for"
-    )
-    results = {result.strategy: result for result in outcome.results}
-    assert results["conccl_left"].comm_us == 900 and results["conccl_left"].speedup == pytest.approx(3200 / 1410)
-    assert outcome.choice is not None and str(outcome.choice.candidate) == "conccl"
+    rows = {row.strategy: row for row in outcome.rows}
+    assert rows["conccl_left"].best_comm_us == 1800, "the ideal is that of the call as it was asked for"
+    assert rows["conccl_left"].comm_us == 900 and rows["conccl_left"].speedup == pytest.approx(3200 / 1410)
+    assert rows["auto"].chosen == "conccl"
 
 
 def test_ratios_are_taken_in_each_round_before_the_median() -> None:
     # The machine slows down by half in one round and by a quarter in another: every ratio is the same in all rounds.
     pace = [1.0, 1.5, 1.25]
     times = {name: [series[0] * factor for factor in pace] for name, series in all_times().items()}
-    steady = {result.strategy: result for result in judged(all_times()).results}
-    for result in judged(times).results[:-1]:
-        assert result.percent_of_ideal == pytest.approx(steady[result.strategy].percent_of_ideal)
-        assert result.time_us == pytest.approx(1.25 * steady[result.strategy].time_us)
+    for row, steady in zip(judged(times).rows, judged(all_times()).rows, strict=True):
+        if steady.time_us is not None:
+            assert row.percent_of_ideal == pytest.approx(steady.percent_of_ideal)
+            assert row.time_us == pytest.approx(1.25 * steady.time_us)
     # A round in which only the GEMM alone was slow moves no median.
-    assert judged(all_times(gemm=[1400.0, 2800.0, 1400.0])).results[3].speedup == pytest.approx(3200 / 1850)
+    assert judged(all_times(gemm=[1400.0, 2800.0, 1400.0])).rows[3].speedup == pytest.approx(3200 / 1850)
 
 
 def test_what_failed_has_no_time_and_says_why() -> None:
@@ -142,36 +137,35 @@ def test_what_failed_has_no_time_and_says_why() -> None:
     for label in (pair_label(named("conccl"), DMA), DMA.label):
         del times[label]
     outcome = judged(times, {DMA.label: Problem("rank 1: 3 bytes are wrong", wrong=True)})
-    conccl = next(result for result in outcome.results if result.strategy == "conccl")
-    assert conccl.time_us is None
-    assert conccl.percent_of_ideal is None
-    assert conccl.failure == Problem("rank 1: 3 bytes are wrong", wrong=True)
-    assert outcome.best == NCCL_IN_PLACE.label
-    assert outcome.choice is not None
-    assert str(outcome.choice.candidate) != "conccl"
-    assert [alone.time_us for alone in outcome.isolated] == [2200, 2000, None]
+    rows = {row.strategy: row for row in outcome.rows}
+    conccl = rows["conccl"]
+    assert (conccl.time_us, conccl.percent_of_ideal, conccl.correct) == (None, None, False)
+    assert conccl.note == "rank 1: 3 bytes are wrong"
+    assert conccl.best_comm_us == 2000 and rows["auto"].chosen != "conccl"
+    assert list(outcome.alone_us.values()) == [2200, 2000, None]
 
 
-def test_what_belongs_here_but_is_missing_is_a_result_with_the_reason() -> None:
-    outcome = judged(all_times(), unavailable={"nccl_ce": "no windows"})
-    assert outcome.results[-1].strategy == "nccl_ce"
-    assert outcome.results[-1].failure == Problem("not available: no windows", wrong=False)
+def test_what_belongs_here_but_is_missing_is_a_row_with_the_reason() -> None:
+    (row,) = (
+        row for row in judged(all_times(), unavailable={"nccl_ce": "no windows"}).rows if row.strategy == "nccl_ce"
+    )
+    assert (row.note, row.correct) == ("not available: no windows", None)
 
 
 def test_nothing_that_works() -> None:
-    outcome = judge(PAIR, (DMA,), strategies(), {GEMM: [1.0]}, {DMA.label: Problem("broken", wrong=True)}, {})
-    assert (outcome.best, outcome.c3_class, outcome.choice) == (None, None, None)
-    failures = {result.strategy: result.failure for result in outcome.results}
-    assert list(failures) == [strategy.name for strategy in strategies()]
-    assert failures["conccl"] == failures["conccl_rp"] == Problem("broken", wrong=True)
-    assert failures["c3_base"] == Problem("not available: no nccl or gloo among what runs here (dma)", wrong=False)
+    with pytest.raises(UnavailableError, match=f"no implementation works: {DMA.label}: broken"):
+        judge(PAIR, (DMA,), strategies(), {GEMM: [1.0]}, {DMA.label: Problem("broken", wrong=True)}, {})
+    outcome = judge(PAIR, (DMA,), strategies(), {GEMM: [1.0], DMA.label: [1.0]}, {}, {})
+    notes = {row.strategy: row.note for row in outcome.rows}
+    assert list(notes) == [strategy.name for strategy in strategies()], "nothing ran that auto could take"
+    assert notes["conccl"] == notes["conccl_rp"] == "no configuration could run"
+    assert notes["c3_base"] == "not available: no nccl or gloo among what runs here (dma)"
 
 
-def test_what_a_runner_refuses_is_a_result_with_the_reason() -> None:
+def test_what_a_runner_refuses_is_a_row_with_the_reason() -> None:
     refused = Problem("no green contexts", wrong=False)
     outcome = judge(PAIR, (NCCL,), [named("c3_rp")], {GEMM: [1.0], NCCL.label: [1.0]}, {"c3_rp": refused}, {})
-    assert [(result.strategy, result.failure) for result in outcome.results] == [("c3_rp", refused)]
-    assert outcome.choice is None
+    assert [(row.strategy, row.note, row.correct) for row in outcome.rows] == [("c3_rp", "no green contexts", None)]
 
 
 H200_FLOPS_PER_BYTE = 206.0

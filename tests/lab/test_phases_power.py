@@ -5,22 +5,16 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import rich.console
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import PHASED, PhasesOptions, PowerOptions
-from sidelane_lab.harness import report, running
+from sidelane_lab.harness import report
 from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import Results, read, write
-from sidelane_lab.machines import numbers
-from sidelane_lab.studies.phases.programs import KIND_OF
+from sidelane_lab.harness.study import Results
 from sidelane_lab.studies.phases.rows import PhaseRow
-from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
@@ -70,23 +64,6 @@ def power() -> Results:
     return Results(study="power", rows=tuple(rows), **FROM)
 
 
-@pytest.mark.parametrize("results", [phases(), power()], ids=["phases", "power"])
-def test_files_come_back(tmp_path: Path, results: Results) -> None:
-    assert read(write(tmp_path / "file.json", results)) == results
-
-
-def test_the_keys_that_other_tools_read() -> None:
-    assert list(PHASE.to_dict())[:11] == [
-        *("operation", "variant", "bytes", "launch", "source"),
-        *("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us"),
-    ]
-    assert list(POWER.to_dict()) == [
-        *("collective", "bytes", "implementation", "variant", "in_place", "launch", "time_us", "watts"),
-        *("watts_sampled", "idle_watts", "energy_mj", "energy_above_idle_mj", "counters_agree_percent"),
-        *("correct", "note"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("row", "change", "message"),
     [
@@ -128,114 +105,13 @@ def test_predictions_have_no_columns_that_only_measurements_fill() -> None:
     assert "no stamps\nus" not in table.columns and "<correct" not in table.columns
 
 
-def test_both_make_a_page_with_pictures(tmp_path: Path) -> None:
-    page = report.write(tmp_path, [phases(), power()])
-    assert page.read_text().count("data:image/svg+xml;base64,") == 2
-    for name in ("phases-all_gather_in_place-b2b-prelaunch", "power-all_gather-out-of-place-graph"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 5000
-        assert (tmp_path / f"{name}.svg").stat().st_size > 5000
-
-
 def test_studies_without_a_single_time_still_make_a_page(tmp_path: Path) -> None:
     rows = phases().rows[-1:], power().rows[-1:]
     empty = [dataclasses.replace(results, rows=few) for results, few in zip((phases(), power()), rows, strict=True)]
     assert "takes no part" in report.write(tmp_path, empty).read_text()
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments)
-
-
-POWER_SIZES = (64 * MB, 256 * MB, 1024 * MB)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for the studies; holds the options that they were called with. Predictions return 3."""
-    seen = SimpleNamespace(options=None)
-
-    def stand_in(*given: object) -> int:
-        *seen.machine, seen.options = given
-        return 3
-
-    monkeypatch.setattr(running, "run", stand_in)
-    monkeypatch.setattr(numbers, "predict_study", stand_in)
-    monkeypatch.setattr(power_predict, "main", stand_in)
-    return seen
-
-
-def test_the_names_of_operations_are_those_of_the_study() -> None:
-    assert tuple(KIND_OF) == PHASED
-
-
-def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
-    result = run(
-        *("phases", "--operation", "copy", "--operation", "all_to_all", "--min-bytes", "4K", "--max-bytes", "1M"),
-        *("--factor", "16", "--variants", "b2b,pcpy", "--launch", "eager", "--calls", "5", "--warmup", "2"),
-        *("--predict", "mi300x8", "--ranks", "2", "--device", "cpu", "--json", str(tmp_path / "x.json")),
-    )
-    assert result.exit_code == 0, result.output
-    options = asked.options
-    assert (options.operations, options.sizes) == (("copy", "all_to_all"), (4096, 65536, MB))
-    assert (options.variants, options.launches, options.predict) == (("b2b", "pcpy"), ("eager",), "mi300x8")
-    assert (options.calls, options.warmup, options.ranks, options.json) == (5, 2, 2, tmp_path / "x.json")
-
-
-def test_power_options(asked: SimpleNamespace) -> None:
-    result = run(
-        *("power", "--collective", "all_reduce", "--min-bytes", "1M", "--max-bytes", "16M", "--seconds", "1.5"),
-        *(
-            "--rounds",
-            "3",
-            "--place",
-            "in",
-            "--implementations",
-            "nccl,dma",
-            "--launch",
-            "eager",
-        ),
-    )
-    assert result.exit_code == 0, result.output
-    options = asked.options
-    assert (options.collectives, options.sizes) == ((Kind.ALL_REDUCE,), (MB, 4 * MB, 16 * MB))
-    assert (options.seconds, options.rounds, options.places, options.launch) == (1.5, 3, ("in",), "eager")
-    assert options.implementations == ("nccl", "dma")
-
-
-def test_predictions(asked: SimpleNamespace) -> None:
-    assert run("phases", "--machine", "mi300x8", "--operation", "copy", "--max-bytes", "4K").exit_code == 0
-    assert asked.options == PhasesOptions(operations=("copy",), sizes=(1024, 4096))
-    assert asked.machine == ["mi300x8"]
-    assert run("power", "--machine", "mi300x8", "--collective", "all_gather").exit_code == 0
-    assert asked.options == PowerOptions(collectives=(Kind.ALL_GATHER,), sizes=POWER_SIZES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("phases --machine mi300x8 --calls 3", "--calls does not go with --machine"),
-        ("power --machine mi300x8 --seconds 1", "--seconds does not go with --machine"),
-        ("phases --operation move", "(value='move', allowed=copy, copies, all_gather,"),
-        ("phases --device cpu --operation all_reduce", "all_to_all): compute units add between two handshakes"),
-        ("phases --machine h200x4 --operation reduce_scatter", "sidelane power measure it"),
-        ("phases --operation move --variants circle", "value='move'"),
-        ("phases --device cpu --operation broadcast", "ranks that copy nothing have no phases"),
-        ("phases --machine mi300", "mi300x8"),
-        (
-            "power --machine mi300x8 --collective broadcast",
-            "allowed=all_gather, all_to_all, reduce_scatter",
-        ),
-        ("phases --device cpu --variants circle", "circle"),
-        ("power --seconds 0.1", "seconds"),
-    ],
-)
-def test_mistakes_are_refused_in_one_line(arguments: str, reason: str) -> None:
-    result = run(*arguments.split())
-    assert result.exit_code == 2, result.output
-    assert reason in " ".join(result.output.split())
-
-
 def test_power_without_gpus_says_what_is_missing_and_what_works() -> None:
-    result = run("power", "--device", "cpu")
+    result = CliRunner().invoke(cli.main, ["power", "--device", "cpu"])
     assert result.exit_code == 1
     assert "Error: power: needs GPUs" in result.output and "--machine h200x4" in result.output

@@ -13,14 +13,13 @@ from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.driver import REDUCE_BLOCKS
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power import sensors
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Reading, Recorder, draw_of, figures_of
 from sidelane_lab.studies.power.predict import predicted
-from sidelane_lab.studies.power.rows import PowerRow
+from sidelane_lab.studies.power.rows import PowerOptions, PowerRow
 
 MB = 1 << 20
 

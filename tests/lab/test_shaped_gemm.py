@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,10 @@ from typing import Any
 import forked
 import pytest
 import torch
+from marks import needs_triton
 
 from sidelane_lab.shaping.shape import OPT1, GemmShape, SharedMemory
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SMALL = GemmShape(name="small", tile_m=16, tile_n=32, tile_k=16)
 HOPPER = SharedMemory(unit=233472, block=232448, reserved=1024)
 
@@ -26,7 +25,7 @@ def test_against_float64(tmp_path: Path) -> None:
 
 
 def compare(shape: GemmShape, m: int, n: int, k: int, dtype: torch.dtype, blocks: int) -> None:
-    from sidelane_lab.shaping.kernel import KERNEL, constants_of
+    from sidelane_lab.shaping.gemm import KERNEL, constants_of
 
     generator = torch.Generator().manual_seed(m * n + k)
     a, b = (torch.randn(size, generator=generator).to(dtype) for size in ((m, k), (k, n)))
@@ -54,7 +53,7 @@ def test_on_hopper_it_uses_tensor_cores_and_overlaps_its_loads() -> None:
     from triton.backends.compiler import GPUTarget
 
     from sidelane.execute.cuda.kernel_launch import compile_for
-    from sidelane_lab.shaping import kernel as shaped_gemm
+    from sidelane_lab.shaping import gemm as shaped_gemm
 
     square = matrix(1024, 1024)
     constants = shaped_gemm.constants_of(shape, square, square, square, wide=False)
@@ -71,7 +70,7 @@ def matrix(rows: int, columns: int, address: int = 256, dtype: torch.dtype = tor
 
 @needs_triton
 def test_tensors_that_it_does_not_take() -> None:
-    from sidelane_lab.shaping.kernel import constants_of
+    from sidelane_lab.shaping.gemm import constants_of
 
     a, b, c = matrix(4, 8), matrix(8, 6), matrix(4, 6)
     assert constants_of(OPT1, a, b, c, wide=False)["K"] == 8

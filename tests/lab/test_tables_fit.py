@@ -19,7 +19,7 @@ from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.command import list_table, summary_table
 from sidelane_lab.comparisons.figure import ClaimPredictions
@@ -42,14 +42,14 @@ from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
 from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
 from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
-from sidelane_lab.studies.collectives import collective_tables, predicted_rows
+from sidelane_lab.studies.collectives import CollectiveOptions, collective_tables, predicted_rows
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.ordinary import OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 from sidelane_lab.traces import dlrm_study as dlrm
@@ -190,18 +190,16 @@ def of_sensitivity() -> list[Table]:
 
 
 def of_ordinary() -> list[Table]:
-    def row(variant: str, reach: str, note: str, **more: Any) -> OrdinaryRow:
-        times = (*(123_456.0, 12_345.6, 234_567.8), None if "gemm" in more else 345.67, None, True, note)
+    def row(variant: str, reach: str, **more: Any) -> OrdinaryRow:
+        times = (*(123_456.0, 12_345.6, 234_567.8), None if "gemm" in more else 345.67, None, True)
         first = ("all_gather", 1_288_490_192, "bfloat16", False, "eager", "auto" if reach else "nccl", variant, False)
         return OrdinaryRow(*first, *times, reach=reach, **more)
 
     gemm = {"gemm": "8192x8192x8192", "m": 8192, "n": 8192, "k": 8192, "gemm_us": 1410.0, "best_comm_us": 1840.0}
     figures = {"comm_us": 1850.0, "speedup": 1.747, "ideal": 1.766, "percent_of_ideal": 97.5}
-    ways = [("symmetric", ""), ("mapped", "peers' inputs are read where they come again"), ("staged", ""), ("", "")]
-    rows = [row("b2b" if reach else "", reach, note) for reach, note in ways]
-    rows += [row("b2b", reach, note, **gemm, **figures) for reach, note in ways]
-    rows += [row(change, reach, note, host_us=1234.5) for change in CHANGES for reach, note in ways]
-    return ordinary_tables(rows)
+    ways = ("symmetric", "staged", "")
+    rows = [row("b2b" if reach else "", reach) for reach in ways]
+    return ordinary_tables([*rows, *(row("b2b", reach, **gemm, **figures) for reach in ways)])
 
 
 def of_profiled_steps() -> list[Table]:

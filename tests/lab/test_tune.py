@@ -83,7 +83,7 @@ def test_lists_are_no_times_to_choose_by() -> None:
 
 def test_a_table_from_a_result_file(tmp_path: Path) -> None:
     write(tmp_path / "collectives.json", RESULTS)
-    made = tune.from_results(tmp_path / "collectives.json", tmp_path / "table.json")
+    made = tune.make_profile(tmp_path / "collectives.json", tmp_path / "table.json")
     assert read_profile(tmp_path / "table.json") == made == profile_of(RESULTS)
 
 

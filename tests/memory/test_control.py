@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from on_ranks import on_ranks
-from ranks import RankPool, crew, shared_memory
+from ranks import crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.control import ControlBlock
@@ -64,7 +64,8 @@ def test_posted_calls_reach_all(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def slow_reader(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_post_stays_until_all_have_read_it(group: dist.ProcessGroup) -> None:
     """Rank 1 has read what all posted and makes hundreds of calls, before rank 0 looks."""
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.post_call(1, f"first of rank {rank}")
@@ -75,11 +76,7 @@ def slow_reader(group: dist.ProcessGroup) -> list[str]:
     for call in range(2, 5 * RING_CALLS):
         control.post_call(call, f"call {call}")
     control.close()
-    return [post.signature for post in posted]
-
-
-def test_a_post_stays_until_all_have_read_it(pool: RankPool) -> None:
-    assert pool.run(slow_reader, 2) == [["first of rank 0", "first of rank 1"]] * 2
+    assert [post.signature for post in posted] == ["first of rank 0", "first of rank 1"]
 
 
 @on_ranks(2)
@@ -112,21 +109,17 @@ def test_nobody_waits_for_a_rank_that_has_passed_a_call_without_reading(group: d
     control.close()
 
 
-def overwritten(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_post_that_is_gone_is_no_time_out(group: dist.ProcessGroup) -> None:
     """Rank 1 has not compared call 5 and is far beyond it."""
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     for call in range(1, 6 if rank == 0 else 5 + RING_CALLS + 1):
         control.post_call(call, "same text")
     dist.barrier(group)
-    if rank == 1:
-        return []
-    return [post.signature for post in control.calls_of_all(5, 20.0)]
-
-
-def test_a_post_that_is_gone_is_no_time_out(pool: RankPool) -> None:
-    own, other = pool.run(overwritten, 2)[0]
-    assert own == "same text"
-    assert other.startswith("64 calls ahead, its call 5 is no longer on record")
+    if rank == 0:
+        own, other = [post.signature for post in control.calls_of_all(5, 20.0)]
+        assert own == "same text"
+        assert other.startswith("64 calls ahead, its call 5 is no longer on record")
 
 
 @on_ranks(3)
@@ -163,28 +156,25 @@ def test_progress_is_seen_and_ends_are_counted_in_order(group: dist.ProcessGroup
     dist.barrier(group)
 
 
-def wait_for_all(group: dist.ProcessGroup, missing: list[int]) -> tuple[str, tuple[int, ...], str]:
-    control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
+@on_ranks(4)
+def test_ranks_that_do_not_post_are_named_to_all(group: dist.ProcessGroup) -> None:
+    control, rank, missing = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group), (1, 2)
     if rank in missing:
-        return failure(control, 1)
-    control.post_call(1, "all_gather of 12 bytes")
-    while not all(control.begun(peer) for peer in range(control.world_size) if peer not in missing):
-        time.sleep(0.01)  # a loaded machine may start them one after the other
-    with pytest.raises(PeerTimeoutError) as caught:
-        control.calls_of_all(1, 0.3)
-    dist.barrier(group) if not missing else None
-    return "PeerTimeoutError", caught.value.ranks, str(caught.value)
-
-
-def test_ranks_that_do_not_post_are_named_to_all(pool: RankPool) -> None:
-    for kind, ranks, text in pool.run(wait_for_all, 4, [1, 2]):
+        kind, ranks, text = failure(control, 1)
         assert kind == "PeerTimeoutError"
-        assert ranks == (1, 2)
-        assert "call 1 (all_gather of 12 bytes)" in text
-        assert "rank 1 (pid" in text and "rank 2 (pid" in text and "has begun no call" in text
+    else:
+        control.post_call(1, "all_gather of 12 bytes")
+        while not all(control.begun(peer) for peer in (0, 3)):
+            time.sleep(0.01)  # a loaded machine may start them one after the other
+        with pytest.raises(PeerTimeoutError) as caught:
+            control.calls_of_all(1, 0.3)
+        ranks, text = caught.value.ranks, str(caught.value)
+    assert ranks == missing and "call 1 (all_gather of 12 bytes)" in text
+    assert "rank 1 (pid" in text and "rank 2 (pid" in text and "has begun no call" in text
 
 
-def give_up(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_the_first_abort_speaks_for_all(group: dist.ProcessGroup) -> None:
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.check(1)
     dist.barrier(group)
@@ -196,35 +186,27 @@ def give_up(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
     if rank == 0:
         control.abort("me too")
     dist.barrier(group)
-    return [first, failure(control, 99)]
-
-
-def test_the_first_abort_speaks_for_all(pool: RankPool) -> None:
     expected = ("PeerTimeoutError", (2,), "rank 1 gave up: out of patience at step 3")
-    assert pool.run(give_up, 3) == [[expected, expected]] * 3
+    assert first == failure(control, 99) == expected
 
 
-def refuse(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(3)
+def test_a_refused_call_fails_on_the_others_and_only_that_call(group: dist.ProcessGroup) -> None:
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     if rank == 1:
         control.post_call(5, "all_gather", refusal="TypeError: float64")
         control.check(5)  # its own refusal was raised where it was found
-        seen = ("", (), "")
     else:
-        seen = failure(control, 5)
+        expected = ("PeerError", (1,), "rank 1 refused call 5, all_gather: TypeError: float64")
+        assert failure(control, 5) == expected
         control.check(4)
         control.check(6)
         control.check_present(5)
     dist.barrier(group)
-    return seen
 
 
-def test_a_refused_call_fails_on_the_others_and_only_that_call(pool: RankPool) -> None:
-    first, _, last = pool.run(refuse, 3)
-    assert first == last == ("PeerError", (1,), "rank 1 refused call 5, all_gather: TypeError: float64")
-
-
-def leave(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(2)
+def test_a_rank_that_closed_does_not_come(group: dist.ProcessGroup) -> None:
     control, rank = ControlBlock(Exchange(group, 60.0)), dist.get_rank(group)
     control.begin(1, "one")
     control.end(1)
@@ -236,19 +218,25 @@ def leave(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
     if rank == 0:
         with pytest.raises(PeerError):
             control.check_present(2)
-    seen = failure(control, 2) if rank == 0 else ("", (), "")
+        kind, ranks, text = failure(control, 2)
+        assert (kind, ranks) == ("PeerError", (1,))
+        assert text.startswith("rank 1 closed its communicator before call 2: rank 1 (pid")
+        assert "closed, ended call 1" in text
     dist.barrier(group)
-    return seen
 
 
-def test_a_rank_that_closed_does_not_come(pool: RankPool) -> None:
-    kind, ranks, text = pool.run(leave, 2)[0]
-    assert (kind, ranks) == ("PeerError", (1,))
-    assert text.startswith("rank 1 closed its communicator before call 2: rank 1 (pid")
-    assert "closed, ended call 1" in text
-
-
-def leave_while_looked_at(group: dist.ProcessGroup, says: str, asks: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("says", "asks", "seen"),
+    [
+        ("abort", "calls", "rank 1 gave up: rank 1 was interrupted"),
+        ("abort", "check", "rank 1 gave up: rank 1 was interrupted"),
+        ("refusal", "calls", "broadcast None; all_gather TypeError: float64"),
+        ("refusal", "check", "rank 1 refused call 2, all_gather: TypeError: float64"),
+        ("post", "calls", "broadcast None; all_gather None"),
+    ],
+)
+def test_what_a_rank_said_before_it_closed_is_heard(group: dist.ProcessGroup, says: str, asks: str, seen: str) -> None:
     """Rank 1 says something and closes between the two looks of rank 0: at what was said, and at who is gone."""
 
     class Slow(ControlBlock):
@@ -270,32 +258,19 @@ def leave_while_looked_at(group: dist.ProcessGroup, says: str, asks: str) -> str
             control.post_call(2, "all_gather", "TypeError: float64" if says == "refusal" else None)
         control.close()
         dist.barrier(group)
-        return ""
+        return
     try:
         if asks == "check":
+            text = "nothing"
             control.check(2)
         else:
             control.post_call(2, "broadcast")
-            return "; ".join(f"{post.signature} {post.refusal}" for post in control.calls_of_all(2, 10.0))
+            text = "; ".join(f"{post.signature} {post.refusal}" for post in control.calls_of_all(2, 10.0))
     except PeerError as error:
-        return str(error)
+        text = str(error)
     finally:
         control.close()
-    raise AssertionError("rank 1 did not come, and no error was raised")
-
-
-@pytest.mark.parametrize(
-    ("says", "asks", "seen"),
-    [
-        ("abort", "calls", "rank 1 gave up: rank 1 was interrupted"),
-        ("abort", "check", "rank 1 gave up: rank 1 was interrupted"),
-        ("refusal", "calls", "broadcast None; all_gather TypeError: float64"),
-        ("refusal", "check", "rank 1 refused call 2, all_gather: TypeError: float64"),
-        ("post", "calls", "broadcast None; all_gather None"),
-    ],
-)
-def test_what_a_rank_said_before_it_closed_is_heard(pool: RankPool, says: str, asks: str, seen: str) -> None:
-    assert pool.run(leave_while_looked_at, 2, says, asks)[0].startswith(seen)
+    assert text.startswith(seen)
 
 
 def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str, tuple[str, ...]] | None:

@@ -72,32 +72,29 @@ def test_peers_see_each_others_bytes(group: dist.ProcessGroup) -> None:
         assert block.tensor[-1] == 100 + (rank - 1) % n
 
 
-def refused(group: dist.ProcessGroup, sizes: list[int]) -> str:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ([100, 100, 200], MismatchError, "rank 1: 100, rank 2: 200"),
+        ([0] * 3, ValueError, r"^shared memory: nbytes must be positive \(value=0\)$"),
+        ([-5] * 3, ValueError, r"^shared memory: nbytes must be positive \(value=-5\)$"),
+        (
+            [1 << 50] * 3,
+            UnavailableError,
+            r"bytes of all ranks together \(value=\d+, allowed=1\.\.",
+        ),  # before it is a signal
+    ],
+)
+def test_every_rank_refuses_sizes(
+    group: dist.ProcessGroup, sizes: list[int], error: type[Exception], words: str
+) -> None:
     memory = ShmMemory(Exchange(group, 60.0))
-    with pytest.raises((ValueError, MismatchError, UnavailableError)) as caught:
+    with pytest.raises(error, match=words):
         memory.allocate(sizes[dist.get_rank(group)])
     assert memory.allocate(16).tensor.sum() == 0, "the group is as usable as before"
     del memory
     assert leftovers() == []
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_every_rank_refuses_different_sizes(pool: RankPool) -> None:
-    for text in pool.run(refused, 3, [100, 100, 200]):
-        assert text.startswith("MismatchError")
-        assert "rank 1: 100, rank 2: 200" in text
-
-
-@pytest.mark.parametrize("nbytes", [0, -5])
-def test_every_rank_refuses_no_bytes(pool: RankPool, nbytes: int) -> None:
-    for text in pool.run(refused, 3, [nbytes] * 3):
-        assert text == f"ValueError: shared memory: nbytes must be positive (value={nbytes})"
-
-
-def test_lack_of_memory_is_an_error_before_it_is_a_signal(pool: RankPool) -> None:
-    for text in pool.run(refused, 3, [1 << 50] * 3):
-        assert text.startswith("UnavailableError")
-        assert "available" in text
 
 
 @on_ranks(3)
@@ -240,7 +237,18 @@ def a_memfd_of_another_library(folder: Path, nbytes: int) -> int:
     return a_memfd(nbytes, host_shared._SEALS, "sidelanes")
 
 
-def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], int]) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (an_open_file, "no sealed memory"),
+        (an_unsealed_memfd, "no sealed memory"),
+        (a_memfd_of_another_library, "no sealed memory"),
+        (a_small_memfd, "owner and bytes"),
+        (a_pipe, "allowed=a regular file"),
+    ],
+)
+def test_a_post_reaches_no_other_file(group: dist.ProcessGroup, make: Callable[[Path, int], int], words: str) -> None:
     """The post of rank 0 names a file that is not its own, as anyone may who can write to the store."""
     rank, nbytes = dist.get_rank(group), mmap.PAGESIZE
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -260,22 +268,8 @@ def post_another_file(group: dist.ProcessGroup, make: Callable[[Path, int], int]
             os.close(given)
         dist.barrier(group)
     assert leftovers() == []
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (an_open_file, "no sealed memory"),
-        (an_unsealed_memfd, "no sealed memory"),
-        (a_memfd_of_another_library, "no sealed memory"),
-        (a_small_memfd, "owner and bytes"),
-        (a_pipe, "allowed=a regular file"),
-    ],
-)
-def test_a_post_reaches_no_other_file(pool: RankPool, make: Callable[[Path, int], int], words: str) -> None:
-    for text in pool.run(post_another_file, 2, make):
-        assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
+    text = str(caught.value)
+    assert all(f"rank {rank}: " in text for rank in range(2)) and text.count(words) == 2, text
 
 
 @on_ranks(2)

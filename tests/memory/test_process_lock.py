@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 
 from sidelane.errors import PeerTimeoutError
 from sidelane.memory import torch_symm
@@ -105,7 +105,8 @@ def meet(name: str, rank: int, pids: list[int]) -> list[str]:
         return [mailbox.recv(100).decode() for _ in pids[1:]]
 
 
-def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+def test_threads_with_a_communicator_each_do_not_take_each_others_handles(group: dist.ProcessGroup) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pids: list[int] = [0] * n
     dist.all_gather_object(pids, os.getpid(), group)
@@ -138,14 +139,12 @@ def threads_that_allocate(group: dist.ProcessGroup) -> list[str]:
     for memory in memories:
         memory.close()
     torch_symm.deferred_bytes = deferred_bytes
-    return wrong
+    assert not wrong
 
 
-def test_threads_with_a_communicator_each_do_not_take_each_others_handles(pool: RankPool) -> None:
-    assert pool.run(threads_that_allocate, 3) == [[], [], []]
-
-
-def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
+@on_ranks(2)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_graphs_that_torch_compiles_hold_nothing_of_a_rendezvous(group: dist.ProcessGroup, compiles: bool) -> None:
     """Devices for which a rendezvous was made where no pool of a graph gets hold of what it keeps."""
     n, found = dist.get_world_size(group), []
 
@@ -169,9 +168,4 @@ def made_apart(group: dist.ProcessGroup, compiles: bool) -> list[torch.device]:
         ):
             memory.allocate(8)
         memory.close()
-    return found
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_graphs_that_torch_compiles_hold_nothing_of_a_rendezvous(pool: RankPool, compiles: bool) -> None:
-    assert pool.run(made_apart, 2, compiles) == [[torch.device("cuda", 0)] * compiles] * 2
+    assert found == [torch.device("cuda", 0)] * compiles

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import everyones, on_ranks
 
 from sidelane.memory import record as records
 from sidelane.memory.exchange import Exchange
@@ -108,13 +108,14 @@ def interrupt(*arguments: object) -> int:
     raise KeyboardInterrupt
 
 
-def write_or_read(group: dist.ProcessGroup, seconds: float) -> int:
+@on_ranks(3)
+def test_no_torn_reads_between_processes(group: dist.ProcessGroup) -> None:
     """Rank 0 writes as fast as it can, each payload a few times; the others read. All must belong together."""
     shared = SharedBytes(Exchange(group, 60.0), 2048)
     record = Record(shared.view(0))
     rank, count, last = dist.get_rank(group), 0, 0
     dist.barrier(group)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 1.5
     while time.monotonic() < until:
         count += 1
         if rank == 0:
@@ -125,10 +126,5 @@ def write_or_read(group: dist.ProcessGroup, seconds: float) -> int:
             assert status == number // 9 % 5
             assert payload == PAYLOADS[number // 3 % len(PAYLOADS)], "torn"
             last = number
-    return last if rank else count
-
-
-def test_no_torn_reads_between_processes(pool: RankPool) -> None:
-    written, *read = pool.run(write_or_read, 3, 1.5)
-    assert written > 100
-    assert all(1 <= last <= written for last in read)
+    written, *read = everyones(group, last if rank else count)
+    assert written > 100 and all(1 <= last <= written for last in read)

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from expected import versions_of
 from replay_host import STREAM, Host, c_step, callback
 
 from sidelane.collectives.repeat import MOST_TENSORS
@@ -24,18 +25,18 @@ def test_python_and_c_mean_the_same(module: ModuleType) -> None:
 def test_a_remembered_call_runs_again(host: Host) -> None:
     assert host.run() is False, "nothing is remembered"
     host.remember()
-    versions = [tensor._version for tensor in host.tensors]
+    versions = versions_of(host.tensors)
     assert [host.run() for _ in range(3)] == [True] * 3
     assert host.log == ["ran"] * 3
     assert next(host.numbers) == 4, "a number a call"
-    assert [tensor._version for tensor in host.tensors] == [versions[0] + 3, versions[1]], "the output was written"
+    assert versions_of(host.tensors) == [versions[0] + 3, versions[1]], "the output was written"
     assert not host.lock.locked()
 
 
 def test_a_call_on_another_stream_than_the_callers(host: Host) -> None:
     """Autograd is not told of what it writes; a capture of the caller's stream is Python's."""
     host.remember()
-    versions = [tensor._version for tensor in host.tensors]
+    versions = versions_of(host.tensors)
     host.stream = STREAM + 1
     assert host.run() is None, "the last call was on another stream than the caller's"
     assert host.run(aside=STREAM) is True
@@ -44,7 +45,7 @@ def test_a_call_on_another_stream_than_the_callers(host: Host) -> None:
     assert host.run(aside=STREAM) is None
     host.stream, host.captured = STREAM, False
     assert host.run(aside=0) is True, "the caller's"
-    assert [tensor._version for tensor in host.tensors] == versions
+    assert versions_of(host.tensors) == versions
     assert host.log == ["ran"] * 2
     with pytest.raises(TypeError, match="int"):
         host.run(aside="a stream")
@@ -66,9 +67,9 @@ def test_lists_are_remembered_as_lists_of_one_length(host: Host) -> None:
     for odd in (([a, b], c), (a, [b, c]), ([], []), ([a, 3], [c, d]), ([[a], b], [c, d]), ([a, b], None), ()):
         assert host.run(odd) is False
     assert host.log == []
-    versions = [tensor._version for tensor in tensors]
+    versions = versions_of(tensors)
     assert host.run(([a, b], [c, d])) and host.run(((a, b), [c, d]))
-    assert [tensor._version - version for tensor, version in zip(tensors, versions, strict=True)] == [2, 2, 0, 0]
+    assert [now - then for now, then in zip(versions_of(tensors), versions, strict=True)] == [2, 2, 0, 0]
     host.remember((host.step("alone"),), tensors=(a,), lists=1)
     assert host.run((a,)) is False
     assert host.run(([a],))

@@ -1,31 +1,110 @@
-"""Fused operators on AMD GPUs: the choice on the stand-in for the HIP runtime, and their kernels for gfx942."""
+"""Fused operators on AMD GPUs: the choice on the stand-in for the HIP runtime, and their kernels for gfx942.
+
+Launches on the stand-in are only noted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import re
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from ranks import RankPool
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-import hip_operators
 import torch
+import torch.distributed as dist
 import triton
-from hip_operators import KERNEL, Launch
-from hip_world import LDS_BYTES
+from choices import keep
+from fused_ops import check_close
+from hip_world import LDS_BYTES, hip_gpus
+from on_ranks import on_ranks
+from ranks import RankPool
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+from sidelane import Communicator, Config, ops
+from sidelane.choice.fused import FUSED, FusedTime
+from sidelane.choice.key import key_here
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda import kernel_call
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
-from sidelane.ops import experts, rows
+from sidelane.ops import experts, gemv, operator, rms_norm, rows
+from sidelane.ops.gemm import TileSizes
 from sidelane.program.kernel import KernelCall
+
+Launch = tuple[str, str, list[Any], dict[str, Any]]
+"""Module and name of a kernel, its arguments with dtypes in place of tensors, and its options."""
+
+DTYPE = torch.bfloat16
+TOO_MANY_STAGES = 7
+KERNEL = "_gemm_all_to_all"  # which also sends rows to a product, or behind one
+
+
+class NotedLaunch(kernel_call.CudaKernelCall):
+    """A launch that is noted, and does nothing."""
+
+    noted: list[Launch]
+
+    def __init__(self, executor: Any, call: Any, *, compiles: bool) -> None:
+        self.program = call
+        self._packed = None
+        function = getattr(call.kernel, "fn", call.kernel)
+        kinds = [one.dtype if isinstance(one, torch.Tensor) else one for one in call.arguments]
+        if call.options.get("num_stages") == TOO_MANY_STAGES:  # what the driver's limit makes of it
+            raise OutOfResources(98304, LDS_BYTES, "shared memory")
+        self.noted.append((function.__module__, function.__name__, kinds, dict(call.options)))
+
+    def run(self, epoch: int, place: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def amd_ranks(group: dist.ProcessGroup, **settings: Any) -> Iterator[tuple[Communicator, list[Launch], Any]]:
+    """A communicator on AMD GPUs that are the stand-in, its noted launches, and the stand-in's driver."""
+    launches: list[Launch] = []
+    with (
+        mock.patch.object(NotedLaunch, "noted", launches, create=True),
+        mock.patch.object(kernel_call, "CudaKernelCall", NotedLaunch),
+        mock.patch.object(torch.version, "hip", "6.4.43484"),
+        mock.patch.object(gemv, "shared_bytes_of", lambda device, per_unit: LDS_BYTES // per_unit),
+        mock.patch.object(rms_norm, "slices_of_a_program", return_value=1),
+        mock.patch.object(rms_norm, "programs_of", lambda comm, needed, per_unit: needed),
+        hip_gpus() as driver,
+        Communicator(group, config=Config(**settings)) as comm,
+    ):
+        yield comm, launches, driver
+
+
+def factors(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x`` of a rank, and the weight of all."""
+    x, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(rank * k)) for k, shape in
+                 ((1, (16 * n, 64)), (0, (128, 64))))  # fmt: skip
+    return x.to(DTYPE), weight.to(DTYPE)
+
+
+def calls_of(comm: Communicator) -> dict[str, Callable[..., torch.Tensor]]:
+    """Return a call of each operator; arguments are those of the method."""
+    n, rank = comm.world_size, comm.rank
+    tables = [torch.ones(10, 64, dtype=DTYPE) for _ in range(2)]
+    indices, offsets = torch.arange(8 * n * 2) % 10, torch.arange(8 * n + 1) * 2
+    even = [[16] * n] * n
+    x, weight = factors(rank, n)
+    residual, ones = torch.ones(4, 1024, dtype=DTYPE), torch.ones(1024, dtype=DTYPE)
+    return {
+        "gemv_all_reduce": lambda **how: ops.gemv_all_reduce(comm, weight, x[rank], **how),
+        "all_reduce_rms_norm": lambda **how: ops.all_reduce_rms_norm(comm, residual, None, ones, **how)[0],
+        "embedding_all_to_all": lambda **how: ops.embedding_all_to_all(comm, tables, indices, offsets, **how),
+        "gemm_all_to_all": lambda **how: ops.gemm_all_to_all(comm, x, weight, even, most_rows=16 * n, **how),
+        "all_to_all_gemm": lambda **how: ops.all_to_all_gemm(comm, x, weight, even, most_rows=16 * n, **how),
+        "gemm_reduce_scatter": lambda **how: ops.gemm_reduce_scatter(comm, x, weight, **how),
+        "gemm_all_reduce": lambda **how: ops.gemm_all_reduce(comm, x, weight, **how),
+        "all_gather_gemm": lambda **how: ops.all_gather_gemm(comm, x, weight, **how),
+    }
+
 
 MOST_SPILLED = 2
 """Registers of a lane: next to nothing is spilled."""
@@ -52,37 +131,99 @@ def gfx942(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime.driver, "_active", MadeUpGpu())
 
 
-def test_auto_is_unfused_until_it_is_measured(pool: RankPool) -> None:
-    for found in pool.run(hip_operators.choose, 2):
-        for op, (told, kernels) in found.items():
+@on_ranks(2)
+def test_auto_is_unfused_until_it_is_measured(group: dist.ProcessGroup) -> None:
+    """What ``auto`` says of each operator without a measurement, and the kernels that its call launched."""
+    with amd_ranks(group) as (comm, launches, _):
+        n, sizes = comm.world_size, {"all_reduce_rms_norm": (4, 1024)}
+        for op, call in calls_of(comm).items():
+            before = len(launches)
+            result = call()
+            told = ops.explain(comm, op, *sizes.get(op, (64, 64, 64)))
             assert told.startswith(f"{op}: unfused: kernels of fused operators have never run on such GPUs; no time of")
+            kernels = [name for _, name, *_ in launches[before:]]
             assert kernels == ([KERNEL] if op in ("gemm_all_to_all", "all_to_all_gemm") else []), op
-    expected = [f"{KERNEL} weight=torch.bfloat16"]
-    assert pool.run(hip_operators.choose_by_measurement, 2) == [expected, expected]
+            if op == "all_gather_gemm":  # without a sum: the stand-in adds integers only
+                rows = torch.cat([factors(rank, n)[0] for rank in range(n)])
+                check_close(result, rows.double() @ factors(0, n)[1].double().T, op)
 
 
-def test_calls_that_only_a_kernel_can_run_are_refused_on_every_rank(pool: RankPool) -> None:
-    in_graph, of_experts = (
-        "embedding_all_to_all: method inside of a capture, on GPUs that have never run its kernel (value=auto, "
-        "allowed=fused)",
-        "gemm_all_to_all: method of a call with such arguments, on GPUs that have never run its kernel (value=auto, "
-        "allowed=fused)",
+@on_ranks(2)
+def test_auto_is_fused_once_rank_0_has_measured_that_it_is_faster(group: dist.ProcessGroup) -> None:
+    op, n = "gemm_all_to_all", dist.get_world_size(group)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", folder)
+        if dist.get_rank(group) == 0:
+            keep(key_here("cpu", n), [FusedTime(op, n, False, (16 * n, 64, 128), 2, {"fused": 1.0, "unfused": 2.0})])
+        with amd_ranks(group) as (comm, launches, _):
+            calls = calls_of(comm)
+            calls[op](), calls["gemv_all_reduce"]()
+            assert [(name, kinds[4]) for _, name, kinds, _ in launches] == [(KERNEL, torch.bfloat16)]
+
+
+@on_ranks(2)
+def test_calls_that_only_a_kernel_can_run_are_refused_on_every_rank(group: dist.ProcessGroup) -> None:
+    """In a graph, and of several experts."""
+    refused = r", on GPUs that have never run its kernel \(value=auto, allowed=fused\)"
+    in_graph = pytest.raises(UnavailableError, match="^embedding_all_to_all: method inside of a capture" + refused)
+    of_experts = pytest.raises(
+        UnavailableError, match="^gemm_all_to_all: method of a call with such arguments" + refused
     )
-    assert pool.run(hip_operators.capture, 2) == [(in_graph, of_experts)] * 2
+    with amd_ranks(group) as (comm, launches, _):
+        call = calls_of(comm)["embedding_all_to_all"]
+        call()
+        with mock.patch.object(operator, "is_captured", return_value=True), in_graph:
+            call()
+        n = comm.world_size
+        experts, counts = torch.ones(2, 64, 64, dtype=DTYPE), torch.ones(n, n, 2, dtype=torch.int32)
+        rows = torch.ones(2 * n, 64, dtype=DTYPE)
+        with of_experts:
+            ops.gemm_all_to_all(comm, rows, experts, counts, most_rows=2 * n)
+        assert not launches
 
 
-def test_tiles_without_room_are_refused_on_every_rank(pool: RankPool) -> None:
-    for errors in pool.run(hip_operators.refuse, 2):
-        for op, error in zip(("gemm_all_to_all", "all_to_all_gemm"), errors, strict=True):
-            assert error.startswith(
-                f"{op}: Triton cannot make the kernel, try other tile sizes (value=TileSizes(rows=128,"
-            ), error
-            assert "): out of resource: shared memory, Required: 98304, Hardware" in error, error
+@on_ranks(2)
+def test_tiles_without_room_are_refused_on_every_rank(group: dist.ProcessGroup) -> None:
+    """Calls go on behind them."""
+    needed = r"\): out of resource: shared memory, Required: 98304, Hardware"
+    with amd_ranks(group) as (comm, launches, _):
+        calls = calls_of(comm)
+        for op in ("gemm_all_to_all", "all_to_all_gemm"):
+            words = (
+                rf"^{op}: Triton cannot make the kernel, try other tile sizes \(value=TileSizes\(rows=128,.*{needed}"
+            )
+            with pytest.raises(UnavailableError, match=words):
+                calls[op](method="fused", tiles=TileSizes(stages=TOO_MANY_STAGES))
+        assert not launches
+
+
+def launch(group: dist.ProcessGroup) -> list[Launch]:
+    """Return the launches of all fused operators that are asked for by name."""
+    with amd_ranks(group) as (comm, launches, _):
+        n = comm.world_size
+        for op, call in calls_of(comm).items():
+            if FUSED in operator.OPERATORS[op].methods:
+                call(method="fused")
+        some, ones = torch.ones(16, 512, dtype=DTYPE), torch.ones(512, dtype=DTYPE)
+        ops.gemv_all_reduce(comm, torch.ones(64, 512, dtype=DTYPE), some, method="fused")
+        ops.gemv_all_reduce(comm, torch.ones(64, 512), some.float(), method="fused")
+        narrow = torch.ones(64, 512).to(torch.float8_e4m3fn)
+        ops.gemv_all_reduce(comm, narrow, some[0], scale=torch.ones(64), method="fused")
+        ops.all_reduce_rms_norm(comm, some, some, ones, schedule="pushed", method="fused")
+        quantized = {"quantized": torch.empty(16, 512, dtype=narrow.dtype), "scale": torch.ones(16, 1)}
+        ops.all_reduce_rms_norm(comm, some, some, ones, schedule="cells", method="fused", **quantized)
+        ops.gemm_all_to_all(comm, some.float(), torch.ones(64, 512), [[1] * n] * n, most_rows=16, method="fused")
+        tables, bags = [torch.ones(10, 64)], (torch.arange(8 * n) % 10, torch.arange(8 * n + 1))
+        ops.embedding_all_to_all_backward(comm, torch.ones(8, 64 * n), tables, *bags)
+        counts, terms = torch.ones(n, n, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+        ops.all_to_all_rows(comm, some, counts, most_rows=16)
+        ops.all_to_all_rows(comm, some, counts, most_rows=8, terms=terms, factors=torch.ones(4, 2))
+        return launches
 
 
 @pytest.fixture(scope="module")
 def launches(pool: RankPool) -> list[Launch]:
-    return pool.run(hip_operators.launch, 2)[0]
+    return pool.run(launch, 2)[0]
 
 
 def made(launch: Launch) -> Any:

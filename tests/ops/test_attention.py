@@ -20,16 +20,10 @@ from torch import Tensor
 
 from sidelane import Communicator, ops
 from sidelane.errors import MismatchError, PeerError
-from sidelane.ops import (
-    library,
-    register_attention,
-    sequence_parallel_attention,
-    sequence_positions,
-)
+from sidelane.ops import library, register_attention, sequence_parallel_attention, sequence_positions
 from sidelane.ops.attention import repeats_of
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest norm of a difference of a rank over the norm of what is right on all, by dtype."""

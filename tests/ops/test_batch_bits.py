@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-
 from collections.abc import Sequence
 
 import torch

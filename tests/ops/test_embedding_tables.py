@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from sidelane.choice.fused import ORDERS
 from sidelane.ops import embedding_tables

@@ -6,7 +6,6 @@ On a made-up GPU of one rank, for which Triton compiles; nothing of a kernel run
 from __future__ import annotations
 
 import gc
-import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import own_kernels
 from made_up_gpus import made_up_gpus

@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
 from on_ranks import on_ranks
-from ranks import RankPool
 
-from sidelane import CommunicatorClosedError, MismatchError
+from sidelane import CommunicatorClosedError, MismatchError, PeerError
 from sidelane.errors import SidelaneError
 
 
-def mistake_in_a_loop(group: dist.ProcessGroup, debug: bool, refused: bool) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(("refused", "there"), [(True, "ValueError"), (False, "MismatchError")])
+def test_a_mistake_in_a_loop_ends_the_communicator_as_the_guide_says(
+    group: dist.ProcessGroup, debug: bool, refused: bool, there: str
+) -> None:
     """Rank 0 repeats a call that all have made, rank 1 makes a mistake instead; then all make one that is right."""
     with communicator(group, debug=debug) as comm:
         good = torch.ones(4)
@@ -27,29 +31,21 @@ def mistake_in_a_loop(group: dist.ProcessGroup, debug: bool, refused: bool) -> l
             comm.all_reduce(good)
         except SidelaneError as error:
             told.append(error)
-    return [type(error).__name__ for error in told]
+    plain = [["PeerError", "CommunicatorClosedError"], [there, "PeerError"]]
+    expected = [["PeerError" if refused else there], [there]] if debug else plain
+    assert [type(error).__name__ for error in told] == expected[comm.rank]
 
 
-@pytest.mark.parametrize(("refused", "there"), [(True, "ValueError"), (False, "MismatchError")])
-def test_a_mistake_in_a_loop_ends_the_communicator_as_the_guide_says(pool: RankPool, refused: bool, there: str) -> None:
-    told = pool.run(mistake_in_a_loop, 2, False, refused)
-    assert told == [["PeerError", "CommunicatorClosedError"], [there, "PeerError"]]
-    assert pool.run(mistake_in_a_loop, 2, True, refused) == [["PeerError" if refused else there], [there]]
-
-
-def alone(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_missing_or_closed_communicator_says_what_is_needed(group: dist.ProcessGroup) -> None:
     """Rank 0 makes a communicator that rank 1 does not make, and then calls one that it has closed."""
     with communicator(group) as comm:
-        told = [str(error_of(communicator, group, timeout_s=0.2))] if comm.rank == 0 else []
+        if comm.rank == 0:
+            needed = "for rank 1: all ranks of a group make its communicators and calls, in one order"
+            assert needed in str(error_of(communicator, group, timeout_s=0.2))
         comm.barrier()
-    told.append(str(error_of(comm.all_reduce, torch.ones(4))))
-    return told
-
-
-def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) -> None:
-    first, second = pool.run(alone, 2)
-    assert "for rank 1: all ranks of a group make its communicators and calls, in one order" in first[0]
-    assert first[1:] == second == ["Communicator: closed; calls come before close(), or inside of its block"]
+    closed = "Communicator: closed; calls come before close(), or inside of its block"
+    assert str(error_of(comm.all_reduce, torch.ones(4))) == closed
 
 
 @on_ranks(3)
@@ -69,7 +65,8 @@ def test_known_calls_are_compared_in_debug(group: dist.ProcessGroup) -> None:
         assert "rank 0: all_gather(3 ranks, 60 bytes" in text and "rank 1: all_gather(3 ranks, 108 bytes" in text
 
 
-def far_ahead(group: dist.ProcessGroup) -> tuple[str, str]:
+@on_ranks(2)
+def test_a_mismatch_with_a_rank_that_is_far_ahead_is_named(group: dist.ProcessGroup) -> None:
     """Rank 1 makes a hundred known calls while rank 0 makes a new one: what rank 1 posted for it is gone."""
     with communicator(group) as comm:
         n = comm.world_size
@@ -82,18 +79,19 @@ def far_ahead(group: dist.ProcessGroup) -> tuple[str, str]:
         else:
             dist.barrier(group)
             error = error_of(comm.all_gather, torch.empty(6 * n), torch.empty(6))
-        return type(error).__name__, str(error)
+        name, text = type(error).__name__, str(error)
+    assert "no longer on record" in text, text
+    if comm.rank == 0:
+        assert name == "MismatchError", text
+        assert "call 2: ranks made different calls: rank 0: all_gather(2 ranks, 48 bytes" in text
+        assert "rank 1: 99 calls ahead, its call 2 is no longer on record (SIDELANE_DEBUG=1" in text
+    else:
+        assert name == "PeerError" and "rank 0" in text
 
 
-def test_a_mismatch_with_a_rank_that_is_far_ahead_is_named(pool: RankPool) -> None:
-    (name, text), (peers_name, peers_text) = pool.run(far_ahead, 2)
-    assert name == "MismatchError", text
-    assert "call 2: ranks made different calls: rank 0: all_gather(2 ranks, 48 bytes" in text
-    assert "rank 1: 99 calls ahead, its call 2 is no longer on record (SIDELANE_DEBUG=1" in text
-    assert peers_name == "PeerError" and "rank 0" in peers_text and "no longer on record" in peers_text
-
-
-def different_known_calls(group: dist.ProcessGroup, ahead: int) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("ahead", [1, 80])
+def test_a_time_out_names_the_call_that_the_peer_made(group: dist.ProcessGroup, ahead: int) -> None:
     """Rank 0 reduces, the others gather: the flags of a gather are not enough for a reduction."""
     with communicator(group, timeout_s=1) as comm:
         n = comm.world_size
@@ -102,39 +100,30 @@ def different_known_calls(group: dist.ProcessGroup, ahead: int) -> str:
         comm.all_reduce(total)
         if comm.rank == 0:
             dist.barrier(group)
-            return str(error_of(comm.all_reduce, total))
-        works = [comm.all_gather(out, shard, async_op=True) for _ in range(1 + ahead)]
-        dist.barrier(group)
-        return str(error_of(works[-1].wait))
-
-
-@pytest.mark.parametrize("ahead", [1, 80])
-def test_a_time_out_names_the_call_that_the_peer_made(pool: RankPool, ahead: int) -> None:
+            text = str(error_of(comm.all_reduce, total))
+        else:
+            works = [comm.all_gather(out, shard, async_op=True) for _ in range(1 + ahead)]
+            dist.barrier(group)
+            text = str(error_of(works[-1].wait))
     gone = "80 calls ahead, its call 3 is no longer on record (SIDELANE_DEBUG=1"
     theirs = gone if ahead == 80 else "its call 3 is all_gather(2 ranks, 40 bytes"
-    for text in pool.run(different_known_calls, 2, ahead):
-        assert theirs in text or "its call 3 is all_reduce(2 ranks, 56 bytes" in text  # either may be first to give up
+    assert theirs in text or "its call 3 is all_reduce(2 ranks, 56 bytes" in text  # either may be first to give up
 
 
-def refuses_a_known_call(group: dist.ProcessGroup) -> tuple[str, str]:
+@on_ranks(3)
+def test_a_refused_known_call_is_an_error_on_the_peers(group: dist.ProcessGroup) -> None:
     """Without the debug switch, a known call is not compared: the peers find out while they wait."""
     with communicator(group, timeout_s=5) as comm:
         n = comm.world_size
         out, shard = torch.empty(5 * n), torch.empty(5)
         comm.all_gather(out, shard)
         error = error_of(comm.all_gather, out, torch.empty(6) if comm.rank == 1 else shard)
-        if comm.rank != 1:
+        if comm.rank == 1:
+            assert isinstance(error, ValueError)
+        else:
+            assert isinstance(error, PeerError) and "rank 1" in str(error) and "output must hold" in str(error)
             with pytest.raises(CommunicatorClosedError, match="unusable since a call failed"):
                 comm.all_gather(out, shard)
-        return type(error).__name__, str(error)
-
-
-def test_a_refused_known_call_is_an_error_on_the_peers(pool: RankPool) -> None:
-    results = pool.run(refuses_a_known_call, 3)
-    assert results[1][0] == "ValueError"
-    for rank in (0, 2):
-        assert results[rank][0] == "PeerError"
-        assert "rank 1" in results[rank][1] and "output must hold" in results[rank][1]
 
 
 @on_ranks(3)
@@ -156,7 +145,8 @@ def test_closing_leaves_no_thread_and_no_file(group: dist.ProcessGroup) -> None:
     assert count() - before <= 1
 
 
-def closed(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_closed_communicator_says_so_and_its_tensors_live_on(group: dist.ProcessGroup) -> None:
     comm = communicator(group)
     tensor = comm.empty(4)
     comm.close()
@@ -164,7 +154,3 @@ def closed(group: dist.ProcessGroup) -> None:
     tensor.fill_(1)
     with pytest.raises(CommunicatorClosedError, match="closed"):
         comm.all_reduce(tensor)
-
-
-def test_a_closed_communicator_says_so_and_its_tensors_live_on(pool: RankPool) -> None:
-    pool.run(closed, 2)

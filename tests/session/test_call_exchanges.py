@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
-from on_ranks import on_ranks
-from ranks import RankPool, crew, shared_memory
+from on_ranks import everyones, on_ranks
+from ranks import crew, shared_memory
 
 import sidelane
 from sidelane import MismatchError, PeerError, PeerTimeoutError, config, version
@@ -33,19 +33,16 @@ from sidelane.memory.store_values import Post, value_of
 from sidelane.session import making as profiles
 
 
-def told(group: dist.ProcessGroup) -> list[list[object]]:
+@on_ranks(1, 2, 5)
+def test_everybody_hears_what_everybody_says(group: dist.ProcessGroup) -> None:
     exchange = Exchange(group, 20.0)
     large = "x" * (3 << 20)
     found = [exchange("ranks", lambda: exchange.rank), exchange("bytes", lambda: large[: 1000 * exchange.rank])]
-    return [found[0], list(map(len, found[1]))]
+    assert [found[0], list(map(len, found[1]))] == [list(range(group.size())), [1000 * rank for rank in found[0]]]
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_everybody_hears_what_everybody_says(pool: RankPool, n: int) -> None:
-    assert pool.run(told, n) == [[list(range(n)), [1000 * rank for rank in range(n)]]] * n
-
-
-def sees_late_that_all_are_there(group: dist.ProcessGroup) -> list[bool]:
+@on_ranks(2)
+def test_a_rank_that_sees_late_that_all_are_there_keeps_nothing(group: dist.ProcessGroup) -> None:
     exchange = Exchange(group, 20.0)
 
     def blind(what: str, missing: Any) -> None:
@@ -62,20 +59,17 @@ def sees_late_that_all_are_there(group: dist.ProcessGroup) -> list[bool]:
         exchange.wait_for = blind  # type: ignore[method-assign]
     gc.disable()
     try:
-        return [call()() is None for _ in range(3)]
+        assert [call()() is None for _ in range(3)] == [True] * 3
     finally:
         gc.enable()
-
-
-def test_a_rank_that_sees_late_that_all_are_there_keeps_nothing(pool: RankPool) -> None:
-    assert pool.run(sees_late_that_all_are_there, 2) == [[True] * 3] * 2
 
 
 RAW, SHOWN = "\x1b[2J\x9b31m\rred\u202e", r"\x1b[2J\x9b31m\rred\u202e"
 """Characters that act on a terminal, and how users see them."""
 
 
-def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_what_peers_say_does_not_act_on_terminals(group: dist.ProcessGroup) -> None:
     """Rank 1 refuses an exchange with such a text, is about such a thing, and refuses a call with it."""
     exchange, found = Exchange(group, 20.0), list[str]()
 
@@ -97,31 +91,26 @@ def says_what_acts_on_terminals(group: dist.ProcessGroup) -> list[str]:
             comm.all_reduce(torch.ones(4))
         dist.barrier(group)
     found.append(str(caught.value))
-    return found
+    if exchange.rank == 0:
+        assert found[0].endswith(f"rank 1: ValueError: {SHOWN}"), found
+        assert r"rank 1: \x1b[" in found[1] and SHOWN in found[2], found
 
 
-def test_what_peers_say_does_not_act_on_terminals(pool: RankPool) -> None:
-    refused, mismatch, call = pool.run(says_what_acts_on_terminals, 2)[0]
-    assert refused.endswith(f"rank 1: ValueError: {SHOWN}"), refused
-    assert r"rank 1: \x1b[" in mismatch, mismatch
-    assert SHOWN in call, call
-
-
-def about_other_things(group: dist.ProcessGroup) -> str:
+@on_ranks(3)
+def test_exchanges_are_compared(group: dist.ProcessGroup) -> None:
     exchange = Exchange(group, 20.0)
     with pytest.raises(MismatchError) as caught:
         exchange("apples" if exchange.rank else "pears", lambda: 1)
     assert exchange("fruit", lambda: exchange.rank) == [0, 1, 2]
-    return str(caught.value)
+    text = str(caught.value)
+    if exchange.rank == 0:
+        assert "rank 0 is about: pears; rank 1: apples" in text and "exchange 1 of communicator" in text
+    if exchange.rank == 1:
+        assert "rank 1 is about: apples; rank 0: pears" in text
 
 
-def test_exchanges_are_compared(pool: RankPool) -> None:
-    first, second, _ = pool.run(about_other_things, 3)
-    assert "rank 0 is about: pears; rank 1: apples" in first and "exchange 1 of communicator" in first
-    assert "rank 1 is about: apples; rank 0: pears" in second
-
-
-def one_fails(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(3)
+def test_what_fails_on_one_rank_is_told_to_all(group: dist.ProcessGroup) -> None:
     exchange = Exchange(group, 20.0)
 
     def make() -> int:
@@ -129,41 +118,28 @@ def one_fails(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
             raise LookupError("no key")
         return 1
 
-    return outcome(exchange, "keys", make)
+    name, ranks, text = outcome(exchange, "keys", make)
+    if exchange.rank == 2:
+        assert (name, ranks, text) == ("LookupError", (), "no key")
+    else:
+        assert (name, ranks) == ("PeerError", (2,))
+        assert "keys: not every rank can take part: rank 2: LookupError: no key" in text
 
 
-def test_what_fails_on_one_rank_is_told_to_all(pool: RankPool) -> None:
-    first, second, wrong = pool.run(one_fails, 3)
-    assert wrong == ("LookupError", (), "no key")
-    assert first == second
-    assert (
-        first[:2] == ("PeerError", (2,))
-        and "keys: not every rank can take part: rank 2: LookupError: no key" in first[2]
-    )
-
-
-def late(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+def test_who_does_not_come_is_named_and_may_come_to_the_next(group: dist.ProcessGroup) -> None:
     """A rank that does not come is named; the next communicator is the one that the others wait for then."""
     rank = dist.get_rank(group)
-    texts = []
     if rank != 1:
         exchange = Exchange(group, 1.0)
         with pytest.raises(PeerTimeoutError) as caught:
             exchange("lunch", lambda: rank)
-        texts.append(f"{caught.value} {caught.value.ranks}")
+        text = str(caught.value)
+        if rank == 0:
+            assert "(lunch, exchange 1 of communicator" in text and "waited 1." in text
+            assert "for rank 1: all ranks of a group" in text and caught.value.ranks == (1,)
     dist.barrier(group)
     assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
-    return texts
-
-
-def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> None:
-    (text,), *_ = pool.run(late, 3)
-    assert (
-        "(lunch, exchange 1 of communicator" in text
-        and "waited 1." in text
-        and "for rank 1: all ranks of a group" in text
-    )
-    assert text.endswith(" (1,)"), text
 
 
 @on_ranks(2)
@@ -187,10 +163,12 @@ def test_ranks_agree_whatever_they_have_made_before(group: dist.ProcessGroup) ->
         each_group.close()
 
 
-def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
+@on_ranks(3)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_ranks_agree_on_what_became_of_a_communicator(group: dist.ProcessGroup, interrupted: bool) -> None:
     """Rank 0 gives up when rank 1 has heard of it already; rank 2 comes later, when all are there for rank 1."""
     rank, store = dist.get_rank(group), exchanges.store_of(group)
-    key, text = f"gave up, {interrupted}", ""
+    key = f"gave up, {interrupted}"
     if rank == 0:
         exchange = Exchange(group, 20.0 if interrupted else 2.0)
 
@@ -212,7 +190,9 @@ def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
         exchange.look = look
         with pytest.raises(PeerError, match="lunch: another rank gave up: ") as caught:
             exchange("lunch", lambda: rank)
-        text = f"{type(caught.value).__name__} {caught.value.ranks} {caught.value}"
+        error = caught.value
+        expected = (PeerError, (0,)) if interrupted else (PeerTimeoutError, (2,))
+        assert (type(error), error.ranks) == expected
     if rank == 2:
         store.wait([key])
         if interrupted:
@@ -220,13 +200,6 @@ def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
                 Exchange(group, 20.0)("lunch", lambda: rank)
     for _ in range(2):
         assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
-    return text
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_ranks_agree_on_what_became_of_a_communicator(pool: RankPool, interrupted: bool) -> None:
-    _, text, _ = pool.run(one_gives_up, 3, interrupted)
-    assert text.startswith("PeerError (0,)" if interrupted else "PeerTimeoutError (2,)")
 
 
 @on_ranks(3)
@@ -275,11 +248,12 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def strange_posts(group: dist.ProcessGroup, folder: str) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(2)
+def test_what_others_write_to_the_store_is_data(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """In the place of what rank 1 says: what others may write to the store."""
     rank, store, found = dist.get_rank(group), exchanges.store_of(group), []
     own = version.VERSION
-    strange: list[bytes | str] = [pickle.dumps(Bomb(f"{folder}/went off")), b"\xff\x00", b"", "[" * 100_000, "{}"]
+    strange: list[bytes | str] = [pickle.dumps(Bomb(f"{tmp_path}/went off")), b"\xff\x00", b"", "[" * 100_000, "{}"]
     strange += ["NaN", f'["{own}", "", "shared memory", "", 7]', f'["{own}", 1, 2, 3, 4]', f'["{own}"]']
     for text in strange:
         if rank == 1:
@@ -299,14 +273,10 @@ def strange_posts(group: dist.ProcessGroup, folder: str) -> list[tuple[str, tupl
                 )
             words, timeout = dist.PrefixStore(f"nodes {number}/", store), datetime.timedelta(seconds=5)
             found.append(outcome(find_nodes, words, rank, (0, 1), timeout, config.current()))
-    return found
-
-
-def test_what_others_write_to_the_store_is_data(pool: RankPool, tmp_path: Path) -> None:
-    found, _ = pool.run(strange_posts, 2, str(tmp_path))
     assert not list(tmp_path.iterdir())
-    assert {(name, ranks) for name, ranks, _ in found} == {("PeerError", (1,))}, found
-    assert len(found) == 18
+    if rank == 0:
+        assert {(name, ranks) for name, ranks, _ in found} == {("PeerError", (1,))}, found
+        assert len(found) == 18
 
 
 @on_ranks(3)
@@ -346,17 +316,14 @@ def test_exchanges_of_two_threads_do_not_meet(group: dist.ProcessGroup) -> None:
         assert found[which] == [[(which, k, rank) for rank in range(3)] for k in range(40)]
 
 
-def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
+@on_ranks(2)
+def test_the_store_does_not_fill_up(group: dist.ProcessGroup) -> None:
     exchange = Exchange(group, 20.0)
     for k in range(30):
         exchange(f"step {k}", lambda: "x" * 1000)
     dist.barrier(group)
     keys = [f"{k}/{what}" for k in range(2, 31) for what in (exchange.rank, "outcome")]
-    return sum(exchange._store.check([key]) for key in keys)  # type: ignore[union-attr]
-
-
-def test_the_store_does_not_fill_up(pool: RankPool) -> None:
-    assert pool.run(what_is_left_in_the_store, 2) == [2, 2]
+    assert sum(exchange._store.check([key]) for key in keys) == 2  # type: ignore[union-attr]
 
 
 def test_a_group_without_a_store_is_refused() -> None:
@@ -389,7 +356,9 @@ def test_ranks_with_other_tables_are_refused_by_all(group: dist.ProcessGroup) ->
         assert name == "ValueError" and "with different tables of times" in why
 
 
-def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[str, tuple[int, ...], str], str]:
+@on_ranks(3)
+@pytest.mark.parametrize("where", ["staging", "offer", "plan"])
+def test_a_rank_that_fails_inside_an_exchange_says_why(group: dist.ProcessGroup, where: str) -> None:
     """Rank 1 fails in an exchange that only this library makes; its peers are in that exchange then."""
     with pytest.MonkeyPatch.context() as patch:
         wrong = dist.get_rank(group) == 1
@@ -405,23 +374,19 @@ def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[st
             patch.setattr(host_shared, "_offer", fail)
         if where == "plan" and wrong:
             patch.setattr("sidelane.collectives.plan.make_program", fail)
-        found = outcome(comm.all_reduce, torch.ones(numel))
-    later = outcome(comm.barrier)
+        name, ranks, why = outcome(comm.all_reduce, torch.ones(numel))
+    later = outcome(comm.barrier)[0]
     comm.close()
-    return found, later[0]
-
-
-@pytest.mark.parametrize("where", ["staging", "offer", "plan"])
-def test_a_rank_that_fails_inside_an_exchange_says_why(pool: RankPool, where: str) -> None:
-    first, wrong, last = pool.run(failing_in_exchanges, 3, where)
-    assert wrong[0] == ("RecursionError", (), "too deep here")
-    for (name, ranks, why), later in (first, last):
+    if wrong:
+        assert (name, ranks, why) == ("RecursionError", (), "too deep here")
+        assert later in ("CommunicatorClosedError", "PeerError")
+    else:
         assert (name, ranks, later) == ("PeerError", (1,), "CommunicatorClosedError")
         assert "RecursionError: too deep here" in why
-    assert wrong[1] in ("CommunicatorClosedError", "PeerError")
 
 
-def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_a_rank_that_fails_between_exchanges_says_why(group: dist.ProcessGroup) -> None:
     """Rank 1 gets no thread, or no memory, where no exchange is under way; its peers wait in the next one."""
     found = []
     for error in (RuntimeError("can't start new thread"), MemoryError("no memory"), OSError(24, "Too many open files")):
@@ -435,20 +400,16 @@ def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple
             found.append(outcome(communicator, group))
         with communicator(group) as comm:
             comm.barrier()
-    return found
-
-
-def test_a_rank_that_fails_between_exchanges_says_why(pool: RankPool) -> None:
-    first, wrong, last = pool.run(failing_between_exchanges, 3)
+    first, wrong, last = everyones(group, found)
     assert [name for name, _, _ in wrong] == ["RuntimeError", "MemoryError", "OSError"]
     for told in (first, last):  # by rank 1 itself, or by the other one that was told before
         for (name, ranks, text), (own, _, why) in zip(told, wrong, strict=True):
             assert (name, ranks) == ("PeerError", (1,)) and f"rank 1: {own}: {why}" in text, text
 
 
-def without_a_thread(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_a_rank_that_gets_no_thread_for_its_call_says_so(group: dist.ProcessGroup) -> None:
     """Rank 1 gets no thread where it runs its call."""
-    found = []
     for async_op in (False, True):
         comm = communicator(group)
         with pytest.MonkeyPatch.context() as patch:
@@ -464,16 +425,12 @@ def without_a_thread(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...
                 if work is not None:
                     work.wait()
 
-            found.append(outcome(call))
+            name, ranks, text = outcome(call)
+            if comm.rank == 1:
+                assert name == "RuntimeError"
+            else:
+                assert (name, ranks) == ("PeerError", (1,)) and "can't start new thread" in text
         comm.close()
-    return found
-
-
-def test_a_rank_that_gets_no_thread_for_its_call_says_so(pool: RankPool) -> None:
-    first, wrong, last = pool.run(without_a_thread, 3)
-    assert [name for name, _, _ in wrong] == ["RuntimeError", "RuntimeError"]
-    for name, ranks, text in (*first, *last):
-        assert (name, ranks) == ("PeerError", (1,)) and "can't start new thread" in text
 
 
 def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
 from on_ranks import on_ranks
-from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +29,8 @@ from sidelane.memory.exchange import Exchange
 from sidelane.memory.posts import RING_CALLS
 
 
-def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(3)
+def test_who_repeats_a_refusal_is_not_at_fault(group: dist.ProcessGroup) -> None:
     control = ControlBlock(Exchange(group, 60.0))
     found = []
     control.post_call(1, "all_gather", refusal="ValueError: odd" if control.rank == 2 else None)
@@ -43,15 +43,10 @@ def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[t
             found.append(outcome(compare, control, call, control.calls_of_all(call, 20.0)))
             found.append(outcome(control.check, call))
         dist.barrier(group)
-    return found
-
-
-def test_who_repeats_a_refusal_is_not_at_fault(pool: RankPool) -> None:
-    late, first, _ = pool.run(refused_by_one_compared_first_by_another, 3)
     refused = ("PeerError", (2,), "call 1: rank 2 refused it: ValueError: odd")
     different = "call 2: ranks made different calls: rank 0: all_gather of 4; rank 1: all_gather of 5"
-    assert first == [refused, ("MismatchError", (), different)]
-    assert late == [refused, refused, ("MismatchError", (), different), ("PeerError", (1,), different)]
+    mismatch, at_fault = ("MismatchError", (), different), ("PeerError", (1,), different)
+    assert found == [[refused, refused, mismatch, at_fault], [refused, mismatch], []][control.rank]
 
 
 class Seeing(TorchDispatchMode):
@@ -145,15 +140,11 @@ def test_a_compiler_breaks_its_graph_at_a_call(group: dist.ProcessGroup) -> None
         assert "a call of Sidelane runs as it is" in text
 
 
-def test_devices_that_are_not_there(pool: RankPool) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there are GPUs here")
-    for name, _, text in pool.run(on_a_gpu, 2):
-        assert name == "ValueError" and text.startswith("Communicator: device (value=cuda, allowed=cpu): ")
-
-
-def on_a_gpu(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
-    return outcome(Communicator, group, device="cuda")
+@on_ranks(2)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_devices_that_are_not_there(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"^Communicator: device \(value=cuda, allowed=cpu\): "):
+        Communicator(group, device="cuda")
 
 
 def test_more_ranks_than_a_communicator_takes() -> None:
@@ -167,7 +158,27 @@ def test_more_ranks_than_a_communicator_takes() -> None:
             Communicator(group, device="cpu")
 
 
-def refused_long_ago(group: dist.ProcessGroup) -> float:
+@on_ranks(2)
+def test_kernels_are_refused(group: dist.ProcessGroup) -> None:
+    """Variants that are kernels, before anything moves."""
+    with communicator(group) as comm:
+        n = comm.world_size
+        whole, part = torch.full((4 * n,), -1.0), torch.ones(4)
+        for call in (
+            lambda: comm.all_gather(whole, part, variant="one_shot"),
+            lambda: comm.all_to_all(whole, whole, variant="one_shot"),
+            lambda: comm.reduce_scatter(part, whole, variant="one_shot"),
+            lambda: comm.all_reduce(whole, variant="two_shot"),
+        ):
+            with pytest.raises(ValueError, match=r"variant \(value=.*allowed=auto, b2b"):
+                call()
+        assert whole.eq(-1).all() and part.eq(1).all()
+        comm.all_reduce(part)  # the ranks are still in step
+        assert part.eq(n).all()
+
+
+@on_ranks(3)
+def test_a_call_that_one_rank_refused_holds_nobody_up_later(group: dist.ProcessGroup) -> None:
     """Posts of a compared call are kept for who is late to compare it; who refused it never does."""
     with communicator(group) as comm:
         total = torch.ones(3)
@@ -178,26 +189,10 @@ def refused_long_ago(group: dist.ProcessGroup) -> float:
         began = time.monotonic()
         for _ in range(3 * RING_CALLS):
             comm.all_reduce(total)
-        return time.monotonic() - began
+        assert time.monotonic() - began < 15, "the time-out is 20 s"
 
 
-def test_a_call_that_one_rank_refused_holds_nobody_up_later(pool: RankPool) -> None:
-    assert max(pool.run(refused_long_ago, 3)) < 15  # the time-out is 20 s
-
-
-def wrong_communicators(
-    group: dist.ProcessGroup, environment: dict[str, str], arguments: dict[str, object]
-) -> tuple[str, tuple[int, ...], str]:
-    given: dict[str, object] = {"device": "cpu"}
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank(group) == 2:
-            given |= arguments
-            patch.setattr("sidelane.config._stack", [])  # what an earlier test has read of the environment
-            for name, value in environment.items():
-                patch.setenv(name, value)
-        return outcome(Communicator, group, **given)
-
-
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("environment", "arguments", "error", "text"),
     [
@@ -208,15 +203,22 @@ def wrong_communicators(
     ids=["device", "config", "setting"],
 )
 def test_a_rank_that_cannot_make_a_communicator_is_named(
-    pool: RankPool, environment: dict[str, str], arguments: dict[str, object], error: str, text: str
+    group: dist.ProcessGroup, environment: dict[str, str], arguments: dict[str, object], error: str, text: str
 ) -> None:
-    *peers, wrong = pool.run(wrong_communicators, 3, environment, arguments)
-    assert wrong[0] == error and text in wrong[2]
-    for name, ranks, why in peers:
-        assert (name, ranks) == ("PeerError", (2,)) and text in why
+    given: dict[str, object] = {"device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 2:
+            given |= arguments
+            patch.setattr("sidelane.config._stack", [])  # what an earlier test has read of the environment
+            for name, value in environment.items():
+                patch.setenv(name, value)
+        name, ranks, why = outcome(Communicator, group, **given)
+    assert text in why
+    assert name == error if dist.get_rank(group) == 2 else (name, ranks) == ("PeerError", (2,))
 
 
-def refused_for_want_of_memory(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+def test_a_call_that_found_no_memory_is_compared_again(group: dist.ProcessGroup) -> None:
     with communicator(group) as comm:
         n, part = comm.world_size, 3 << 18
         output, shard = torch.empty(n * part), torch.ones(part)
@@ -227,15 +229,10 @@ def refused_for_want_of_memory(group: dist.ProcessGroup) -> list[str]:
                 comm.all_gather(output, shard)
         # The call has failed on all ranks: it is not one that they know. Rank 1 gets it wrong, and the others hear of
         # it before they allocate what rank 1 does not.
-        texts = [outcome(comm.all_gather, output, shard[1:] if comm.rank == 1 else shard)[2]]
+        text = outcome(comm.all_gather, output, shard[1:] if comm.rank == 1 else shard)[2]
+        assert comm.rank == 1 or "rank 1 refused it" in text
         comm.all_gather(output, shard)
         assert bool((output == 1).all())
-    return texts
-
-
-def test_a_call_that_found_no_memory_is_compared_again(pool: RankPool) -> None:
-    texts = pool.run(refused_for_want_of_memory, 3)
-    assert "rank 1 refused it" in texts[0][0] and "rank 1 refused it" in texts[2][0]
 
 
 @on_ranks(2)
@@ -256,25 +253,24 @@ def test_known_calls_that_differ_do_not_pass_for_one(group: dist.ProcessGroup, s
     assert "ranks made different calls" in text and "32 bytes" in text and "64 bytes" in text
 
 
-def refuses_a_known_call(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+@on_ranks(2)
+def test_who_goes_on_hears_that_its_peer_does_not(group: dist.ProcessGroup) -> None:
+    """Rank 1 refuses a call that rank 0 knows, and so does not wait for: rank 0's communicator is unusable."""
     comm = communicator(group, timeout_s=60)
     output, shard = torch.empty(2 * comm.world_size), torch.ones(2)
     comm.all_gather(output, shard)
     found = [outcome(comm.all_gather, output, shard[comm.rank :]), outcome(comm.all_gather, output, shard)]
     comm.close()
-    return found
+    names = [name for name, _, _ in found]
+    if comm.rank == 0:
+        assert names == ["PeerError", "CommunicatorClosedError"]
+    else:
+        assert names == ["ValueError", "PeerError"] and found[1][1] == (1,)
+        assert "rank 0 gave up: rank 1 refused call 2" in found[1][2]
 
 
-def test_who_goes_on_hears_that_its_peer_does_not(pool: RankPool) -> None:
-    """Rank 1 refuses a call that rank 0 knows, and so does not wait for: rank 0's communicator is unusable."""
-    zero, one = pool.run(refuses_a_known_call, 2)
-    assert [name for name, _, _ in zero] == ["PeerError", "CommunicatorClosedError"]
-    assert [name for name, _, _ in one] == ["ValueError", "PeerError"]
-    assert one[1][1] == (1,) and "rank 0 gave up: rank 1 refused call 2" in one[1][2]
-
-
-def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:
-    names = []
+@on_ranks(2)
+def test_calls_that_a_close_overtakes_say_so(group: dist.ProcessGroup) -> None:
     for pause_s in (0.0, 0.0, 0.001, 0.003):
         comm = communicator(group)
         output, shard = torch.empty(5 * comm.world_size), torch.empty(5)
@@ -284,18 +280,17 @@ def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:
             works = [comm.all_gather(output, shard, async_op=True) for _ in range(2)]
             time.sleep(pause_s)
             comm.close()
-            names += [outcome(work.wait)[0] for work in works]
+            for work in works:
+                with pytest.raises(CommunicatorClosedError):
+                    work.wait()
         dist.barrier(group)
         comm.close()
-    return names
 
 
-def test_calls_that_a_close_overtakes_say_so(pool: RankPool) -> None:
-    names = pool.run(closes_with_calls_under_way, 2)[0]
-    assert set(names) == {CommunicatorClosedError.__name__}
-
-
-def forks_in_a_call(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS: its libraries end a forked copy of a process with threads")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_the_end_of_a_forked_copy_is_not_that_of_its_rank(group: dist.ProcessGroup) -> None:
     with communicator(group) as comm:
         output, shard = torch.empty(5 * comm.world_size), torch.ones(5)
         comm.all_gather(output, shard)
@@ -315,13 +310,7 @@ def forks_in_a_call(group: dist.ProcessGroup) -> str:
         else:
             dist.barrier(group)
             comm.all_gather(output, shard)
-        return outcome(comm.all_gather, output, shard)[2]
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS: its libraries end a forked copy of a process with threads")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_the_end_of_a_forked_copy_is_not_that_of_its_rank(pool: RankPool) -> None:
-    assert pool.run(forks_in_a_call, 2) == ["", ""]
+        comm.all_gather(output, shard)
 
 
 # Rank 0's program ends by an exception, with a call under way and without a `with` block.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from counting import skip
 from cpu_calls import communicator
+from on_ranks import everyones, on_ranks
 from ranks import RankPool
 
 from sidelane import Communicator, PeerError
@@ -45,25 +46,19 @@ def call_all(comm: Communicator, seed: int, *, late: int) -> None:
     assert total[0] == sum(range(n)) + n * seed
 
 
-def calls_around(group: dist.ProcessGroup, numbers: list[int]) -> list[int]:
-    found = []
+@on_ranks(3)
+def test_flags_that_nobody_set_for_billions_of_calls(group: dist.ProcessGroup) -> None:
+    """Those of one program are as old as the last renewal lets them be, while others run."""
     with communicator(group) as comm:
         call_all(comm, 1, late=1)
-        for seed, number in enumerate(numbers, 2):
+        for seed, number in enumerate(AROUND, 2):
             skip(comm, number)
             for again in range(2):
                 call_all(comm, 10 * seed + again, late=(seed + again) % comm.world_size)
-            found.append(comm.calls.number())
-    return found
+            assert 0 <= comm.calls.number() - number < 200, number
 
 
 AROUND = [2**26 - 10, 2**30, 2**31 - 9, 2**31 + 3, 3 * 2**30, 2**32 - 9, 2**32 + 5, 2**33]
-
-
-def test_flags_that_nobody_set_for_billions_of_calls(pool: RankPool) -> None:
-    """Those of one program are as old as the last renewal lets them be, while others run."""
-    for found in pool.run(calls_around, 3, AROUND, timeout_s=120):
-        assert all(0 <= made - asked < 200 for made, asked in zip(found, AROUND, strict=True)), found
 
 
 def without_renewals(group: dist.ProcessGroup, variant: str) -> str:
@@ -92,7 +87,9 @@ def test_without_renewals_calls_go_wrong(pool: RankPool) -> None:
     assert "wrong bytes" in found or "PeerTimeoutError" in found or "PeerError" in found
 
 
-def renewals_among_everything(group: dist.ProcessGroup, seed: int) -> int:
+@on_ranks(3)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_renewal_may_fall_anywhere(group: dist.ProcessGroup, seed: int) -> None:
     """Asynchronous calls, handles, lists, refusals and empty() where a renewal falls in between."""
     rng = random.Random(seed)
     with communicator(group) as comm:
@@ -127,16 +124,12 @@ def renewals_among_everything(group: dist.ProcessGroup, seed: int) -> int:
             for work, tensor, right in works:
                 work.wait()
                 assert tensor[0] == right
-        return comm.calls.number()
+        number = comm.calls.number()
+        assert everyones(group, number) == [number] * n and number > 12 * RENEWAL_CALLS - 10
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_renewal_may_fall_anywhere(pool: RankPool, seed: int) -> None:
-    numbers = pool.run(renewals_among_everything, 3, seed, timeout_s=120)
-    assert len(set(numbers)) == 1 and numbers[0] > 12 * RENEWAL_CALLS - 10
-
-
-def no_renewal_for_a_dead_peer(group: dist.ProcessGroup) -> str:
+@on_ranks(2)
+def test_a_renewal_names_who_does_not_come(group: dist.ProcessGroup) -> None:
     comm = communicator(group, timeout_s=2)
     comm.barrier()
     comm.calls.count_from(RENEWAL_CALLS - 1)
@@ -144,14 +137,10 @@ def no_renewal_for_a_dead_peer(group: dist.ProcessGroup) -> str:
     if dist.get_rank(group) == 1:
         dist.barrier(group)  # until the other one has given up
         comm.close()
-        return ""
+        return
     with pytest.raises(PeerError) as caught:
         comm.all_reduce(torch.ones(3))
     comm.close()
     dist.barrier(group)
-    return str(caught.value)
-
-
-def test_a_renewal_names_who_does_not_come(pool: RankPool) -> None:
-    text = pool.run(no_renewal_for_a_dead_peer, 2)[0]
+    text = str(caught.value)
     assert "renewal of flags: all calls have ended" in text and "rank 1 (pid" in text

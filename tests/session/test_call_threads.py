@@ -27,7 +27,9 @@ from sidelane.integrations.ledger import Ledger
 from sidelane.memory import record as records
 
 
-def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
+@on_ranks(3, timeout_s=150)
+@pytest.mark.parametrize("seed", [0, 1, *map(long, range(2, 6))])
+def test_two_communicators_of_one_group_have_a_thread_each(group: dist.ProcessGroup, seed: int) -> None:
     """Both need staging that grows, again and again, which is an exchange of handles each time."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     comms = [communicator(group) for _ in range(2)]
@@ -55,15 +57,12 @@ def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
         list(pool.map(work, range(2), timeout=120))
     for comm in comms:
         comm.close()
-    return sum(made)
+    assert made == [25, 25]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *map(long, range(2, 6))])
-def test_two_communicators_of_one_group_have_a_thread_each(pool: RankPool, seed: int) -> None:
-    assert pool.run(a_communicator_for_each_thread, 3, seed, timeout_s=150) == [50] * 3
-
-
-def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
+@on_ranks(2)
+def test_two_threads_in_one_communicator_are_an_error_at_once(group: dist.ProcessGroup) -> None:
+    """Nobody knows which of the two calls the peers are in, so that it is the end on all ranks, and nobody waits."""
     rank = dist.get_rank(group)
     comm = communicator(group)
     inside: list[BaseException] = []
@@ -82,27 +81,18 @@ def two_threads_at_once(group: dist.ProcessGroup) -> tuple[str, str, str]:
         with pytest.raises(RuntimeError) as caught:
             comm.all_gather(torch.empty(2), torch.empty(1))
         thread.join(20)
-        own = str(caught.value)
+        text = str(caught.value)
+        assert text.startswith("all_gather: another call of this communicator is under way in another thread (value=")
+        assert "one call is made at a time. Give each thread a communicator" in text
+        assert isinstance(inside[0], PeerError)
     else:
         time.sleep(0.5)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(PeerError, match="rank 0 gave up: rank 0 called all_gather in two threads at once"):
             comm.all_reduce(torch.ones(3))
-        own = str(caught.value)
-        inside.append(caught.value)
-    with pytest.raises(CommunicatorClosedError) as later:
+    with pytest.raises(CommunicatorClosedError, match="unusable since a call failed") as later:
         comm.barrier()
+    assert rank or "in two threads at once" in str(later.value)
     comm.close()
-    return own, type(inside[0]).__name__, str(later.value)
-
-
-def test_two_threads_in_one_communicator_are_an_error_at_once(pool: RankPool) -> None:
-    """Nobody knows which of the two calls the peers are in, so that it is the end on all ranks, and nobody waits."""
-    (own, inside, later), (peer, _, _) = pool.run(two_threads_at_once, 2)
-    assert own.startswith("all_gather: another call of this communicator is under way in another thread (value=")
-    assert "one call is made at a time. Give each thread a communicator" in own
-    assert inside == "PeerError"
-    assert "rank 0 gave up: rank 0 called all_gather in two threads at once" in peer
-    assert "unusable since a call failed" in later and "in two threads at once" in later
 
 
 def interrupted(group: dist.ProcessGroup) -> list[str]:
@@ -262,7 +252,8 @@ def test_threads_may_take_turns(group: dist.ProcessGroup) -> None:
         assert int(total) == 200 * comm.world_size
 
 
-def forked_copies(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_forked_copy_is_told_at_once(group: dist.ProcessGroup) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     comm = communicator(group)
     tensor = comm.empty(n, dtype=torch.int32)
@@ -305,17 +296,10 @@ def forked_copies(group: dist.ProcessGroup) -> list[str]:
     comm.all_reduce(total)
     assert total.tolist() == [n, n]
     comm.close()
-    return found
-
-
-def test_a_forked_copy_is_told_at_once(pool: RankPool) -> None:
-    first, *others = pool.run(forked_copies, 2)
-    for found in (first, *others):
-        for text in (*found[:8], *found[10:]):
-            assert text.startswith("CommunicatorClosedError: Communicator: it was made in another process (pid"), found
-            assert "of which this one (pid" in text and "is a forked copy" in text
-        assert found[8:10] == ["closed", "True"]
-    assert len(first) == len(others[0]) + 1
+    assert len(found) == (11 if rank == 0 else 10) and found[8:10] == ["closed", "True"]
+    for text in (*found[:8], *found[10:]):
+        assert text.startswith("CommunicatorClosedError: Communicator: it was made in another process (pid"), found
+        assert "of which this one (pid" in text and "is a forked copy" in text
 
 
 def test_whoever_has_waited_holds_the_last_reference() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from marks import long
 from on_ranks import default_stream, on_ranks
-from ranks import RankPool, crew
+from ranks import crew
 
 from sidelane import Communicator, Config
 from sidelane.errors import UnavailableError
@@ -169,8 +169,10 @@ FAILURES = ("name", "device", "executor", "memory", "choice", "path", "interrupt
 """Places at which the making of a lane can fail on one rank."""
 
 
-def failing_to_make(group: dist.ProcessGroup, where: str) -> tuple[str, float, int]:
-    """One rank cannot make its lane: what each rank is told, after how many seconds, and its threads that are left."""
+@on_ranks(3)
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_rank_that_cannot_make_its_lane_tells_its_peers(group: dist.ProcessGroup, where: str) -> None:
+    """One rank cannot make its lane: its peers do not wait for the time-out, and no thread is left."""
     errors: dict[str, BaseException] = {
         "device": UnavailableError("no device"),  # of Sidelane's own, which tells nobody of itself
         "executor": MemoryError("no executor"),
@@ -202,35 +204,21 @@ def failing_to_make(group: dist.ProcessGroup, where: str) -> tuple[str, float, i
             told = "no error"
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"
-        took = time.monotonic() - began
+        assert time.monotonic() - began < 5, "they do not wait for the time-out"
         failing.close()
-        left = threading.active_count() - threads
+        assert threading.active_count() == threads
         for again in (Communicator(made, name="third"), first):  # what was not made is no lane on any rank
             tensor = again.empty(3)
             again.all_reduce(tensor.fill_(1))
             assert tensor.tolist() == [again.world_size] * 3
         assert open_lanes(made) == ["lane 0", "first", "third"]
-    return told, took, left
-
-
-@pytest.mark.parametrize("where", FAILURES)
-def test_a_rank_that_cannot_make_its_lane_tells_its_peers(pool: RankPool, where: str) -> None:
-    own = {
-        "name": "ValueError: Communicator: name (value='first'",
-        "device": "UnavailableError: no device",
-        "executor": "MemoryError: no executor",
-        "memory": "UnavailableError: no memory",
-        "choice": "ValueError: no choice",
-        "path": "RuntimeError: no path",
-        "interrupt": "KeyboardInterrupt",
-    }[where]
-    for rank, (text, took_s, threads) in enumerate(pool.run(failing_to_make, 3, where)):
-        if rank == 1:
-            assert text.startswith(own), text
-        else:
-            assert text.startswith("PeerError") and "rank 1" in text and own in text, text
-        assert took_s < 5, "they do not wait for the time-out"
-        assert threads == 0
+    own = "ValueError: Communicator: name (value='first'"
+    if where != "name":
+        own = f"{type(errors[where]).__name__}: {errors[where]}"
+    if first.rank == 1:
+        assert told.startswith(own), told
+    else:
+        assert told.startswith("PeerError") and "rank 1" in told and own.removesuffix(": ") in told, told
 
 
 def die(group: dist.ProcessGroup) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expected import MOVING_DTYPES, REDUCING_DTYPES, any_bytes, close, numbers, reduced, same_bytes
+from expected import MOVING_DTYPES, REDUCING_DTYPES, any_bytes, close, numbers, reduced, same_bytes, versions_of
 from marks import long
 from on_ranks import BOTH_STREAMS, default_stream, everyones, on_ranks
 from sweeps import communicator, place
@@ -206,10 +206,10 @@ def test_edges(group: dist.ProcessGroup) -> None:
         comm.all_gather(outputs, [one])
         assert out.tolist() == [r for r in range(n) for _ in range(2)]
         pair = [torch.full((3,), float(rank)), torch.full((1,), rank)]
-        before = [tensor._version for tensor in pair]
+        before = versions_of(pair)
         work = comm.all_reduce(pair, async_op=True)
         work.wait()
-        assert [tensor._version for tensor in pair] == [version + 1 for version in before]
+        assert versions_of(pair) == [version + 1 for version in before]
         assert [tensor.tolist() for tensor in pair] == [[n * (n - 1) / 2] * 3, [n * (n - 1) // 2]]
         comm.all_reduce(pair)
         copies = comm.last_submitted().counts

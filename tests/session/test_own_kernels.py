@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import time
@@ -16,8 +15,7 @@ from on_ranks import BOTH_STREAMS, everyones, on_ranks
 from ranks import Crew
 from sweeps import communicator
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import triton
 from firing import SIZE, fire, launch, produce_and_fire

@@ -14,9 +14,10 @@ from cpu_calls import communicator, error_of
 from expected import any_bytes, same_bytes
 from made_up_gpus import made_up_gpus
 from on_ranks import BOTH_STREAMS, on_ranks
-from ranks import RankPool
 
+from sidelane import PeerError
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.errors import PeerTimeoutError
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import Prelaunched
 
@@ -152,32 +153,25 @@ def test_what_is_armed_can_be_cancelled(group: dist.ProcessGroup) -> None:
         left.arm()  # close() of the communicator ends it
 
 
-def left_by_an_error(group: dist.ProcessGroup) -> tuple[str, str]:
+@on_ranks(3)
+def test_an_exception_before_the_trigger_reaches_the_peers(group: dist.ProcessGroup) -> None:
     with communicator(group, timeout_s=30) as comm:
         n = comm.world_size
         out, shard = torch.empty(4 * n), torch.ones(4)
-        try:
-            with comm.prepare_all_gather(out, shard) as handle:
-                handle.arm()
-                if comm.rank == 1:
-                    raise KeyError("the producer")
-                handle.trigger()
-        except Exception as error:
-            assert error_of(comm.all_gather, out, shard)
-            return type(error).__name__, str(error)
-    return "", ""
+        words = "^'the producer'$" if comm.rank == 1 else "rank 1 left prelaunched all_gather.*KeyError: 'the producer'"
+        with (
+            pytest.raises(KeyError if comm.rank == 1 else PeerError, match=words),
+            comm.prepare_all_gather(out, shard) as handle,
+        ):
+            handle.arm()
+            if comm.rank == 1:
+                raise KeyError("the producer")
+            handle.trigger()
+        assert error_of(comm.all_gather, out, shard)
 
 
-def test_an_exception_before_the_trigger_reaches_the_peers(pool: RankPool) -> None:
-    results = pool.run(left_by_an_error, 3)
-    assert results[1] == ("KeyError", "'the producer'")
-    for rank in (0, 2):
-        assert results[rank][0] == "PeerError"
-        assert "rank 1 left prelaunched all_gather" in results[rank][1]
-        assert "KeyError: 'the producer'" in results[rank][1]
-
-
-def on_gpus(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2, timeout_s=100)
+def test_handles_on_the_path_of_gpus(group: dist.ProcessGroup) -> None:
     """Handles on the path of GPUs, with made-up drivers: the three triggers, calls in between, what is refused."""
     texts = []
     with made_up_gpus(finish=False) as driver, communicator(group) as comm:
@@ -231,19 +225,15 @@ def on_gpus(group: dist.ProcessGroup) -> list[str]:
         assert out.view(n, 4).eq(torch.arange(n)[:, None]).all()
         left = comm.prepare_all_gather(out, shard)
         left.arm()  # close() of the communicator fires it
-    return texts
+    *busy, fired, waited, armed = texts
+    assert len(busy) == 9 and all("another call while a prelaunched one waits for its trigger" in one for one in busy)
+    assert "trigger: prelaunched all_gather" in fired and "wait: prelaunched all_gather" in waited
+    assert "while a graph is captured" in armed
 
 
-def test_handles_on_the_path_of_gpus(pool: RankPool) -> None:
-    for *busy, fired, waited, armed in pool.run(on_gpus, 2, timeout_s=100):
-        assert len(busy) == 9 and all(
-            "another call while a prelaunched one waits for its trigger" in one for one in busy
-        )
-        assert "trigger: prelaunched all_gather" in fired and "wait: prelaunched all_gather" in waited
-        assert "while a graph is captured" in armed
-
-
-def late_on_gpus(group: dist.ProcessGroup, arms: bool) -> tuple[str, tuple[int, ...], str]:
+@on_ranks(3, timeout_s=100)
+@pytest.mark.parametrize("arms", [False, True])
+def test_a_rank_on_the_path_of_gpus_that_never_arms_or_fires_is_named(group: dist.ProcessGroup, arms: bool) -> None:
     """Rank 1 never fires, or does not even arm."""
     with made_up_gpus() as driver:
         comm = communicator(group, timeout_s=2)
@@ -260,41 +250,30 @@ def late_on_gpus(group: dist.ProcessGroup, arms: bool) -> tuple[str, tuple[int, 
             error = error_of(lambda: (handle.trigger(), comm.synchronize()))
         driver.synchronize()
         comm.close()
-    return type(error).__name__, getattr(error, "ranks", ()), str(error)
+    if comm.rank != 1 or arms:  # then it hears of it when it comes
+        assert isinstance(error, PeerTimeoutError) and error.ranks == (1,), error
+        assert comm.rank == 1 or ("rank 1" in str(error) and "all_gather" in str(error)), error
 
 
-@pytest.mark.parametrize("arms", [False, True])
-def test_a_rank_on_the_path_of_gpus_that_never_arms_or_fires_is_named(pool: RankPool, arms: bool) -> None:
-    results = pool.run(late_on_gpus, 3, arms, timeout_s=100)
-    for rank in (0, 2):
-        assert results[rank][:2] == ("PeerTimeoutError", (1,)), results[rank]
-        assert "rank 1" in results[rank][2] and "all_gather" in results[rank][2]
-    if arms:  # it hears of it when it comes
-        assert results[1][:2] == ("PeerTimeoutError", (1,)), results[1]
-
-
-def prepared_beside(group: dist.ProcessGroup, setting: str, beside: str | None) -> list[bool]:
-    """Whether handles are of programs that nothing computes next to."""
-    n = dist.get_world_size(group)
-    with communicator(group, beside=setting) as comm:
-        found = []
-        for prepare in (comm.prepare_all_gather, comm.prepare_all_to_all):
-            output = torch.empty(8 * n)
-            input = torch.ones(8 if prepare == comm.prepare_all_gather else 8 * n)
-            with prepare(output, input, beside=beside) as handle:
-                found.append(handle.program.alone)
-                handle.arm()
-                handle.trigger()
-                assert output.eq(1).all()
-        return found
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("setting", "beside", "alone"),
     [(NOTHING, None, True), (COMPUTE, None, False), (NOTHING, COMPUTE, False), (COMPUTE, NOTHING, True)],
 )
-def test_handles_know_what_runs_next_to_them(pool: RankPool, setting: str, beside: str | None, alone: bool) -> None:
-    assert pool.run(prepared_beside, 2, setting, beside) == [[alone] * 2] * 2
+def test_handles_know_what_runs_next_to_them(
+    group: dist.ProcessGroup, setting: str, beside: str | None, alone: bool
+) -> None:
+    """Whether handles are of programs that nothing computes next to."""
+    n = dist.get_world_size(group)
+    with communicator(group, beside=setting) as comm:
+        for prepare in (comm.prepare_all_gather, comm.prepare_all_to_all):
+            output = torch.empty(8 * n)
+            input = torch.ones(8 if prepare == comm.prepare_all_gather else 8 * n)
+            with prepare(output, input, beside=beside) as handle:
+                assert handle.program.alone == alone
+                handle.arm()
+                handle.trigger()
+                assert output.eq(1).all()
 
 
 @on_ranks(2, timeout_s=30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,12 @@ from click.testing import CliRunner
 
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.model import claims
-from sidelane_lab.papers.claim_measurements import FILES, READINGS, REASONS, measure_claim, ratio_of, reason
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.measurements import CollectiveReadings, find_results
+from sidelane_lab.papers.command import CLAIMS
+from sidelane_lab.papers.files import FILES, find_results
+from sidelane_lab.papers.measurements import CollectiveReadings
+from sidelane_lab.papers.rows import MeasuredClaim, ratio_of
+from sidelane_lab.papers.rows import measure_claim as measured_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 C3 = {"gemm": "cb1", "bytes": 1 << 20, "class": "C-long", "gemm_us": 100.0, "comm_us": 300.0, "correct": True}
@@ -27,11 +29,8 @@ def write(path: Path, study: str, rows: list[dict[str, Any]], **fields: Any) -> 
     return path
 
 
-def test_every_claim_has_a_reading_or_a_reason() -> None:
-    for claim_id in published():
-        patterns = [pattern for pattern in REASONS if re.fullmatch(pattern, claim_id)]
-        assert len(patterns) + (claim_id in READINGS) == 1, claim_id
-    assert reason("DM-PW-04").startswith("watts of prelaunched")
+def measure_claim(claim_id: str, sources: list[Path]) -> list[MeasuredClaim]:
+    return measured_of(CLAIMS[claim_id], sources)
 
 
 def test_prelaunched_calls_are_read_from_their_trigger_on(tmp_path: Path) -> None:
@@ -71,9 +70,10 @@ def test_the_best_of_all_variants_is_read_where_some_are_prelaunched(tmp_path: P
 
 
 def test_no_reading_lacks_its_rows_in_our_files() -> None:
-    measured = {claim_id for claim_id in READINGS if measure_claim(claim_id, [RESULTS])}
+    readings = {claim_id: claim.reading for claim_id, claim in CLAIMS.items() if claim.reading is not None}
+    measured = {claim_id for claim_id in readings if measure_claim(claim_id, [RESULTS])}
     there = {path.name for path in RESULTS.glob("*/*.json")}
-    assert measured == {claim_id for claim_id, reading in READINGS.items() if FILES[reading.study] in there}
+    assert measured == {claim_id for claim_id, reading in readings.items() if FILES[reading.study] in there}
 
 
 def test_a_pair_is_read_as_papers_define_it(tmp_path: Path) -> None:

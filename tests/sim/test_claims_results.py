@@ -25,17 +25,14 @@ from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.papers import command
 from sidelane_lab.papers.claims import ClaimRole
 from sidelane_lab.papers.results import CHAINS, compare, fitted_to, judge_layers, layers_file, role_problems
-from sidelane_lab.papers.row_predictions import (
-    pipeline_of,
-    predict_alone,
-    predict_chain,
-    predict_ends,
-    predict_watts,
-)
+from sidelane_lab.studies.c3.occupancy_predict import pipeline_of
 from sidelane_lab.studies.c3.prediction import predict_together
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives import CollectiveRow
+from sidelane_lab.studies.chain import predict_row as predict_chain
+from sidelane_lab.studies.collectives import CollectiveRow, predict_alone
+from sidelane_lab.studies.collectives import predict_row as predict_ends
 from sidelane_lab.studies.gemms import FITTED, SEEN
+from sidelane_lab.studies.power.predict import predict_row as predict_watts
 from sidelane_lab.studies.power.rows import PowerRow
 
 H200, PAIR = named("h200x4"), named("h200x2")
@@ -334,11 +331,11 @@ def power_row(implementation, variant, watts, **more):
 
 
 def test_watts_are_predicted_for_what_the_dma_collectives_paper_runs(tmp_path):
-    engines, kernels = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
+    ((engines,), (kernels,)) = (predict_watts(H200, power_row(*way, 1.0)) for way in (("dma", "b2b"), ("nccl", "")))
     assert 138 < engines < kernels < 700
     adding = [("dma", "b2b"), ("dma", "pcpy"), ("nccl", "")]
     for where in ({"collective": "all_reduce"}, {"collective": "reduce_scatter", "in_place": False}):
-        assert all(138 < predict_watts(H200, power_row(*way, 1.0, **where)) < 700 for way in adding)
+        assert all(138 < predict_watts(H200, power_row(*way, 1.0, **where))[0] < 700 for way in adding)
     for other in (
         power_row("nccl", "window", 1.0),
         power_row("sm", "one_shot", 1.0),
@@ -349,7 +346,7 @@ def test_watts_are_predicted_for_what_the_dma_collectives_paper_runs(tmp_path):
         power_row("sm", "two_shot", 1.0, collective="all_reduce"),
         power_row("dma", "b2b", 1.0, collective="broadcast"),
     ):
-        assert predict_watts(H200, other) is None
+        assert predict_watts(H200, other) == ()
     save(tmp_path, "power", [power_row("dma", "b2b", engines), power_row("nccl", "", 2 * kernels)])
     verdicts = {v.claim_id.partition("/power/")[2]: v for v in compare(H200, tmp_path)}
     assert verdicts["all_gather/896M/dma b2b"].ok and not verdicts["all_gather/896M/nccl"].ok
@@ -440,5 +437,5 @@ def test_chains_take_their_gemms_and_the_collective(name, median, worst):
         assert not CHAINS.verdicts(machine, [row for row in rows if row.launch == launch], "chain")
     row = next(row for row in rows if row.launch == "graph" and row.implementation == "nccl" and not row.variant)
     longer = dataclasses.replace(row, gemms_us=row.gemms_us + 100.0)
-    assert predict_chain(machine, longer) - predict_chain(machine, row) == pytest.approx(100.0)
-    assert predict_chain(machine, dataclasses.replace(row, variant="window")) is None
+    assert predict_chain(machine, longer)[0] - predict_chain(machine, row)[0] == pytest.approx(100.0)
+    assert predict_chain(machine, dataclasses.replace(row, variant="window")) == ()

@@ -16,7 +16,7 @@ from sidelane_lab.model.training import SUSTAINED, compute_us, step_times
 from sidelane_lab.papers import command
 from sidelane_lab.papers.claims import ClaimRole
 from sidelane_lab.papers.results import STEPS
-from sidelane_lab.papers.row_predictions import FLOORS, predict_step
+from sidelane_lab.studies.fsdp.cases import FLOORS, predict_row, step_of
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 H200 = named("h200x4")
@@ -100,12 +100,12 @@ def test_parts_of_steps_that_were_profiled_on_two_gpus():
     machine = named("h200x2")
     rows = [row for row in read(H200_PAIR / "fsdp-profile.json").rows if isinstance(row, FsdpRow)]
     for row in rows:
-        step_us = predict_step(machine, row)
-        assert step_us is not None and step_us / 1e3 == pytest.approx(row.step_ms, rel=0.045)
+        assert predict_row(machine, row) == (pytest.approx(1e3 * row.step_ms, rel=0.045),)
         if row.implementation not in FLOORS:
             continue
-        step = Step(dataclasses.replace(MODELS[row.model], layers=row.layers), row.batch * row.seq, row.seq)
-        told = {name: us / 1e3 for name, us in parts_us(machine, step, straight=FLOORS[row.implementation]).items()}
+        told = {
+            name: us / 1e3 for name, us in parts_us(machine, step_of(row), straight=FLOORS[row.implementation]).items()
+        }
         assert row.gemm_ms is not None and row.attention_ms is not None and row.profiled_ms is not None
         assert 1.04 < row.gemm_ms / told["gemm"] < 1 + SUSTAINED
         assert told["attention"] == pytest.approx(row.attention_ms, rel=0.03)

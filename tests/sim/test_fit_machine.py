@@ -13,9 +13,8 @@ from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import named, parse
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.pairs.workload import parse_gemm
-from sidelane_lab.papers.row_predictions import predict_alone
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow, predict_alone
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import fit_machine

@@ -225,7 +225,7 @@ def test_nodes_of_one_gpu_are_described_by_a_file():
     text = 'base = "mi210x4"\nname = "pair"\ngpus = 1\nnodes = 2\n'
     pair = parse(text, "pair.toml")
     assert predict_fused(pair, PROFILED).fused.time_us == predict_fused(PAIR, PROFILED).fused.time_us
-    with pytest.raises(ValueError, match=r"x.toml:2: gpus: missing or wrong \(value=1, allowed=.* from 2"):
+    with pytest.raises(ValueError, match=r"x.toml: gpus: missing or wrong \(value=1, allowed=.* from 2"):
         parse('base = "mi210x4"\ngpus = 1\n', "x.toml")
 
 
@@ -259,7 +259,7 @@ def test_what_is_not_modelled_or_cannot_be_is_refused():
     ],
 )
 def test_mistakes_in_a_description_are_named(line, message):
-    with pytest.raises(ValueError, match="x.toml:3: fused") as caught:
+    with pytest.raises(ValueError, match="x.toml: fused") as caught:
         parse(f'base = "mi210x4"\n[fused]\n{line}\n', "x.toml")
     assert message in str(caught.value)
 

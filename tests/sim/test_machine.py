@@ -1,9 +1,10 @@
-"""Machine descriptions: the catalogue is complete and sourced, and mistakes are named with their line."""
+"""Machine descriptions: the catalogue is complete and sourced, and mistakes are named with their path."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import re
 
 import pytest
 
@@ -17,8 +18,7 @@ from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import dma_study, table_ii_workload
 from sidelane_lab.model.training import step_times
 from sidelane_lab.pairs.workload import parse_gemm
-from sidelane_lab.studies.phases.predict import predicted_row
-from sidelane_lab.studies.phases.programs import operations
+from sidelane_lab.studies.phases.programs import operations, predicted_row
 
 NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
@@ -51,8 +51,6 @@ def test_a_machine_says_whether_sidelane_has_run_there():
     assert all((named(name).runs is RunStatus.UNSUPPORTED) == name.startswith("mi") for name in EXPECTED)
     assert parse('base = "h200x4"\nname = "mine"', "mine.toml").runs is RunStatus.UNRUN
     assert parse('base = "mi300x8"\nname = "mine"\nruns = "measured"', "mine.toml").runs is RunStatus.MEASURED
-    with pytest.raises(ValueError, match="mine.toml:3: runs: .*allowed=measured, never, unsupported"):
-        parse('base = "h200x4"\nname = "mine"\nruns = "maybe"', "mine.toml")
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -116,45 +114,6 @@ def test_json_is_the_same(tmp_path):
     assert (float(quantity), quantity.source, quantity.low, quantity.high) == (40.0, NumberSource.MEASURED, 39, 41)
 
 
-BASE = 'base = "mi300x8"\nname = "x"\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "where", "message"),
-    [
-        (BASE + "[links]\nusable_gps = 40\n", "x.toml:4", "did you mean usable_gbps"),
-        (BASE + "[links]\ntopology = 'star'\n", "x.toml:4", "allowed=mesh, switch"),
-        (BASE + "[dma]\n\ncopy_us = -1\n", "x.toml:5", "allowed=0, or 0.001 to 10000 microseconds"),
-        (BASE + "[dma]\ncopy_us = {value = 1, source = 'guess'}\n", "x.toml:4", "allowed=datasheet, paper, measured"),
-        (BASE + "[dma]\ncopy_us = {value = 1, source = 'fitted'}\n", "x.toml:4", "'of' must say"),
-        (
-            BASE + "[dma]\ncopy_us = {value = 1, source = 'fitted', of = 'x', low = 2, high = 3}\n",
-            "x.toml:4",
-            "low <= value",
-        ),
-        (BASE + "[dma]\ncopy_us = 'fast'\n", "x.toml:4", "allowed=a number"),
-        (BASE + "[dam]\ncopy_us = 1\n", "x.toml:3", "did you mean dma"),
-        (BASE + "gpus = 0\n", "x.toml:3", "2 to 4096"),
-        (BASE + "[gpu]\nmemory_gbps = 0\n", "x.toml:4", "allowed=10 to 100000 10^9 bytes a second"),
-        (BASE + "[gpu]\nunits = 4\n", "x.toml:4", "allowed=a whole number from 16 to 1024"),
-        ('base = "mi300"\n', "x.toml:1", "allowed=a100x4"),
-        ('name = "x"\ntitle = "x"\ngpus = 2\n', "x.toml:1", "gpu: section is missing"),
-        (BASE + "[dma\n", "x.toml:3", "not TOML"),
-        (
-            '{\n "base": "mi300x8",\n "dma": {\n  "copy_us": -2}}',
-            "x.json:4",
-            "allowed=0, or 0.001 to 10000 microseconds",
-        ),
-        ('{\n "base": ,', "x.json:2", "not JSON"),
-    ],
-)
-def test_mistakes_name_the_line_and_what_is_allowed(text, where, message):
-    with pytest.raises(ValueError, match="(?s)") as caught:
-        parse(text, where.split(":")[0])
-    assert str(caught.value).startswith(f"{where}:"), caught.value
-    assert message in str(caught.value)
-
-
 MI300X, H200 = 'base = "mi300x8"\n', 'base = "h200x4"\n'
 NODES_OF_8, TORUS = 'base = "h100x8x2"\n', 'base = "mi210x1x128"\n'
 
@@ -164,71 +123,90 @@ def assumed(value, low, high):
 
 
 PLANTED = [
+    # Names, and how a number is given.
+    (MI300X + "[links]\nusable_gps = 40\n", "did you mean usable_gbps"),
+    (MI300X + "[dam]\ncopy_us = 1\n", "dam: unknown name (allowed="),
+    (MI300X + "[links]\ntopology = 'star'\n", "allowed=mesh, switch"),
+    (MI300X + "[dma]\ncopy_us = {value = 1, source = 'guess'}\n", "allowed=datasheet, paper, measured"),
+    (MI300X + "[dma]\ncopy_us = {value = 1, source = 'fitted'}\n", "'of' must say"),
+    (MI300X + "[dma]\ncopy_us = {value = 1, source = 'fitted', of = 'x', low = 2, high = 3}\n", "low <= value"),
+    (MI300X + "[dma]\ncopy_us = 'fast'\n", "allowed=a number"),
+    (MI300X + "gpus = 0\n", "2 to 4096"),
+    (MI300X + "runs = 'maybe'\n", "allowed=measured, never, unsupported"),
+    ('base = "mi300"\n', "allowed=a100x4"),
+    ('name = "x"\ntitle = "x"\ngpus = 2\n', "gpu: section is missing"),
     # Links and engines that cannot be.
-    (H200 + "[links]\nusable_gbps = 500\n", 3, "links.usable_gbps: (value=500, allowed=up to 450, which is links.peak"),
-    (MI300X + "[links]\npeak_gbps = 64\nusable_gbps = 70\n", 4, "allowed=up to 64, which is links.peak_gbps"),
-    (MI300X + "[links]\npeak_gbps = 64e9\n", 3, "allowed=0.1 to 10000 10^9 bytes a second"),
-    (H200 + "[links]\nusable_gbps = 392.4e9\n", 3, "allowed=0.1 to 10000 10^9 bytes a second"),
-    (H200 + "[links]\nnetwork_gbps = 5e10\n", 3, "allowed=0, or 0.1 to 10000 10^9 bytes a second"),
-    (H200 + "[links]\nnetwork_us = 3e-6\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
-    (H200 + "[links]\npeak_gbps = 0\n", 3, "allowed=0.1 to 10000"),
-    (H200 + "[links]\npeak_gbps = 450\nusable_gbps = inf\n", 4, "allowed=0.1 to 10000"),
-    (H200 + "[links]\ntopology = 'mesh'\n", 3, "allowed=switch as h200x4 has it, or with links.peak_gbps"),
-    (H200 + "[links]\nusable_gbps = " + assumed(390, 380, 4e11) + "\n", 3, "high (value=4e+11, allowed=0.1 to 10000"),
-    (MI300X + "[dma]\nengines = 1.5\n", 3, "allowed=a whole number from 1 to 256"),
-    (MI300X + "[dma]\nengines = 0\n", 3, "allowed=a whole number from 1 to 256"),
-    (MI300X + "[dma]\nengine_gbps = 6000\n", 3, "allowed=up to 5300, which is gpu.memory_gbps"),
-    (MI300X + "[dma]\nengine_gbps = 4.8e10\n", 3, "allowed=0.1 to 10000"),
-    (MI300X + "[dma]\nlocal_gbps = 8000\n", 3, "allowed=up to 5300, which is gpu.memory_gbps"),
-    (MI300X + "[dma]\nreduce_gbps = 8000\n", 3, "allowed=up to 5300, which is gpu.memory_gbps"),
-    (MI300X + "[dma]\nruntime_share = 86\n", 3, "allowed=0.01 to 1"),
-    (MI300X + "[dma]\nshared_queues = 1.2\n", 3, "allowed=0.01 to 1"),
-    (MI300X + "[dma]\ncopy_us = 3.5e-6\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
-    (MI300X + "[dma]\nsync_us = 2400000\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
-    (MI300X + "[dma]\ncopy_us = 1\nnext_copy_us = 2\n", 4, "allowed=up to 1, which is dma.copy_us"),
-    (MI300X + "[dma]\ncopy_us = -1\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
+    (H200 + "[links]\nusable_gbps = 500\n", "links.usable_gbps: (value=500, allowed=up to 450, which is links.peak"),
+    (MI300X + "[links]\npeak_gbps = 64\nusable_gbps = 70\n", "allowed=up to 64, which is links.peak_gbps"),
+    (MI300X + "[links]\npeak_gbps = 64e9\n", "allowed=0.1 to 10000 10^9 bytes a second"),
+    (H200 + "[links]\nusable_gbps = 392.4e9\n", "allowed=0.1 to 10000 10^9 bytes a second"),
+    (H200 + "[links]\nnetwork_gbps = 5e10\n", "allowed=0, or 0.1 to 10000 10^9 bytes a second"),
+    (H200 + "[links]\nnetwork_us = 3e-6\n", "allowed=0, or 0.001 to 10000 microseconds"),
+    (H200 + "[links]\npeak_gbps = 0\n", "allowed=0.1 to 10000"),
+    (H200 + "[links]\npeak_gbps = 450\nusable_gbps = inf\n", "allowed=0.1 to 10000"),
+    (H200 + "[links]\ntopology = 'mesh'\n", "allowed=switch as h200x4 has it, or with links.peak_gbps"),
+    (H200 + "[links]\nusable_gbps = " + assumed(390, 380, 4e11) + "\n", "high (value=4e+11, allowed=0.1 to 10000"),
+    (MI300X + "[dma]\nengines = 1.5\n", "allowed=a whole number from 1 to 256"),
+    (MI300X + "[dma]\nengines = 0\n", "allowed=a whole number from 1 to 256"),
+    (MI300X + "[dma]\nengine_gbps = 6000\n", "allowed=up to 5300, which is gpu.memory_gbps"),
+    (MI300X + "[dma]\nengine_gbps = 4.8e10\n", "allowed=0.1 to 10000"),
+    (MI300X + "[dma]\nlocal_gbps = 8000\n", "allowed=up to 5300, which is gpu.memory_gbps"),
+    (MI300X + "[dma]\nreduce_gbps = 8000\n", "allowed=up to 5300, which is gpu.memory_gbps"),
+    (MI300X + "[dma]\nruntime_share = 86\n", "allowed=0.01 to 1"),
+    (MI300X + "[dma]\nshared_queues = 1.2\n", "allowed=0.01 to 1"),
+    (MI300X + "[dma]\ncopy_us = 3.5e-6\n", "allowed=0, or 0.001 to 10000 microseconds"),
+    (MI300X + "[dma]\nsync_us = 2400000\n", "allowed=0, or 0.001 to 10000 microseconds"),
+    (MI300X + "[dma]\ncopy_us = 1\nnext_copy_us = 2\n", "allowed=up to 1, which is dma.copy_us"),
+    (MI300X + "[dma]\ncopy_us = -1\n", "allowed=0, or 0.001 to 10000 microseconds"),
     # Networks.
-    (H200 + "[links]\nnetwork = 'star'\n", 3, "allowed=fat_tree, rails, torus"),
-    (H200 + "[links]\nnics_per_gpu = 32\n", 3, "allowed=0.015625 to 16"),
-    (H200 + "[links]\nnics_per_gpu = 1.5\n", 3, "allowed=a whole number, or less than 1 where GPUs share NICs"),
-    (H200 + "[links]\noversubscription = 0.5\n", 3, "allowed=1 to 64"),
-    (H200 + "[links]\noversubscription = 100\n", 3, "allowed=1 to 64"),
-    (H200 + "[links]\nleaf_nodes = 0\n", 3, "allowed=a whole number from 1 to 4096"),
-    (H200 + "[links]\ntorus_row = 2.5\n", 3, "allowed=a whole number from 1 to 4096"),
-    (NODES_OF_8 + "[links]\nnics_per_gpu = 0.3\n", 3, "allowed=whole NICs a node, which has 8 GPUs"),
-    (TORUS + "[links]\ntorus_row = 12\n", 3, "allowed=a divisor of the 128 nodes"),
-    (TORUS + "nodes = 100\n", 2, "links.torus_row: (value=16, allowed=a divisor of the 100 nodes"),
-    (NODES_OF_8 + "nodes = 5000\n", 2, "allowed=a whole number from 1 to 4096"),
+    (H200 + "[links]\nnetwork = 'star'\n", "allowed=fat_tree, rails, torus"),
+    (H200 + "[links]\nnics_per_gpu = 32\n", "allowed=0.015625 to 16"),
+    (H200 + "[links]\nnics_per_gpu = 1.5\n", "allowed=a whole number, or less than 1 where GPUs share NICs"),
+    (H200 + "[links]\noversubscription = 0.5\n", "allowed=1 to 64"),
+    (H200 + "[links]\noversubscription = 100\n", "allowed=1 to 64"),
+    (H200 + "[links]\nleaf_nodes = 0\n", "allowed=a whole number from 1 to 4096"),
+    (H200 + "[links]\ntorus_row = 2.5\n", "allowed=a whole number from 1 to 4096"),
+    (NODES_OF_8 + "[links]\nnics_per_gpu = 0.3\n", "allowed=whole NICs a node, which has 8 GPUs"),
+    (TORUS + "[links]\ntorus_row = 12\n", "allowed=a divisor of the 128 nodes"),
+    (TORUS + "nodes = 100\n", "links.torus_row: (value=16, allowed=a divisor of the 100 nodes"),
+    (NODES_OF_8 + "nodes = 5000\n", "allowed=a whole number from 1 to 4096"),
     # The library.
-    (H200 + "[library]\nall_gather_gbps = 480\n", 3, "allowed=up to 450, which is links.peak_gbps"),
-    (H200 + "[library]\nall_reduce_gbps = 3.6e11\n", 3, "allowed=0.1 to 10000"),
-    (H200 + "[library]\nall_to_all_us = 7e-6\n", 3, "allowed=0.1 to 10000 microseconds"),
-    (H200 + "[library]\ndefault_units = 200\n", 3, "allowed=up to 132, which is gpu.units"),
-    (H200 + "[library]\nall_to_all_need = 140\n", 3, "allowed=up to 132, which is gpu.units"),
-    (H200 + "[library]\nlow_latency_share = 1.5\n", 3, "allowed=0.01 to 1"),
-    (H200 + "[library]\nall_gather_need = 12.5\n", 3, "allowed=a whole number from 1 to 1024"),
+    (H200 + "[library]\nall_gather_gbps = 480\n", "allowed=up to 450, which is links.peak_gbps"),
+    (H200 + "[library]\nall_reduce_gbps = 3.6e11\n", "allowed=0.1 to 10000"),
+    (H200 + "[library]\nall_to_all_us = 7e-6\n", "allowed=0.1 to 10000 microseconds"),
+    (H200 + "[library]\ndefault_units = 200\n", "allowed=up to 132, which is gpu.units"),
+    (H200 + "[library]\nall_to_all_need = 140\n", "allowed=up to 132, which is gpu.units"),
+    (H200 + "[library]\nlow_latency_share = 1.5\n", "allowed=0.01 to 1"),
+    (H200 + "[library]\nall_gather_need = 12.5\n", "allowed=a whole number from 1 to 1024"),
     # The GPU and its GEMMs.
-    (H200 + "[gpu]\nunits = 16\n", 3, "library.default_units: (value=24, allowed=up to 16, which is gpu.units"),
-    (H200 + "[gpu]\npeak_tflops = 989.4e12\n", 3, "allowed=1 to 100000 10^12 operations a second"),
-    (H200 + "[gpu]\nmemory_gbps = 4.8\n", 3, "allowed=10 to 100000 10^9 bytes a second"),
-    (H200 + "[gpu]\nmemory_gb = 141e9\n", 3, "allowed=1 to 4096 gigabytes"),
-    (H200 + "[gpu]\nshared_kb = 233472\n", 3, "allowed=8 to 4096 kilobytes"),
-    (H200 + "[matmul]\nefficiency = 5\n", 3, "allowed=0.01 to 1"),
-    (H200 + "[matmul]\ntile_m = 0\n", 3, "allowed=a whole number from 8 to 4096"),
-    (H200 + "[interference]\nlate_share = 24\n", 3, "allowed=0 to 1"),
+    (H200 + "[gpu]\nunits = 4\n", "allowed=a whole number from 16 to 1024"),
+    (H200 + "[gpu]\nunits = 16\n", "library.default_units: (value=24, allowed=up to 16, which is gpu.units"),
+    (H200 + "[gpu]\npeak_tflops = 989.4e12\n", "allowed=1 to 100000 10^12 operations a second"),
+    (H200 + "[gpu]\nmemory_gbps = 4.8\n", "allowed=10 to 100000 10^9 bytes a second"),
+    (H200 + "[gpu]\nmemory_gb = 141e9\n", "allowed=1 to 4096 gigabytes"),
+    (H200 + "[gpu]\nshared_kb = 233472\n", "allowed=8 to 4096 kilobytes"),
+    (H200 + "[matmul]\nefficiency = 5\n", "allowed=0.01 to 1"),
+    (H200 + "[matmul]\ntile_m = 0\n", "allowed=a whole number from 8 to 4096"),
+    (H200 + "[interference]\nlate_share = 24\n", "allowed=0 to 1"),
 ]
 
 
-def test_there_are_48_planted_mistakes():
-    assert len(PLANTED) == 48
-
-
-@pytest.mark.parametrize(("text", "line", "message"), PLANTED, ids=[text.splitlines()[-1] for text, *_ in PLANTED])
-def test_every_planted_mistake_is_refused_with_line_and_allowed_range(text, line, message):
-    with pytest.raises(ValueError, match="allowed=") as caught:
+@pytest.mark.parametrize(("text", "message"), PLANTED, ids=[text.splitlines()[-1] for text, _ in PLANTED])
+def test_a_mistake_is_refused_with_its_path_and_what_is_allowed(text, message):
+    section, key = re.findall(r"^\[(\w+)\]", text, re.MULTILINE), text.splitlines()[-1].partition(" ")[0]
+    path = message.partition(": ")[0] if ": " in message else ".".join((*section, key))
+    with pytest.raises(ValueError, match=rf"^x\.toml: {path}: ") as caught:
         parse(text, "x.toml")
-    assert str(caught.value).startswith(f"x.toml:{line}: "), caught.value
     assert message in str(caught.value)
+
+
+def test_mistakes_in_json_are_named_alike_and_broken_files_with_their_line():
+    with pytest.raises(ValueError, match=r"^x.json: dma.copy_us: \(value=-2, allowed=0, or 0.001 to 10000 microsec"):
+        parse('{"base": "mi300x8", "dma": {"copy_us": -2}}', "x.json")
+    with pytest.raises(ValueError, match="^x.json: not JSON: .* line 2 "):
+        parse('{\n "base": ,', "x.json")
+    with pytest.raises(ValueError, match="^x.toml: not TOML: .* line 2"):
+        parse(MI300X + "[dma\n", "x.toml")
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

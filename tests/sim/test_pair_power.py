@@ -11,12 +11,12 @@ import pytest
 
 from sidelane.c3.strategies import named as strategy_named
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.power import choose_for_energy, dma_power, library_power, pair_power, powered
 from sidelane_lab.pairs.workload import Gemm, Workload, parse_gemm, parse_workload
 from sidelane_lab.studies.power.predict import main
+from sidelane_lab.studies.power.rows import PowerOptions
 
 H200, MI300X = named("h200x2"), named("mi300x8")
 PROFILE = Path(__file__).parents[2] / "results" / "h200x2" / "fsdp-profile.json"

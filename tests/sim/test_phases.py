@@ -14,12 +14,10 @@ from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.plan import make_program
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
-from sidelane_lab.cli.collectives import PHASED, PhasesOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.numbers import predict_study
-from sidelane_lab.studies.phases.predict import predicted_row
-from sidelane_lab.studies.phases.programs import Operation, operations
-from sidelane_lab.studies.phases.rows import PhaseRow
+from sidelane_lab.studies.phases.programs import Operation, operations, predicted_row
+from sidelane_lab.studies.phases.rows import PHASED, PhaseRow, PhasesOptions
 from sidelane_lab.studies.phases.split import FIELDS, Sample, predict, slowest, split
 
 MI300X, H200 = named("mi300x8"), named("h200x4")

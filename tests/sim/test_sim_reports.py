@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions, FusedOptions
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness import drawing
 from sidelane_lab.machines import numbers as machine_files
 from sidelane_lab.machines import ranges
@@ -28,6 +28,7 @@ from sidelane_lab.papers import fused as fused_paper
 from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.measurements import PairReadings
+from sidelane_lab.studies.collectives import CollectiveOptions
 from sidelane_lab.studies.fused import predict as sim_fused
 
 MACHINE = named("mi300x8")

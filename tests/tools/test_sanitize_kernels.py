@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import pkgutil
 import sys
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 import sidelane.kernels
 from sidelane.execute.cuda import reduce

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from docs.measured import RESULTS, Cells
 from sidelane_lab.comparisons.catalogue import COMPARISONS
 from sidelane_lab.comparisons.figure import MEASURED, PREDICTED
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.layer import MODELS, Step, parts_us
+from sidelane_lab.model.layer import parts_us
 from sidelane_lab.model.training import compute_us, sustained
-from sidelane_lab.papers.claim_measurements import files_of
-from sidelane_lab.papers.measurements import BETWEEN_NODES, CLASSES
+from sidelane_lab.papers.files import BETWEEN_NODES, CLASSES, files_of
 from sidelane_lab.papers.results import STEPS as STEP_JUDGE
-from sidelane_lab.papers.row_predictions import FLOORS
+from sidelane_lab.studies.fsdp.cases import FLOORS, step_of
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 STEPS = {
@@ -51,8 +48,7 @@ def step_parts(machine: str) -> Cells:
         assert isinstance(row, FsdpRow)
         if row.implementation not in FLOORS:
             continue
-        step = Step(dataclasses.replace(MODELS[row.model], layers=row.layers), row.batch * row.seq, row.seq)
-        straight = FLOORS[row.implementation]
+        step, straight = step_of(row), FLOORS[row.implementation]
         parts = parts_us(sustained(described), step, straight=straight)
         whole, gemm, attention = row.profiled_ms or 0.0, row.gemm_ms or 0.0, row.attention_ms or 0.0
         rest = parts["elementwise"] + parts["copies"]

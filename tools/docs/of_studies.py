@@ -30,7 +30,8 @@ from docs.measured import (
     whole,
 )
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.measurements import PairReadings, read_results
+from sidelane_lab.papers.files import read_results
+from sidelane_lab.papers.measurements import PairReadings
 
 
 def one_handshake() -> Cells:

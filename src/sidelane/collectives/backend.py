@@ -80,6 +80,7 @@ class Backend(abc.ABC):
         executor: executor of programs.
         abilities: the implementations that ``auto`` may choose among; the same on all ranks.
         exported: the means by which peers map memory that others have allocated; None where there is none.
+        through_host: GPUs reach each other through host memory alone: tensors of callers are never symmetric.
         hosts_meet: every call waits for the hosts of its peers anyway.
     """
 
@@ -87,6 +88,7 @@ class Backend(abc.ABC):
     executor: Executor
     abilities: Abilities
     exported: ExportedMemory | None = None
+    through_host = False
     hosts_meet = False
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:

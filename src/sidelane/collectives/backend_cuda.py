@@ -18,6 +18,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
+from sidelane.config import GPU
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
@@ -27,7 +28,8 @@ from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaArrival, CudaTrigge
 from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.heap import SymmetricBlock
+from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
+from sidelane.memory.pinned import PinnedMemory, goes_through_host
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
@@ -61,15 +63,20 @@ class CudaBackend(Backend):
         timeout_s: float,
         *,
         like: CudaBackend | None = None,
+        peers: str = GPU,
     ) -> None:
-        self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
+        self.through_host = goes_through_host(exchange, peers) if like is None else like.through_host
+        self.memory: SymmetricMemory = (
+            PinnedMemory(exchange, device) if self.through_host else TorchSymmetricMemory(exchange, device, timeout_s)
+        )
         self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
         self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
-        self.exported = self._make_exported()
+        self.exported = None if self.through_host else self._make_exported()
         self.device = device
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         implementations = (DMA, SM) if kernels else (DMA,)
-        self.abilities = Abilities(implementations, self.features.graphs, self.kernels_move_bytes)
+        known = self.kernels_move_bytes and not self.through_host
+        self.abilities = Abilities(implementations, self.features.graphs, known)
         self._side: SideStream | None = None  # of asynchronous calls
         self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams

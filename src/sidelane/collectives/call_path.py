@@ -218,7 +218,7 @@ class CallPath:
             with self.calls.making_ready():
                 return self.preparer.prepare(known.agreement, known.requests, found.key, found.shape), False
         assert found.shape is not None
-        repeated = remember and self.repeats is not None and self.repeats.is_repeated
+        repeated = remember and self.repeats is not None and bool(self.repeats.replay.repeated)
         try:
             return self.preparer.prepare_at(known, found.shape, found.key, is_repeated=repeated)
         except Exception:

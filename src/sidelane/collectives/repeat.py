@@ -50,6 +50,8 @@ class Repeats:
 
     Attributes:
         backend: backend of the communicator.
+        replay: the calls in compiled code; it counts those that it has made, and knows whether the last one was
+            declined because its addresses came again, so that it is worth remembering.
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
             anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
             inside a capture, behind work on another stream, or while another thread submits. Python makes the call
@@ -74,7 +76,7 @@ class Repeats:
             (calls, "armed", None),
             (backend.executor.watch, "failure", None),
         )
-        self._replay = module.Replay(
+        self.replay = module.Replay(
             guards,
             *(questions.stream_of, questions.capturing, questions.current_device, questions.device),
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
@@ -82,7 +84,7 @@ class Repeats:
             *(control, control.post_call, control.lock, lock.acquire, lock.release),
             *(count_writes, torch.Tensor),
         )
-        self.run = self._replay.run
+        self.run = self.replay.run
         self._forgotten = 0  # how often
         self._nbytes = 0  # of what was passed since then
         preparer.cache.keepers.append(self.forget)
@@ -91,12 +93,7 @@ class Repeats:
         """Forget all calls."""
         self._forgotten += 1
         self._nbytes = 0
-        self._replay.forget()
-
-    @property
-    def is_repeated(self) -> bool:
-        """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
-        return bool(self._replay.repeated)
+        self.replay.forget()
 
     def remember(
         self,
@@ -144,7 +141,7 @@ class Repeats:
         if self._nbytes > MOST_BYTES:
             self.forget()  # all: those that come again are passed again
         self._nbytes += loaded_bytes(prepared.loaded.program)
-        self._replay.remember(
+        self.replay.remember(
             *(kind, tuple(identity[:3] for identity in known), lists, details, variant, beside, generation, caller[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
             *(prepared, form),
@@ -196,7 +193,7 @@ class Repeats:
             for tensor, word in zip(tensors, words, strict=True)
         )
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        launch = self._replay.launch(
+        launch = self.replay.launch(
             *(caller[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
         )
         run: Callable[..., bool | None] = launch.run

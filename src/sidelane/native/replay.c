@@ -106,7 +106,7 @@ typedef struct {
     Entry *table[TABLE];
     uint64_t remembered; /* so far */
     unsigned next_victim;
-    unsigned long long moved; /* calls that were made by their shape */
+    unsigned long long made; /* calls and launches so far */
     uint64_t seen[SEEN];
     int repeated; /* the last call has a shape, and was made at its addresses before */
 } Replay;
@@ -780,8 +780,8 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         const Follower *follower = &entry->shape.follower[i];
         *follower->where = request->tensor[follower->tensor].address + follower->delta;
     }
-    self->moved += entry->shape.admits != NULL;
     failed = failed || submit(entry);
+    self->made += !failed;
     for (int i = 0; i < entry->notes && !failed; i++)
         failed = take_note(&entry->note[i], number);
     Py_DECREF(number);
@@ -1165,7 +1165,7 @@ static PyObject *replay_count(Replay *self, void *unused)
 
 static PyObject *replay_repeated(Replay *self, void *unused) { return PyBool_FromLong(self->repeated); }
 
-static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
+static PyObject *replay_made(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->made); }
 
 static PyMethodDef replay_methods[] = {
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
@@ -1178,7 +1178,7 @@ static PyMethodDef replay_methods[] = {
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
     {"repeated", (getter)replay_repeated, NULL, "Whether the last call is left to Python since it comes again.", NULL},
-    {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
+    {"made", (getter)replay_made, NULL, "How many calls and launches were made.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

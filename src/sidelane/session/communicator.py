@@ -200,7 +200,10 @@ class Communicator:
         self.control = ControlBlock(exchange)
         try:
             like = None if self._first is None else self._first.backend
-            self.backend: Backend = make_backend(exchange, self.device, self.control, self.config.timeout_s, like=like)
+            made = make_backend(
+                *(exchange, self.device, self.control, self.config.timeout_s), like=like, peers=self.config.peers
+            )
+            self.backend: Backend = made
             try:
                 self._complete(exchange, number)
             except BaseException:
@@ -217,7 +220,9 @@ class Communicator:
         self.allocations = LaneMemory(heap, backend.memory, number, self.world_size, config.memory_bytes)
         self.arguments = Arguments(self.rank, self.world_size, self.device, heap)
         self.profile: InForce = (
-            agree_on_profile(exchange, self.device.type, config.profile) if first is None else first.profile
+            agree_on_profile(exchange, self.device.type, config.profile, through_host=backend.through_host)
+            if first is None
+            else first.profile
         )
         self.abilities: Abilities = backend.abilities
         planner = Planner(
@@ -259,7 +264,8 @@ class Communicator:
 
         Its bytes come from a pool that grows when it is full. They are reused once the tensor and its views have been
         deleted on all ranks, while earlier calls may still be using them, as with torch's own allocator. Tensors that
-        a graph has captured are kept until :meth:`close`.
+        a graph has captured are kept until :meth:`close`. GPUs that reach each other through host memory alone
+        (``Config.peers``) have none: there it is a tensor of ``torch.empty``, which calls stage.
 
         Args:
             size: shape, as in ``torch.empty``.
@@ -291,6 +297,8 @@ class Communicator:
             self.control.post_call(call, title + SPLITS + memory.what_is_dropped())
         posts = self.calls.posts(call)
         compare(self.control, call, posts)
+        if self.backend.through_host:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         with self.calls.making_ready():
             tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
             self.backend.note_stream()
@@ -733,6 +741,10 @@ class Communicator:
     def submitted(self) -> Counts:
         """Return the sum of :meth:`last_submitted` over all calls, without those that were captured into graphs."""
         return self.backend.executor.ledger.total()
+
+    def repeated_calls(self) -> int:
+        """Return how many calls of this rank compiled code has made again, own kernels included; 0 without it."""
+        return 0 if self.path.repeats is None else int(self.path.repeats.replay.made)
 
     def close(self) -> None:
         """Release threads, streams and memory, and close the communicators that share the memory of this one.

@@ -58,7 +58,8 @@ class SymmetricPool:
         self.name: str = name
         self.nbytes: int = region.nbytes
         heap = communicator.heap
-        heap.add_pool(name, region)
+        if not communicator.backend.through_host:  # there its tensors are ordinary memory, as all of callers are
+            heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:
             self._placer: HostPlacer | DevicePlacer

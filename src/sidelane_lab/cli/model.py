@@ -92,7 +92,7 @@ def claims(
             where = results / machine if given("machine") else results
             if not where.exists():
                 raise ValueError(f"--results (value={str(where)!r}, allowed=a result file, or results/ of a checkout)")
-            loaded("papers.claim_measurements").show_measured((where,), json)
+            loaded("papers.command").show_measured((where,), json)
             return
         command = loaded("papers.command")
         with_ranges = (json is None or report is not None) if ranges is None else ranges

@@ -23,7 +23,8 @@ from sidelane_lab.pairs.workload import TABLE_I, parse_gemm
 from sidelane_lab.papers import conccl, dma, fused, overlap
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.dma import claimed_range
-from sidelane_lab.papers.measurements import BETWEEN_NODES, CLASSES, FIFTH
+from sidelane_lab.papers.files import BETWEEN_NODES, CLASSES
+from sidelane_lab.papers.measurements import FIFTH
 from sidelane_lab.traces import dlrm_study
 
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL

@@ -20,7 +20,7 @@ from sidelane_lab.harness.study import Picture
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find
-from sidelane_lab.papers.claim_measurements import FILES
+from sidelane_lab.papers.files import FILES
 
 FOLDER = Path("figures")
 """Folder of the pictures, where no other is asked for."""

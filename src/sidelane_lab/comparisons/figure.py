@@ -25,10 +25,10 @@ from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import Panel, TimelinePanel
-from sidelane_lab.papers.claim_measurements import FILES, MeasuredClaim, files_of, measure_claim
 from sidelane_lab.papers.claims import published, value_text
-from sidelane_lab.papers.command import PAPERS
-from sidelane_lab.papers.measurements import ResultFile
+from sidelane_lab.papers.command import CLAIMS, PAPERS
+from sidelane_lab.papers.files import FILES, ResultFile, files_of
+from sidelane_lab.papers.rows import MeasuredClaim, measure_claim
 
 AnyPanel = Panel | TimelinePanel
 SOURCES = PUBLISHED, PREDICTED, MEASURED = ("published", "predicted", "measured")
@@ -115,7 +115,7 @@ class FigureComparison:
         if self.measure_further is not None:
             files = files_of(self.further, sources)
             measured = [(file, panels) for file in files if (panels := self.measure_further(file))] + measured
-        claims = {claim_id: measure_claim(claim_id, sources) for claim_id in self.claims}
+        claims = {claim_id: measure_claim(CLAIMS[claim_id], sources) for claim_id in self.claims}
         where = own.title if own is not None else "the paper's machines"
         return FigureValues(self, where, predicted, measured, claims, missing)
 
@@ -261,23 +261,21 @@ class ClaimPredictions:
     def __init__(self, machine: Machine | None = None, version: str = "000") -> None:
         self._machine, self._version = machine, version
         self._contexts: dict[tuple[str, ...], Any] = {}
-        self._checks = {check.claim_id: (paper, check) for paper in PAPERS for check in paper.checks}
+        self._papers = {claim.claim_id: paper for paper in PAPERS for claim in paper.judged}
 
     def of(self, claims: Sequence[str]) -> dict[str, Any]:
         """Return the predictions of claims; without those that the model does not speak to."""
         found = {}
         for claim_id in claims:
-            if claim_id not in self._checks:
-                continue
-            paper, check = self._checks[claim_id]
-            if not paper.machine and self._machine is not None:
-                continue  # about the paper's machines only
+            paper = self._papers.get(claim_id)
+            if paper is None or (not paper.machine and self._machine is not None):
+                continue  # not judged, or about the paper's machines only
             context = self._contexts.get(paper.numbers)
             if context is None:
                 machine = self._machine or named(paper.machine or "mi300x8")
                 context = self._contexts[paper.numbers] = paper.context(machine, self._version)
             try:
-                found[claim_id] = check.predict(context)
+                found[claim_id] = CLAIMS[claim_id].predicted(context)
             except (ValueError, AttributeError, StopIteration):
                 continue  # the description has not all of it
         return found

@@ -21,6 +21,7 @@ from sidelane_lab.papers.dma import (
     all_variants,
     producer_mark,
 )
+from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
 from sidelane_lab.papers.measurements import (
     FIFTH,
@@ -29,7 +30,6 @@ from sidelane_lab.papers.measurements import (
     FusedReadings,
     PairReadings,
     PowerReadings,
-    ResultFile,
     UnitReadings,
     normalised_between_nodes,
     pair_name,

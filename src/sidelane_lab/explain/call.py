@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,8 @@ PCIE_GBPS = 64.0
 """Bandwidth up to which nothing but PCIe joins a machine's GPUs."""
 LIBRARY_KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 """Collectives of which machines' descriptions say what the vendor's library takes."""
+Submitted = tuple[tuple[str, tuple[str, ...]], ...]
+"""Lines of what a rank hands over, grouped by where it goes."""
 SIMULATOR = "the simulator"
 """Words for what simulated times come from."""
 
@@ -87,7 +88,7 @@ class Explanation:
     by: InForce
     where: str
     excluded: tuple[tuple[Candidate, str], ...]
-    submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    submitted: Submitted
     summary: str
     notes: tuple[str, ...] = ()
     status: str = ""
@@ -146,39 +147,46 @@ def explain(options: ExplainOptions) -> Explanation:
         allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
         raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
     agreement = _agreement(options, world_size, where)
-    has_driver = by is not None and device_type != CPU
-    moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
+    call = agreement.call
     is_described = options.machine is not None and options.machine not in builtin_names()
     described = _described(str(options.machine)) if is_described else None
-    if by is None:
-        assert described is not None
-        by = _simulated(described, agreement)
-    chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else described, abilities)
-    choice = chooses(agreement)
-    reasons = [(found, illegal_reason(agreement.call, found, abilities)) for found in everything(options.kind)]
-    excluded = tuple((found, reason) for found, reason in reasons if reason)
-    program: Program | KernelProgram = make_program(agreement, choice.candidate, moves)
-    submitted: tuple[tuple[str, tuple[str, ...]], ...]
-    packets: tuple[PacketQueue, ...] = ()
-    if isinstance(program, KernelProgram):
-        submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
-    elif has_driver:
-        submitted, summary = call_lines(program, RANK, agreement.frozen)
-    elif options.packets:
-        program, packets = packet_queues(program, RANK)
-        submitted, summary = packet_lines(program, RANK, packets), ""
-    else:
-        queues = program.queues_of(RANK)
-        submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    notes = (
-        *_rounding(options, agreement),
-        *(MADE_UP if packets else ()),
+    predicted = None if described is None else _simulated(described, agreement)
+    has_driver = by is not None and device_type != CPU
+    by = by or predicted
+    assert by is not None
+    choice = choose(by.profile, call, abilities)
+    reasons = [(found, illegal_reason(call, found, abilities)) for found in everything(options.kind)]
+    program = make_program(agreement, choice.candidate, frozenset[type[Move]]({Copy} if has_driver else MOVES))
+    submitted, summary, packets = _submitted(program, agreement.frozen, has_driver=has_driver, packed=options.packets)
+    return Explanation(
+        agreement,
+        choice,
+        by,
+        where,
+        excluded=tuple((found, reason) for found, reason in reasons if reason),
+        submitted=submitted,
+        summary=summary,
+        notes=(*_rounding(options, agreement), *(MADE_UP if packets else ())),
+        status="" if described is None else str(described.runs),
+        simulated=() if predicted is None else _times(predicted, call.nbytes),
+        library_us=None if described is None else _library_us(described, agreement),
+        packets=packets,
     )
-    found = Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, packets=packets)
-    if described is None:
-        return found
-    simulated, status = _predicted(described, agreement), str(described.runs)
-    return dataclasses.replace(found, status=status, simulated=simulated, library_us=_library_us(described, agreement))
+
+
+def _submitted(
+    program: Program | KernelProgram, captured: bool, *, has_driver: bool, packed: bool
+) -> tuple[Submitted, str, tuple[PacketQueue, ...]]:
+    """Return what the rank hands over, the same in numbers (empty: commands in queues), and packets if asked for."""
+    if isinstance(program, KernelProgram):
+        return ((CALLERS, launch_lines(program)),), "1 kernel, 1 call", ()
+    if has_driver:
+        return (*call_lines(program, RANK, captured), ())
+    if packed:
+        program, packets = packet_queues(program, RANK)
+        return packet_lines(program, RANK, packets), "", packets
+    queues = program.queues_of(RANK)
+    return tuple((f"engine {queue.engine}", tuple(map(describe, queue.commands))) for queue in queues), "", ()
 
 
 def show(found: Explanation, console: rich.console.Console, *, commands: bool = False) -> None:
@@ -300,12 +308,6 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _choice(by: InForce, simulated: Machine | None, abilities: Abilities, agreement: Agreement) -> Choice:
-    if simulated is not None:
-        by = _simulated(simulated, agreement)
-    return choose(by.profile, agreement.call, abilities)
-
-
 def _rounding(options: ExplainOptions, agreement: Agreement) -> tuple[str, ...]:
     """Say what is rounded where the size that was asked for does not exist."""
     of_all = agreement.call.nbytes // (options.tensors or 1)
@@ -371,10 +373,10 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
 
 
-def _predicted(machine: Machine, agreement: Agreement) -> tuple[tuple[Candidate, float], ...]:
+def _times(predicted: InForce, nbytes: int) -> tuple[tuple[Candidate, float], ...]:
     """Return the simulated times of copy engines, the fastest first."""
-    profile = _simulated(machine, agreement).profile
-    times = [] if profile is None else [(one.candidate, one.at(agreement.call.nbytes)) for one in profile.curves]
+    assert predicted.profile is not None
+    times = [(one.candidate, one.at(nbytes)) for one in predicted.profile.curves]
     return tuple(sorted(times, key=lambda entry: entry[1]))
 
 

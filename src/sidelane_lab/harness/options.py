@@ -64,6 +64,9 @@ machine_option = where(
 )
 
 LAUNCHES, PLACES = ("eager", "graph"), ("in", "out")
+WRITTEN, SPAN = ("json", "report"), ("min_bytes", "max_bytes", "factor")
+"""Parameters of commands for files that are written, and for sizes."""
+
 LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
 """The least value of fields that many studies have, and of the members of a tuple."""
 

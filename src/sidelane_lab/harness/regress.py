@@ -10,11 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sidelane.cli.output import write_json
+import click
+
+from sidelane.cli.help import CHOOSE
+from sidelane.cli.output import plain_errors, write_json
+from sidelane_lab.harness.help import GroupedCommand, how, json_option
 from sidelane_lab.harness.study import FlatRow, Results, read
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import say, tables_console
@@ -178,6 +183,32 @@ def _text(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
         for name, value in key
         if value is not False and (name, value) not in common
     )
+
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(
+    cls=GroupedCommand,
+    heading=CHOOSE,
+    examples=(
+        ("sidelane regress before.json after.json", "two runs of one study on one machine"),
+        ("sidelane regress before.json after.json --least 5", "changes of 5% and more"),
+    ),
+)
+@click.argument("old", type=FILE)
+@click.argument("new", type=FILE)
+@how("--least", type=click.FloatRange(0), default=2.0, metavar="PERCENT", help="Smallest change that counts.")
+@json_option
+def regress(old: Path, new: Path, least: float, json: Path | None) -> None:
+    """Compare two result files of one study, point by point, and say what is slower beyond noise.
+
+    A point is slower if its spread (10% to 90% of its samples, or all rounds of whole steps) lies above the old one's,
+    and if it changed by more than points of other libraries did, which Sidelane cannot change. The exit code is 1 if
+    one is, or has no time any more.
+    """
+    with plain_errors():
+        sys.exit(main(old, new, least / 100, json))
 
 
 def main(old: Path, new: Path, least: float, json: Path | None, *, is_whole: bool = True) -> int:

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.resources
-import json
 import re
 import sys
 import tomllib
@@ -57,15 +56,6 @@ AT_MOST: tuple[tuple[str, str], ...] = (
     ("occupancy.library_shared_kb", "gpu.shared_kb"),
 )
 """Pairs of numbers of which the first cannot be greater than the second."""
-
-
-class _Mistake(Exception):
-    """A mistake in the number at ``path``. ``beside``: the other number of a contradiction, if need be."""
-
-    def __init__(self, path: tuple[str, ...], text: str, beside: tuple[str, ...] = ()) -> None:
-        self.path = path
-        self.beside = beside
-        super().__init__(text)
 
 
 def machine_names(*, one_node: bool = False) -> tuple[str, ...]:
@@ -126,7 +116,7 @@ def find(name_or_path: str) -> Machine:
     """Return a machine by its name in the catalogue, or from a TOML or JSON file.
 
     Raises:
-        ValueError: no such name, or the file is wrong; the text names the line and what is allowed there.
+        ValueError: no such name, or the file is wrong; the text names the number and what is allowed.
     """
     path = Path(name_or_path)
     if path.suffix in (".toml", ".json"):
@@ -147,31 +137,27 @@ def parse(text: str, where: str) -> Machine:
         where: name of the file, for messages.
 
     Raises:
-        ValueError: ``where:line: what is wrong``.
+        ValueError: ``where: path of the number: what is wrong``.
     """
-    is_json = where.endswith(".json")
+    kind = "JSON" if where.endswith(".json") else "TOML"
     try:
-        content = json_of(text) if is_json else tomllib.loads(text)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{where}:{problem.lineno}: not JSON: {problem.msg}") from problem
-    except tomllib.TOMLDecodeError as problem:
-        found = re.search(r"line (\d+)", str(problem))
-        line = found[1] if found else str(text.count("\n") + 1)
-        raise ValueError(f"{where}:{line}: not TOML: {problem}") from problem
+        content = json_of(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{where}: not a machine: {problem}") from problem
+        raise ValueError(f"{where}: not {kind}: {problem}") from problem
     try:
         return _machine(content)
-    except _Mistake as mistake:
-        line = _line_of(text, mistake.path, is_json)
-        if mistake.beside and not _holds(content, mistake.path):
-            line = _line_of(text, mistake.beside, is_json)
-        raise ValueError(f"{where}:{line}: {'.'.join(mistake.path)}: {mistake}") from mistake
+    except ValueError as mistake:
+        raise ValueError(f"{where}: {mistake}") from mistake
 
 
 def _machine(content: Any) -> Machine:
+    """Make a machine of a file's content.
+
+    Raises:
+        ValueError: ``path of the number: what is wrong``.
+    """
     if not isinstance(content, Mapping):
-        raise _Mistake((), "must be a table of sections")
+        raise ValueError("must be a table of sections")
     sections = _sections()
     _check_keys((), content, (*TOP_LEVEL, *sections))
     base = None
@@ -179,29 +165,11 @@ def _machine(content: Any) -> Machine:
         try:
             base = named(str(content["base"]))
         except ValueError as problem:
-            raise _Mistake(("base",), str(problem)) from problem
-    values: dict[str, Any] = {}
-    for key in ("name", "title", "gpus", "nodes"):
-        default = {"nodes": 1}.get(key) if base is None else getattr(base, key)
-        value = values[key] = content.get(key, default)
-        if key in ("name", "title") and not isinstance(value, str):
-            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a text)")
-        nodes = content.get("nodes", 1 if base is None else base.nodes)
-        least = 2 if key == "gpus" and nodes == 1 else 1
-        if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
-            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
-    runs = content.get("runs", "never")
-    if runs not in RUNS:
-        raise _Mistake(("runs",), f"(value={runs!r}, allowed={', '.join(RUNS)})")
-    is_unsupported = base is not None and base.runs is RunStatus.UNSUPPORTED and "runs" not in content
-    values["runs"] = RunStatus.UNSUPPORTED if is_unsupported else RUNS[runs]
-    if base is not None and "title" not in content and (values["gpus"], values["nodes"]) != (base.gpus, base.nodes):
-        many = f"{values['nodes']} nodes of " if values["nodes"] > 1 else ""
-        values["title"] = re.sub(r"^(\d+ nodes of )?\d+ x ", f"{many}{values['gpus']} x ", base.title)
-    another_gpu = "gpu" in content
+            raise _mistake("base", problem) from problem
+    values = _about(content, base)
     for name, (section, optional) in sections.items():
         inherited = getattr(base, name) if base is not None else None
-        if base is not None and inherited is not None and another_gpu:
+        if base is not None and inherited is not None and "gpu" in content:
             # Watts follow the GPU more than anything else does: those of another one are worse than none.
             inherited = None if name in OF_ONE_GPU else _assumed(inherited, base.title)
         if name in content:
@@ -209,13 +177,40 @@ def _machine(content: Any) -> Machine:
         elif inherited is not None or optional:
             values[name] = inherited
         else:
-            raise _Mistake((name,), "section is missing")
+            raise _mistake(name, "section is missing")
     if base is not None:
         _follow_links(base, content, values)
     machine = Machine(**values)
-    for path, other, text in contradictions(machine):
-        raise _Mistake(tuple(path.split(".")), text, beside=tuple(other.split(".")))
+    for path, text in contradictions(machine):
+        raise _mistake(path, text)
     return machine
+
+
+def _about(content: Mapping[str, Any], base: Machine | None) -> dict[str, Any]:
+    """Return what a file, or else its base, says of a machine as a whole."""
+    keys = ("name", "title", "gpus", "nodes")
+    usual = {"nodes": 1} if base is None else {key: getattr(base, key) for key in keys}
+    values = {key: content.get(key, usual.get(key)) for key in keys}
+    least = {"gpus": 2 if values["nodes"] == 1 else 1, "nodes": 1}
+    for key, value in values.items():
+        if key not in least and not isinstance(value, str):
+            raise _mistake(key, f"missing or wrong (value={value!r}, allowed=a text)")
+        if key in least and not (type(value) is int and least[key] <= value <= 4096):
+            allowed = f"a whole number from {least[key]} to 4096"
+            raise _mistake(key, f"missing or wrong (value={value!r}, allowed={allowed})")
+    runs = content.get("runs", "unsupported" if base is not None and base.runs is RunStatus.UNSUPPORTED else "never")
+    if runs not in tuple(RUNS):
+        raise _mistake("runs", f"(value={runs!r}, allowed={', '.join(RUNS)})")
+    values["runs"] = RUNS[runs]
+    if base is not None and "title" not in content and (values["gpus"], values["nodes"]) != (base.gpus, base.nodes):
+        many = f"{values['nodes']} nodes of " if values["nodes"] > 1 else ""
+        values["title"] = re.sub(r"^(\d+ nodes of )?\d+ x ", f"{many}{values['gpus']} x ", base.title)
+    return values
+
+
+def _mistake(path: str, text: object) -> ValueError:
+    """Return the error of the number, or the section, at a path."""
+    return ValueError(f"{path}: {text}")
 
 
 def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -223,16 +218,15 @@ def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, A
     stated = content.get("links", {})
     if "topology" in stated and values["links"].topology is not base.links.topology:
         needed = ("links.peak_gbps", "links.usable_gbps", "dma.engine_gbps", *LIBRARY_SPEEDS)
-        missing = [path for path in needed if not _holds(content, tuple(path.split(".")))]
+        missing = [path for path in needed if not _holds(content, path)]
         if missing:
             text = f"(value={stated['topology']!r}, allowed={base.links.topology} as {base.name} has it"
-            raise _Mistake(("links", "topology"), f"{text}, or with {', '.join(missing)} of these links)")
+            raise _mistake("links.topology", f"{text}, or with {', '.join(missing)} of these links)")
     links = values["links"]
     if "peak_gbps" in stated and "usable_gbps" not in stated:
         links = _scaled(links, ("usable_gbps",), links.peak_gbps / base.links.peak_gbps, "links.peak_gbps")
     longer = links.usable_gbps / base.links.usable_gbps
-    speeds = [path.partition(".")[2] for path in LIBRARY_SPEEDS]
-    inherited = [name for name in speeds if not _holds(content, ("library", name))]
+    inherited = [path.partition(".")[2] for path in LIBRARY_SPEEDS if not _holds(content, path)]
     values["links"] = links
     values["library"] = _scaled(values["library"], inherited, longer, "links.usable_gbps")
 
@@ -251,36 +245,33 @@ def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
     return dataclasses.replace(section, **changes)
 
 
-def _holds(content: Any, path: tuple[str, ...]) -> bool:
-    """True if a file states the number at a path."""
-    for key in path:
-        if not isinstance(content, Mapping) or key not in content:
-            return False
-        content = content[key]
-    return True
+def _holds(content: Mapping[str, Any], path: str) -> bool:
+    """Return True if a file states the number at a path."""
+    section, _, name = path.partition(".")
+    return name in content.get(section, {})
 
 
 def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
     if not isinstance(content, Mapping):
-        raise _Mistake((name,), "must be a section with numbers")
+        raise _mistake(name, "must be a section with numbers")
     hints = typing.get_type_hints(section)
     _check_keys((name,), content, tuple(hints))
     limits = limits_of(section)
     usual = {field.name for field in dataclasses.fields(section) if field.default is not dataclasses.MISSING}
     values = {}
     for key, hint in hints.items():
+        path = f"{name}.{key}"
         if key not in content:
             if inherited is not None:
                 values[key] = getattr(inherited, key)
             elif key not in usual:
-                raise _Mistake((name,), f"{key} is missing")
-        elif issubclass(hint, StrEnum):
-            allowed = [str(member) for member in hint]
-            if content[key] not in allowed:
-                raise _Mistake((name, key), f"(value={content[key]!r}, allowed={', '.join(allowed)})")
+                raise _mistake(name, f"{key} is missing")
+        elif not issubclass(hint, StrEnum):
+            values[key] = _quantity(path, content[key], limits[key])
+        elif content[key] in tuple(hint):
             values[key] = hint(content[key])
         else:
-            values[key] = _quantity((name, key), content[key], limits[key])
+            raise _mistake(path, f"(value={content[key]!r}, allowed={', '.join(hint)})")
     return section(**values)
 
 
@@ -301,30 +292,30 @@ def _assumed(section: Any, title: str) -> Any:
     return dataclasses.replace(section, **changes)
 
 
-def _quantity(path: tuple[str, ...], content: Any, limit: NumberLimit) -> Quantity:
+def _quantity(path: str, content: Any, limit: NumberLimit) -> Quantity:
     if isinstance(content, int | float) and not isinstance(content, bool):
         content = {"value": content, "source": "assumed", "of": "stated without a source"}
     if not isinstance(content, Mapping) or "value" not in content or "source" not in content:
-        raise _Mistake(path, f"(value={content!r}, allowed=a number, or a table of {', '.join(QUANTITY_KEYS)})")
-    _check_keys(path, content, QUANTITY_KEYS)
+        raise _mistake(path, f"(value={content!r}, allowed=a number, or a table of {', '.join(QUANTITY_KEYS)})")
+    _check_keys((path,), content, QUANTITY_KEYS)
     if content["source"] not in tuple(NumberSource):
-        raise _Mistake(path, f"source (value={content['source']!r}, allowed={', '.join(NumberSource)})")
+        raise _mistake(path, f"source (value={content['source']!r}, allowed={', '.join(NumberSource)})")
     source = NumberSource(content["source"])
     if source is not NumberSource.DATASHEET and not content.get("of"):
-        raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
+        raise _mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
         number = content.get(key, 0.0)
         if type(number) not in (int, float) or (type(number) is int and abs(number) > sys.float_info.max):
-            raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
-        text = limit.outside(path[-1], number) if key in content else ""
+            raise _mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
+        text = limit.outside(path, number) if key in content else ""
         if text:
-            raise _Mistake(path, text if key == "value" else f"{key} {text}")
+            raise _mistake(path, text if key == "value" else f"{key} {text}")
         if not abs(number) <= sys.float_info.max:
-            raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
+            raise _mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
     try:
         return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
     except ValueError as problem:
-        raise _Mistake(path, str(problem)) from problem
+        raise _mistake(path, problem) from problem
 
 
 def _sections() -> dict[str, tuple[type, bool]]:
@@ -341,48 +332,20 @@ def _check_keys(path: tuple[str, ...], content: Mapping[str, Any], allowed: tupl
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise _Mistake((*path, key), f"unknown name (allowed={', '.join(allowed)}){hint}")
+            raise _mistake(".".join((*path, key)), f"unknown name (allowed={', '.join(allowed)}){hint}")
 
 
-def contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
-    """Yield pairs of numbers that cannot both be so: the path of the first, of the second, and the reason in words."""
+def contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield numbers that cannot be so beside others: the path of each, and the reason in words."""
     known = machine.quantities()
     for path, ceiling in AT_MOST:
         if path in known and ceiling in known and known[path] > known[ceiling]:
-            yield path, ceiling, f"(value={known[path]:g}, allowed=up to {known[ceiling]:g}, which is {ceiling})"
-    yield from _network_contradictions(machine)
-
-
-def _network_contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
+            yield path, f"(value={known[path]:g}, allowed=up to {known[ceiling]:g}, which is {ceiling})"
     links = machine.links
     each, nics = float(links.nics_per_gpu), float(links.nics_per_gpu * machine.gpus)
     if each > 1 and not each.is_integer():
-        text = f"(value={each:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
-        yield "links.nics_per_gpu", "gpus", text
+        yield "links.nics_per_gpu", f"(value={each:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
     elif machine.nodes > 1 and abs(nics - round(nics)) > 1e-3:  # a third of a NIC has no end
-        text = f"(value={each:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
-        yield "links.nics_per_gpu", "gpus", text
+        yield "links.nics_per_gpu", f"(value={each:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
     if machine.nodes > 1 and links.network is NetworkTopology.TORUS and machine.nodes % int(links.torus_row):
-        text = f"(value={links.torus_row:g}, allowed=a divisor of the {machine.nodes} nodes)"
-        yield "links.torus_row", "nodes", text
-
-
-def _line_of(text: str, path: tuple[str, ...], is_json: bool) -> int:
-    """Line, from 1, at which the last part of ``path`` that the text holds is defined."""
-    lines = text.splitlines()
-    found, start = 0, 0
-    for depth, key in enumerate(path):
-        quoted = re.escape(key)
-        if is_json:
-            pattern = rf'"{quoted}"\s*:'
-        elif depth == 0:
-            pattern = rf"^\s*(\[\s*{quoted}\s*\]|{quoted}\s*[=.])"
-        else:
-            pattern = rf"^\s*({re.escape(path[depth - 1])}\.)?{quoted}\s*="
-        for index in range(start, len(lines)):
-            if re.search(pattern, lines[index]):
-                found, start = index, index
-                break
-        else:
-            break
-    return found + 1
+        yield "links.torus_row", f"(value={links.torus_row:g}, allowed=a divisor of the {machine.nodes} nodes)"

@@ -13,6 +13,7 @@ on fewer units than the library's default, since nothing says how many it takes 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from sidelane.integrations.nodes.topology import FLAT
@@ -114,7 +115,8 @@ def _plan_gangs(machine: Machine, kind: Kind, nbytes: int, times: NodesTimes) ->
             parts: tuple[Gang, ...] = (Gang(name, took, moving),)
             if isinstance(one.step, Near):
                 parts = dma_gangs(node, one.step.kind, one.step.input.count * ELEMENT_BYTES[DTYPE])
-            found += _renamed(node, parts, name, took, near)
+            longer = took / run_device(node, parts).time_us
+            found += [_stretched(part, longer) for part in named_gangs(parts, name, near)]
             near = (name,)
     found.append(Gang("collective", NOTHING_US, 0.0, after=(*near, *fars[-1:])))
     # Between steps a plan waits for its host and for flags; here what it takes is that of its steps.
@@ -131,16 +133,21 @@ def _far(machine: Machine, kind: Kind, alone_us: float) -> Gang:
     return Gang("far", alone_us, network * library.traffic, units, min(need, units))
 
 
-def _renamed(node: Machine, parts: tuple[Gang, ...], name: str, took_us: float, behind: tuple[str, ...]) -> list[Gang]:
-    """Return the parts of a near step stretched to its time, under names of their own; the last has the step's."""
-    longer = took_us / run_device(node, parts).time_us
+def named_gangs(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Gang]:
+    """Return the parts of a collective under names of their own, of which the last one is the collective's name.
+
+    Args:
+        parts: of one collective.
+        name: of the collective.
+        behind: kernels that parts wait for which wait for no other part.
+    """
     names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
     return [
-        _stretched(
+        dataclasses.replace(
             part,
-            longer,
             name=names[part.name],
             after=tuple(names[before] for before in part.after) or behind,
+            part_of=part.part_of and name,
         )
         for part in parts
     ]

@@ -166,7 +166,7 @@ def isolated_of_machine(machine: Machine) -> Isolated:
             times = {**alone, **(given if nbytes in PROFILED_SIZES else {})}
             collectives.append(CollectiveTimes(kind, nbytes, "nccl", times))
             collectives.append(CollectiveTimes(kind, nbytes, "dma", {0: dma_us(machine, kind, nbytes)}))
-    pairs = tuple(pair for curve in gemms for kind in KINDS for pair in _pairs(machine, _as_long(machine, curve, kind)))
+    pairs = tuple(_pair(machine, _as_long(machine, curve, kind)) for curve in gemms for kind in KINDS)
     predicted = functools.partial(bound_of, machine)
     peaks = float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps)
     return Isolated(*peaks, gemms, tuple(collectives), pairs, predicted)
@@ -177,18 +177,13 @@ def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:
     return Workload(curve.gemm, kind, round(PAIR_BYTES * curve.times_us[0] / alone_us) // 4096 * 4096)
 
 
-def _pairs(machine: Machine, workload: Workload) -> list[PairTimes]:
-    """By implementation, as they are measured."""
-    gemm_alone = gemm_us(machine, workload.gemm)
+def _pair(machine: Machine, workload: Workload) -> PairTimes:
+    """Return a pair of the library, as it is measured."""
+    comm_us = library_gang(machine, workload.collective, workload.nbytes).alone_us
     ways = _ways(machine, workload)
-    found = []
-    for implementation, mover in (("nccl", Mover.LIBRARY), ("dma", Mover.DMA)):
-        library = library_gang(machine, workload.collective, workload.nbytes).alone_us
-        comm_us = library if mover is Mover.LIBRARY else dma_us(machine, workload.collective, workload.nbytes)
-        mine = {way: us for way, us in ways.items() if named(way[0]).mover is mover and named(way[0]).concurrent}
-        pair = (workload.gemm, workload.collective, workload.nbytes, implementation)
-        found.append(PairTimes(*pair, comm_us, gemm_alone + comm_us, mine))
-    return found
+    mine = {way: us for way, us in ways.items() if named(way[0]).mover is Mover.LIBRARY and named(way[0]).concurrent}
+    pair = (workload.gemm, workload.collective, workload.nbytes, "nccl")
+    return PairTimes(*pair, comm_us, gemm_us(machine, workload.gemm) + comm_us, mine)
 
 
 def _ways(machine: Machine, workload: Workload) -> dict[Way, float]:

@@ -30,7 +30,7 @@ from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
-from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, rails_gang
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, named_gangs, rails_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
 from sidelane_lab.model.strategies import partitions
 
@@ -230,7 +230,7 @@ def step_kernels(
 
     def gather(name: str, behind: tuple[str, ...]) -> None:
         if gangs is not None and name in gathers:
-            found.extend(_named(by_kind[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
+            found.extend(named_gangs(by_kind[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
             gathered.append(name)
 
     gather("AG F0", ())
@@ -244,21 +244,11 @@ def step_kernels(
         found += _layer(_kernels(machine, step, way, limit), f"{phase}{i}", (*before, *needs))
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
-            found += _named(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)
+            found += named_gangs(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)
             if Kind.ALL_REDUCE in by_kind:
                 behind = (f"RS {i}", *((f"AR {i + 1}",) if i < last else ()))
-                found += _named(by_kind[Kind.ALL_REDUCE], f"AR {i}", behind)
+                found += named_gangs(by_kind[Kind.ALL_REDUCE], f"AR {i}", behind)
     return found
-
-
-def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Gang]:
-    """Return a collective's parts under names of their own; the last one has the collective's."""
-    names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
-    renamed = []
-    for part in parts:
-        after = tuple(names[before] for before in part.after) or behind
-        renamed.append(dataclasses.replace(part, name=names[part.name], after=after, part_of=part.part_of and name))
-    return renamed
 
 
 def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list[Tiled]:

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
-from sidelane_lab.pairs.comparison import RoundTimes
 from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, PairLaunch, Workers
-from sidelane_lab.pairs.workload import Gemm
+from sidelane_lab.pairs.workload import Gemm, ideal_speedup, percent_of_ideal, speedup
 
 K = TypeVar("K", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Times of a pair, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
+
+    gemm: Sequence[float]
+    best: Sequence[float]
+    alone: Sequence[float]
+    together: Sequence[float]
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a row has of them: ratios in each round first, then medians."""
+        rounds = zip(self.gemm, self.best, self.together, strict=True)
+        return {
+            "gemm_us": statistics.median(self.gemm),
+            "comm_us": statistics.median(self.alone),
+            "best_comm_us": statistics.median(self.best),
+            "speedup": statistics.median(speedup(*times) for times in rounds),
+            "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
+            "percent_of_ideal": self.percent_of_ideal(),
+        }
+
+    def percent_of_ideal(self) -> float | None:
+        """Return the median percent of ideal, where most rounds have one."""
+        found = [percent_of_ideal(*times) for times in zip(self.gemm, self.best, self.together, strict=True)]
+        defined = [percent for percent in found if percent is not None]
+        return statistics.median(defined) if 2 * len(defined) > len(found) else None
 
 
 class BesideGemm(PairLaunch):

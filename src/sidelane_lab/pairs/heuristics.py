@@ -6,7 +6,6 @@ Pure functions of numbers, with reasons. They go by isolated times of a machine,
 * the order of launches, by workgroups (ConCCL paper, V-C; for several kernels, VII-B1): ``launch_order``;
 * units for collectives, by look-up tables (V-C, VI-G): ``allocate``, and ``units_for`` by measured tables;
 * units that a GEMM beside copy engines does without: ``spare``, and ``units_to_spare`` by measured tables;
-* the strategy with the least expected time, by measured curves: ``decide``;
 * the strategy by the rule of ``overlap`` under ``auto``: ``rule_of``.
 
 ``pairs.sweep`` judges them by a pair's times under every strategy.
@@ -19,23 +18,19 @@ import itertools
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from sidelane.c3.strategies import LaunchMode, Mover, Strategy, choose_strategy, strategies
-from sidelane.choice.selection import Selection, select
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.c3.strategies import LaunchMode, choose_strategy, strategies
+from sidelane.choice.selection import Selection
+from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.pairs.isolated import EFFICIENCY, SPLIT, Isolated, PairTimes, apart
+from sidelane_lab.pairs.isolated import EFFICIENCY, SPLIT, Isolated, apart
 from sidelane_lab.pairs.workload import (
     COMPARABLE,
-    LEAST_GAIN,
     Bound,
     C3Class,
     ComputeKind,
     Gemm,
     Workload,
-    applies,
     classify,
-    ideal_speedup,
-    implementations_of,
 )
 
 TIE = 1.001
@@ -43,14 +38,6 @@ TIE = 1.001
 
 LATENCY_FACTOR = 2.0
 """Factor over the time of the smallest size below which a collective counts as limited by its latency."""
-
-MOST_SPREAD = 0.25
-"""Largest spread of shares of one way that count as shares of one kind. On two H200s the library's kernels hid 5 to 87%
-of the shorter operation if they were launched first (docs/lab/measured.md)."""
-
-OWN_CHUNK_HIDDEN = 0.03
-"""Share of the shorter operation that ``nccl_ce`` hides if it copies the caller's own chunk inside the GPU, a copy that
-waits for the GEMM (results/notes/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
 
 
 # --- the order of launches --------------------------------------------------------------------------------------------
@@ -298,185 +285,6 @@ def is_latency_bound(known: Isolated, collective: Kind, nbytes: int) -> bool:
     smallest = min(curves, key=lambda one: (one.nbytes, one.times_us[0]))
     nearest = min(curves, key=lambda one: (apart(one.nbytes, nbytes), one.times_us[0]))
     return nearest.times_us[0] < LATENCY_FACTOR * smallest.times_us[0]
-
-
-# --- the least expected time, by measured curves ----------------------------------------------------------------------
-
-
-def decide(workload: Workload, gemm_us: float, able: Sequence[Strategy], known: Isolated) -> Selection[LaunchMode]:
-    """Return the strategy with the least expected time, which is not above that of serial if that is among them.
-
-    Every estimate is ``longer + (1 - hidden) x shorter``: of times with the units that the strategy leaves to either,
-    and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
-    without such a pair, a strategy whose parts have units of their own hides everything, as the ConCCL paper's
-    heuristic assumes (V-C), and others nothing. Units are taken from a GEMM only by the slowdowns of one of the same
-    bound. Equals are decided for serial, and then by preference.
-
-    The library chooses by a rule instead (``rule_of``), which loses less over the measured pairs
-    (results/notes/overlap.md, "Heuristics").
-
-    Args:
-        workload: pair to run.
-        gemm_us: time of its GEMM alone in microseconds.
-        able: strategies that can run here.
-        known: measurements of this machine.
-
-    Raises:
-        ValueError: there is no candidate, or no pair was measured whose shorter part is longer than the noise.
-    """
-    if not _telling(known):
-        raise ValueError("decide: pairs (value=none, allowed=some that sidelane tune --study c3 has measured)")
-    estimates: dict[LaunchMode, tuple[float, str]] = {}
-    for strategy in sorted(able, key=lambda one: (one.concurrent, one.preference)):
-        implementation = _implementation(known, workload, strategy.mover)
-        comm_us = _alone(known, workload, implementation)
-        if comm_us is None:
-            continue
-        parts = {0: (1.0, 1.0)}
-        if strategy.partition is not None:
-            parts = _slowdowns(strategy, workload, gemm_us, known, implementation)
-        for units, (ours, theirs) in parts.items():
-            hidden = _share(strategy, units, workload, gemm_us, known, implementation)
-            mode = LaunchMode(strategy, units)
-            estimates[mode] = _estimate(strategy, gemm_us * ours, comm_us * theirs, hidden, workload.collective)
-    if not estimates:
-        raise ValueError("decide: no candidate (value=(), allowed=at least one)")
-    found = select(((mode, us) for mode, (us, _) in estimates.items()), basis="shares measured here")
-    formula = f"{found.candidate}: {estimates[found.candidate][1]}"
-    return dataclasses.replace(found, reason=f"{formula} = {found.reason}")
-
-
-def _estimate(strategy: Strategy, gemm_us: float, comm_us: float, hidden: float, collective: Kind) -> tuple[float, str]:
-    """Return the expected time in microseconds, and how it is computed."""
-    if not strategy.concurrent:
-        return gemm_us + comm_us, f"{gemm_us:.0f} + {comm_us:.0f}"
-    if strategy.mover is Mover.LIBRARY_DMA and collective is not Kind.ALL_GATHER:
-        hidden = min(hidden, OWN_CHUNK_HIDDEN)
-    longer, shorter = max(gemm_us, comm_us), min(gemm_us, comm_us)
-    return longer + (1.0 - hidden) * shorter, f"{longer:.0f} + {1.0 - hidden:.2f} x {shorter:.0f}"
-
-
-def _implementation(known: Isolated, workload: Workload, mover: Mover) -> str:
-    """Return a mover's implementation that is fastest alone; its first one if none was measured."""
-    times = {name: us for name in implementations_of(mover) if (us := _alone(known, workload, name)) is not None}
-    return min(times, key=times.__getitem__) if times else implementations_of(mover)[0]
-
-
-def _alone(known: Isolated, workload: Workload, implementation: str) -> float | None:
-    """Return the time of the collective alone; None if it was not measured."""
-    try:
-        return known.comm_us(workload, (implementation,))
-    except ValueError:
-        return None
-
-
-def _slowdowns(
-    strategy: Strategy, workload: Workload, gemm_us: float, known: Isolated, implementation: str
-) -> dict[int, tuple[float, float]]:
-    """Return the slowdowns of both by the units that both tables have; none if no GEMM of this bound was profiled."""
-    assert strategy.partition is not None
-    bound = known.bound(workload.gemm, gemm_us)[0]
-    table = known.gemm_table(workload.gemm, SPLIT, gemm_us)
-    # Slowdowns of a compute-bound GEMM do not hold for a memory-bound one: on two H200s, units were given away by them
-    # and up to 37% was lost (results/notes/overlap.md, "Memory-bound pairs").
-    if table is None or known.bound(table.gemm)[0] is not bound:
-        return {}
-    slower = table.slowdown()
-    if not strategy.mover.takes_units:
-        given = dict.fromkeys(slower, 1.0) if applies(strategy.partition, bound is Bound.MEMORY) else {}
-    else:
-        comm = known.comm_table(workload, (implementation,))
-        given = {} if comm is None else comm.slowdown()
-    return {units: (slower[units], given[units]) for units in sorted(set(slower) & set(given))}
-
-
-def _share(
-    strategy: Strategy, units: int, workload: Workload, gemm_us: float, known: Isolated, implementation: str
-) -> float:
-    """Return the share of the shorter of the two that a strategy hides."""
-    measured = _measured(strategy, units, workload, gemm_us, known, implementation)
-    if measured is not None:
-        return measured
-    if strategy.partition is None:
-        return 0.0
-    if strategy.mover.takes_units:
-        return 1.0
-    # Its collective runs undisturbed: the share is that of the same strategy without a partition.
-    plain = dataclasses.replace(strategy, partition=None)
-    twin = next((one for one in strategies() if _way(one) == _way(plain) and one.mover is strategy.mover), plain)
-    return _share(twin, 0, workload, gemm_us, known, implementation)
-
-
-def _is_left_to_device(strategy: Strategy) -> bool:
-    """Return True if blocks of the computation and of the collective may queue for the same units."""
-    return strategy.concurrent and strategy.mover.takes_units and strategy.partition is None
-
-
-def _way(strategy: Strategy) -> tuple[object, ...]:
-    """Return the properties of a strategy except its mover."""
-    return strategy.order, strategy.priority, strategy.partition
-
-
-def _nearest(pairs: list[PairTimes], workload: Workload, gemm_us: float, known: Isolated) -> list[PairTimes]:
-    """Return the pairs of the same collective, else of one that adds too, else all; of these, of the same bound."""
-    adds = workload.collective in REDUCING
-    alike = [pair for pair in pairs if (pair.collective in REDUCING) is adds]
-    pairs = [pair for pair in pairs if pair.collective is workload.collective] or alike or pairs
-    bound = known.bound(workload.gemm, gemm_us)[0]
-    return [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
-
-
-def _telling(known: Isolated) -> list[PairTimes]:
-    """Return the pairs in which the shorter operation is longer than the noise from run to run."""
-    return [
-        pair
-        for pair in known.pairs
-        if pair.serial_us > pair.comm_us > 0
-        and ideal_speedup(pair.serial_us - pair.comm_us, pair.comm_us) - 1 >= LEAST_GAIN
-    ]
-
-
-def _measured(
-    strategy: Strategy, units: int, workload: Workload, gemm_us: float, known: Isolated, implementation: str
-) -> float | None:
-    """Return the median over measured pairs: of the same collective (or one that adds, too), the same bound, the same
-    units, if there are such. If the device decides who gets units, return the least share of all pairs, if they differ:
-    the outcome is not known.
-    """
-    names = {one.name for one in strategies() if _way(one) == _way(strategy)}
-    pairs = [pair for pair in _telling(known) if pair.implementation == implementation]
-    if _is_left_to_device(strategy):
-        drawn = _with_units(units, [one for pair in pairs for one in _shares(names, strategy, pair, known)])
-        if drawn and max(drawn) - min(drawn) > MOST_SPREAD:
-            return min(drawn)
-    pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
-    found = [one for pair in _nearest(pairs, workload, gemm_us, known) for one in _shares(names, strategy, pair, known)]
-    shares = _with_units(units, found)
-    return statistics.median(shares) if shares else None
-
-
-def _with_units(units: int, found: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the shares with these units, or all if there are none."""
-    return [share for taken, share in found if taken == units] or [share for _, share in found]
-
-
-def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[tuple[int, float]]:
-    """Return the units and hidden share of a strategy, by any of these names, for a pair."""
-    gemm_us = pair.serial_us - pair.comm_us
-    found = []
-    for (name, units), time_us in pair.times_us.items():
-        if name not in names:
-            continue
-        ours, theirs = gemm_us, pair.comm_us
-        if units and strategy.partition is not None:
-            gemm = known.gemm_table(pair.gemm, SPLIT)
-            ours *= 1.0 if gemm is None else gemm.slowdown().get(units, 1.0)
-            comm = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (pair.implementation,))
-            if strategy.mover.takes_units and comm is not None:
-                theirs *= comm.slowdown().get(units, 1.0)
-        # No operation hides more than itself: a greater share comes from times that differ from round to round.
-        found.append((units, min(1.0, (ours + theirs - time_us) / min(ours, theirs))))
-    return found
 
 
 # --- the rule of overlap ----------------------------------------------------------------------------------------------

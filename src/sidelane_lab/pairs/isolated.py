@@ -142,25 +142,17 @@ class Isolated:
         """Operations that the machine does in the time of a byte: above it a GEMM is compute-bound."""
         return self.tflops * 1e3 / self.memory_gbps
 
-    def bound(self, gemm: Gemm, us: float | None = None) -> tuple[Bound, str]:
+    def bound(self, gemm: Gemm) -> tuple[Bound, str]:
         """Return the limit of a GEMM with the reason: by its measured loss with fewer units, else by the predicted one.
 
-        Where neither is known, its time or its operations a byte stand in: the least possible bytes call some
-        memory-bound GEMMs compute-bound.
-
-        Args:
-            gemm: GEMM to classify.
-            us: its time alone, if known: then a GEMM without measured losses counts as limited by its bytes also if it
-                is much slower than the fastest.
+        Where neither is known, its operations a byte stand in: the least possible bytes call some memory-bound GEMMs
+        compute-bound.
         """
         for curve in self.curves(gemm):
             if (limit := curve.bound()) is not None:
                 return limit, f"fewer units cost it {curve.sensitivity():.2f} of their share"
         if self.predicted is not None:
             return self.predicted(gemm), "as predicted of the described machine"
-        best = max(curve.gemm.flops / curve.times_us[0] for curve in self.gemms) if self.gemms else 0.0
-        if us is not None and gemm.flops / us < EFFICIENCY * best:
-            return Bound.MEMORY, f"{gemm.flops / us / 1e6:.0f} TFLOP/s, the fastest GEMM {best / 1e6:.0f}"
         bound = gemm.bound(self.flops_per_byte)
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
 
@@ -179,17 +171,16 @@ class Isolated:
         curve = min(self._nearest(workload, known), key=lambda one: one.times_us[0])
         return curve.times_us[0] * workload.nbytes / curve.nbytes
 
-    def gemm_table(self, gemm: Gemm, means: str | None = None, us: float | None = None) -> GemmTimes | None:
+    def gemm_table(self, gemm: Gemm, means: str | None = None) -> GemmTimes | None:
         """Return the profiled GEMM whose slowdowns hold for another: of its bound if there is one, then of the nearest
         size.
 
         Args:
             gemm: any GEMM.
             means: way in which it lost units; None: any.
-            us: see :meth:`bound`.
         """
         able = [curve for curve in self.gemms if curve.slowdown() and means in (None, curve.means)]
-        bound = self.bound(gemm, us)[0]
+        bound = self.bound(gemm)[0]
         alike = [curve for curve in able if self.bound(curve.gemm)[0] is bound]
         return min(alike or able, key=lambda one: apart(one.gemm.flops, gemm.flops), default=None)
 

@@ -329,7 +329,7 @@ def orders_of(
     Args:
         workload: the pair.
         run: its collective.
-        instruments: as in ``pairs.comparison.run_workload``.
+        instruments: as in ``studies.c3.comparison.run_workload``.
         device: of this rank.
         seeds: of the inputs.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from sidelane.c3.strategies import Mover, Order, named
 from sidelane_lab.harness.study import FlatRow
-from sidelane_lab.pairs.heuristics import KernelDemand, decide, launch_order, rule_of, units_for, units_to_spare
+from sidelane_lab.pairs.heuristics import KernelDemand, launch_order, rule_of, units_for, units_to_spare
 from sidelane_lab.pairs.isolated import Isolated
 from sidelane_lab.pairs.workload import Workload, implementations_of
 
@@ -60,8 +60,8 @@ class HeuristicRow(FlatRow):
     Attributes:
         heuristic: name of the heuristic. ``launch_order``: order of two kernels by workgroups; ``launch_order_3``: of
             three kernels; ``partition``: units for the collective, by look-up tables; ``partition_3``: units for two
-            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``curves``: the
-            strategy by measured curves; ``auto``: the strategy by the rule of ``overlap``.
+            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``auto``: the strategy
+            by the rule of ``overlap``; ``curves``, in files of November 2026: the strategy by measured curves.
         gemm: GEMM as in :class:`C3Row`.
         bytes: bytes of the collective as in :class:`C3Row`.
         seen: True if the GEMM was profiled.
@@ -192,17 +192,6 @@ def _spared(sweep: Sweep, known: Isolated) -> Judged:
     return _judged(found.reason, chosen, times)
 
 
-def _curves(sweep: Sweep, known: Isolated) -> Judged:
-    """Take the least expected time, by measured curves."""
-    times = _as_asked(sweep)
-    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
-    found = decide(sweep.workload, sweep.gemm_us, able, known)
-    chosen = (found.candidate.strategy.name, found.candidate.units)
-    if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
-        chosen = next(way for way in times if way[0] == chosen[0])
-    return _judged(found.reason, chosen, times)
-
-
 def _choice(sweep: Sweep, known: Isolated) -> Judged:
     """Take the strategy by the rule of ``overlap`` under ``auto``."""
     times = _as_asked(sweep)
@@ -229,14 +218,13 @@ def _words(way: Way) -> str:
 
 
 LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS = "launch_order", "launch_order_3", "partition", "partition_3"
-SPARED, CURVES, CHOICE = "spared", "curves", "auto"
+SPARED, CHOICE = "spared", "auto"
 RULES: Mapping[str, Callable[[Sweep, Isolated], Judged]] = {
     LAUNCH_ORDER: _launch_order,
     LAUNCH_ORDERS: _launch_orders,
     PARTITION: _partition,
     PARTITIONS: _partitions,
     SPARED: _spared,
-    CURVES: _curves,
     CHOICE: _choice,
 }
 """Heuristics by their names in result files."""

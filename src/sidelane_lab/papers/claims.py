@@ -16,13 +16,15 @@ import importlib.resources
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sidelane_lab.machines.ranges import ends, nearest
 from sidelane_lab.machines.spec import Machine, NumberSource
 from sidelane_lab.model.panels import PaperFigure
+from sidelane_lab.papers.files import ResultFile
 
 Context = TypeVar("Context")
 
@@ -44,27 +46,86 @@ AT_LEAST = "at least"
 """Begin of the text of a verdict whose limit is a lower one."""
 
 
+OF_THE_MACHINE = "describes the paper's own machine"
+BY_CONSTRUCTION = "a count that programs have by construction; tests check it"
+METHOD = "how the paper measured"
+TAKEN_OVER = "a size or a number that our studies take over"
+PRIOR_WORK = "prior work on another machine"
+
+
+class PredictedStudies(Protocol):
+    """Numbers of one machine that claims are about, with its predicted studies."""
+
+    def rows(self, study: str) -> ResultFile:
+        """Return the rows that the model fills."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Check(Generic[Context]):
-    """Prediction of a claim.
+class ClaimReading:
+    """A claim's quantity, as a formula over rows. Called with what a paper predicts from, it reads the model's rows.
+
+    Attributes:
+        study: whose rows, a key of ``files.FILES``.
+        read: the value, in the claim's form and unit.
+        differs: what is not as in the paper in our files, in a few words, besides the machine.
+        fuller: key of a file that is read instead on machines that have it; "" none.
+    """
+
+    study: str
+    read: Callable[[ResultFile], Any]
+    differs: str = ""
+    fuller: str = ""
+
+    def __call__(self, predicted: PredictedStudies) -> Any:
+        return self.read(predicted.rows(self.study))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim(Generic[Context]):
+    """A claim of a paper: how the model and our result files speak to it, or the reasons why they do not.
 
     Attributes:
         claim_id: in ``claims.json``.
-        role: see :class:`ClaimRole`.
-        predict: the model's value, in the claim's form and unit.
+        role: see :class:`ClaimRole`; None of a claim that is ``given`` or ``not_modelled``.
+        predict: the model's value, in the claim's form and unit; None of a claim without a role.
+        measured: formula over rows of our files, where ``predict`` is none; or the reason why no file speaks to it,
+            where ``not_modelled`` is none.
         exact: error that is still right of an input, as a share; other roles have the tolerance that all have.
         points: a percentage of ideal, whose error counts in its unit.
         within: for limits and orders: tells whether a prediction agrees; None: by error.
         incomparable: why the claim cannot be compared like for like; it is shown, and not counted.
+        miss: why the prediction misses the claim, in a line.
+        given: where the model has it from: it repeats the claim, so that nothing could come out otherwise.
+        not_modelled: the reason why the model does not speak to it.
     """
 
     claim_id: str
-    role: ClaimRole
-    predict: Callable[[Context], Any]
+    role: ClaimRole | None = None
+    predict: Callable[[Context], Any] | None = None
+    measured: ClaimReading | str = ""
     exact: float = 0.0
     points: bool = False
     within: Callable[[Any, Any], bool] | None = None
     incomparable: str = ""
+    miss: str = ""
+    given: str = ""
+    not_modelled: str = ""
+
+    @property
+    def reading(self) -> ClaimReading | None:
+        """The formula over rows of our files; None where no file speaks to the claim."""
+        formula = self.measured or self.predict
+        return formula if isinstance(formula, ClaimReading) else None
+
+    @property
+    def unmeasured(self) -> str:
+        """The reason why no file of ours speaks to a claim without a reading."""
+        return self.measured if isinstance(self.measured, str) and self.measured else self.not_modelled
+
+    def predicted(self, context: Context) -> Any:
+        """Return the model's value of a claim that has a role."""
+        assert self.predict is not None, self.claim_id
+        return self.predict(context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,23 +136,22 @@ class Paper(Generic[Context]):
         numbers: of its texts (docs/papers.md); several where there are versions, which ``context`` is given.
         machine: of the catalogue, that the claims are about; "" where they are about several, each with its own.
         context: makes what claims are predicted from, of a machine and a version.
-        checks: of all claims that the model speaks to.
+        claims: all of them.
         sections: of a description, whose numbers matter to them.
-        misses: why a prediction misses its claim, in a line, by claim.
-        given: claims that the model repeats, with where it has them from: nothing could come out otherwise.
-        not_modelled: claims that the model does not speak to, with the reason.
         figures: drawn again from predictions.
     """
 
     numbers: tuple[str, ...]
     machine: str
     context: Callable[[Machine, str], Context]
-    checks: Sequence[Check[Context]]
+    claims: Sequence[Claim[Context]]
     sections: frozenset[str] = frozenset()
-    misses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    given: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    not_modelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
     figures: tuple[PaperFigure, ...] = ()
+
+    @property
+    def judged(self) -> list[Claim[Context]]:
+        """The claims that have a role."""
+        return [claim for claim in self.claims if claim.role is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,15 +192,15 @@ class ClaimVerdict:
         return {
             "id": self.claim_id,
             "claimed": self.claimed,
-            "predicted": _rounded(self.predicted),
+            "predicted": rounded(self.predicted),
             "unit": self.unit,
-            "error": _rounded(self.error),
+            "error": rounded(self.error),
             "role": str(self.role),
             "ok": self.ok,
             "comparable": not self.incomparable,
             "why": self.incomparable or self.why,
-            "low": _rounded(self.low),
-            "high": _rounded(self.high),
+            "low": rounded(self.low),
+            "high": rounded(self.high),
         }
 
 
@@ -151,64 +211,64 @@ def published() -> dict[str, dict[str, Any]]:
     return {claim["id"]: claim for claim in json.loads(entry.read_text(encoding="utf-8"))}
 
 
-def judge(check: Check[Any], predicted: Any, miss: str = "") -> ClaimVerdict:
-    """Hold a prediction against a check's claim. ``miss``: why it is missed, if it is."""
-    claim = published()[check.claim_id]
-    claimed = claim["value"]
-    error = None if check.within else error_of(claimed, predicted, points=check.points)
-    if check.within is not None:
-        ok = check.within(claimed, predicted)
+def judge(claim: Claim[Any], predicted: Any) -> ClaimVerdict:
+    """Hold a prediction against a claim that has a role."""
+    assert claim.role is not None, claim.claim_id
+    known = published()[claim.claim_id]
+    claimed = known["value"]
+    error = None if claim.within else error_of(claimed, predicted, points=claim.points)
+    if claim.within is not None:
+        ok = claim.within(claimed, predicted)
     elif error is None:
         ok = bool(claimed == predicted)
-    elif check.role is ClaimRole.INPUT:
-        ok = error <= check.exact + 1e-9
+    elif claim.role is ClaimRole.INPUT:
+        ok = error <= claim.exact + 1e-9
     else:
-        ok = error <= (POINTS if check.points else TOLERANCE) + 1e-9
-    ok = ok and not check.incomparable
+        ok = error <= (POINTS if claim.points else TOLERANCE) + 1e-9
+    ok = ok and not claim.incomparable
     return ClaimVerdict(
-        check.claim_id,
-        claim["claim"],
+        claim.claim_id,
+        known["claim"],
         claimed,
         predicted,
-        claim["unit"],
+        known["unit"],
         error,
-        check.role,
+        claim.role,
         ok,
-        check.points,
-        check.incomparable,
-        "" if ok else miss,
+        claim.points,
+        claim.incomparable,
+        "" if ok else claim.miss,
     )
 
 
 def judge_row(
     claim_id: str,
-    measured: float | None,
-    predicted: Sequence[float] | float | None,
-    role: ClaimRole = ClaimRole.HELD_OUT,
+    measured: float,
+    predicted: Sequence[float],
+    role: ClaimRole,
     *,
     what: str = "measured time",
     unit: str = "us",
     points: bool = False,
 ) -> ClaimVerdict | None:
-    """Hold a prediction against a measured number; None where one of the two is missing.
+    """Hold a prediction against a measured number; None where there is no prediction.
 
     Args:
         claim_id: of the verdict.
         measured: in the unit.
-        predicted: the same; two numbers where chance decides which of them it is: the nearer counts.
+        predicted: the same; two numbers where chance decides which of them it is: the nearer counts; none: no model.
         role: of the row.
         what: text of the verdict.
         unit: of both.
         points: a percentage, whose error counts in its unit.
     """
-    found = predicted if isinstance(predicted, Sequence) else () if predicted is None else (predicted,)
-    if measured is None or not found:
+    if not predicted:
         return None
-    value = nearest(measured, found)
+    value = nearest(measured, predicted)
     error = error_of(measured, value, points=points)
     assert error is not None
     ok = error <= (POINTS if points else TOLERANCE)
-    low, high = (min(found), max(found)) if len(found) > 1 else (None, None)
+    low, high = (min(predicted), max(predicted)) if len(predicted) > 1 else (None, None)
     return ClaimVerdict(claim_id, what, measured, value, unit, error, role, ok, points, low=low, high=high)
 
 
@@ -264,16 +324,23 @@ def problems(papers: Sequence[Paper[Any]], machines: Sequence[Machine]) -> list[
     Returns:
         A line each; nothing when all is well.
     """
-    checks = [check for paper in papers for check in paper.checks]
-    not_judged = {claim_id for paper in papers for claim_id in (*paper.not_modelled, *paper.given)}
-    roles = {check.claim_id: check.role for check in checks}
-    found = [f"{check.claim_id}: no such claim" for check in checks if check.claim_id not in published()]
+    claims = {claim.claim_id: claim for paper in papers for claim in paper.claims}
+    times = Counter(claim.claim_id for paper in papers for claim in paper.claims)
+    roles = {claim_id: claim.role for claim_id, claim in claims.items() if claim.role is not None}
+    reasons = {claim_id: claim.given or claim.not_modelled for claim_id, claim in claims.items()}
+    found = [f"{claim_id}: is declared twice" for claim_id, count in times.items() if count > 1]
+    found += [f"{claim_id}: no such claim" for claim_id in claims if claim_id not in published()]
     found += [
         f"{claim_id}: has neither a role nor a reason why the model does not speak to it"
         for claim_id in published()
-        if claim_id not in roles and claim_id not in not_judged
+        if claim_id not in roles and not reasons.get(claim_id)
     ]
-    found += [f"{claim_id}: has a role and a reason why it has none" for claim_id in roles if claim_id in not_judged]
+    found += [f"{claim_id}: has a role and a reason why it has none" for claim_id in roles if reasons[claim_id]]
+    found += [
+        f"{claim_id}: has neither a formula over our files nor a reason why none speaks to it"
+        for claim_id, claim in claims.items()
+        if claim.reading is None and not claim.unmeasured
+    ]
     cited: set[str] = set()
     for place, machine in enumerate(machines):
         for name, quantity in machine.quantities().items():
@@ -338,7 +405,8 @@ def _reform(value: Any, values: Mapping[str, float]) -> Any:
     return _mapped(value, lambda path, number: values[path])
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return a value with its fractions to four digits."""
     return _mapped(value, lambda path, number: float(f"{number:.4g}") if isinstance(number, float) else number)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
 from sidelane_lab.papers.claims import (
     AT_LEAST,
     STRICTER,
+    Claim,
     ClaimRole,
     ClaimVerdict,
     Paper,
@@ -38,9 +39,13 @@ from sidelane_lab.papers.claims import (
     value_text,
     with_ranges,
 )
+from sidelane_lab.papers.files import FILES
 from sidelane_lab.papers.results import compare, role_problems
+from sidelane_lab.papers.rows import measure_claim
 
 PAPERS: tuple[Paper[Any], ...] = (conccl.PAPER, dma.PAPER, overlap.PAPER, fused.PAPER, slowdown.PAPER)
+CLAIMS: Mapping[str, Claim[Any]] = {claim.claim_id: claim for paper in PAPERS for claim in paper.claims}
+"""All claims, by id."""
 MI300X, VERSIONS = conccl.MI300X, conccl.PAPER.numbers
 SHADES = {
     ClaimRole.INPUT: (ORANGE, "^"),
@@ -181,19 +186,15 @@ def evaluate(
     machines = machines_of(machine)
     about = {one.name: one for one in machines} | {"": machine}
     contexts = [paper.context(about[paper.machine], version) for paper in papers]
-    checks = [
-        (paper, check, context) for paper, context in zip(papers, contexts, strict=True) for check in paper.checks
-    ]
-    verdicts = [
-        judge(check, check.predict(context), paper.misses.get(check.claim_id, "")) for paper, check, context in checks
-    ]
+    claims = [(one, context) for paper, context in zip(papers, contexts, strict=True) for one in paper.judged]
+    verdicts = [judge(claim, claim.predicted(context)) for claim, context in claims]
     wrong = problems(papers, machines)
     if not ranges:
         return verdicts, wrong, []
     survivals, varied = [], []
     for variation, predicted in vary(papers, machines, version, [one.predicted for one in verdicts], progress):
         varied.append(predicted)
-        changed = [judge(check, value) for (_, check, _), value in zip(checks, predicted, strict=True)]
+        changed = [judge(claim, value) for (claim, _), value in zip(claims, predicted, strict=True)]
         name = (
             variation.path if variation.machine.name == machine.name else f"{variation.machine.name} {variation.path}"
         )
@@ -209,7 +210,7 @@ def vary(
     unchanged: Sequence[Any],
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Variation, list[Any]]]:
-    """Predict every check with one uncertain number at one end of its range, all in turn.
+    """Predict every claim that is judged with one uncertain number at one end of its range, all in turn.
 
     Of machines behind the first only the numbers that their claims depend on are varied. Claims that do not depend on a
     number keep what is ``unchanged``.
@@ -225,9 +226,9 @@ def vary(
             section = variation.path.partition(".")[0]
             concerned = paper.machine == variation.machine.name and section in paper.sections
             context = paper.context(variation.machine, version) if concerned else None
-            for check in paper.checks:
+            for claim in paper.judged:
                 known = next(before)
-                predicted.append(check.predict(context) if concerned else known)
+                predicted.append(claim.predicted(context) if concerned else known)
         return predicted
 
     yield from predict_each(varied, predict, progress)
@@ -273,8 +274,8 @@ def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     apart = [verdict for verdict in verdicts if verdict.incomparable]
     lines += [f"not comparable: {len(apart)}"] if apart else []
     if not any("/" in verdict.claim_id for verdict in verdicts):
-        lines.append(f"repeated, so not judged: {sum(len(paper.given) for paper in PAPERS)}")
-        reasons = Counter(reason for paper in PAPERS for reason in paper.not_modelled.values())
+        lines.append(f"repeated, so not judged: {sum(bool(claim.given) for claim in CLAIMS.values())}")
+        reasons = Counter(claim.not_modelled for claim in CLAIMS.values() if claim.not_modelled)
         lines.append(f"not spoken to: {reasons.total()} of {len(published())}")
         lines += [f"  {count}: {reason}" for reason, count in reasons.most_common()]
     return lines
@@ -294,6 +295,48 @@ def _show_published(verdicts: Sequence[ClaimVerdict], console: rich.console.Cons
         if verdict.incomparable or verdict.why:
             line.append(f" ({verdict.incomparable or verdict.why})")
         console.print(rich.padding.Padding(line, (0, 0, 0, 4), expand=False))
+
+
+def show_measured(
+    sources: Sequence[Path], json: Path | None = None, console: rich.console.Console | None = None
+) -> None:
+    """Print every claim with what our files say of it, or the reason why they say nothing."""
+    console = console or tables_console(json)
+    rows: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    for claim_id, known in published().items():
+        claim = CLAIMS[claim_id]
+        reading, found = claim.reading, measure_claim(claim, sources)
+        why = "" if found else claim.unmeasured if reading is None else f"no {FILES[reading.study]} has it"
+        counts["measured" if found else "missing" if reading else "not comparable"] += 1
+        rows.append(
+            {
+                "id": claim_id,
+                "claim": known["claim"],
+                "claimed": known["value"],
+                "unit": known["unit"],
+                "measured": [one.to_dict() for one in found],
+                "differs": "" if reading is None else reading.differs,
+                "why": why,
+            }
+        )
+        console.print(rich.text.Text(f"{claim_id}  {known['claim']}", "bold"))
+        lines = [f"published {value_text(known['value'])} ({known['unit']})" + (f"; {why}" if why else "")]
+        for one in found:
+            ratio = "" if one.ratio is None else f", {one.ratio:g} of the published"
+            file = Path(one.path).name
+            other = f" ({file})" if reading is not None and file != FILES[reading.study] else ""
+            lines.append(f"measured {value_text(one.value)} on {one.where}{other}{ratio}")
+        if found and reading is not None and reading.differs:
+            lines.append(f"but {reading.differs}")
+        for line in lines:
+            console.print(rich.padding.Padding(rich.text.Text(line), (0, 0, 0, 4), expand=False))
+    console.print(
+        f"measured: {counts['measured']} of {len(rows)}; in no file that was given: {counts['missing']}; "
+        f"not comparable: {counts['not comparable']}"
+    )
+    if json is not None:
+        say_written([write_json(json, rows)])
 
 
 def measured_table(verdicts: Sequence[ClaimVerdict]) -> Table:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.drawing import BLUE, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from sidelane_lab.machines.ranges import Curves, bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.collectives import default_units, dma_run, library_us, published_program
+from sidelane_lab.model.collectives import default_units, dma_run, geomean, library_us, published_program
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
 from sidelane_lab.model.heuristic import AllocationCost, judge
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
@@ -26,10 +27,23 @@ from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue,
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, table_ii_workload
 from sidelane_lab.pairs.heuristics import KernelDemand, launch_order
-from sidelane_lab.pairs.workload import TABLE_I, C3Class, ideal_speedup, parse_gemm
-from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.measurements import CLASSES, PairReadings, ResultFile
-from sidelane_lab.papers.rows import ClaimReading, model_rows
+from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, ideal_speedup, parse_gemm
+from sidelane_lab.papers import dma
+from sidelane_lab.papers.claims import (
+    BY_CONSTRUCTION,
+    METHOD,
+    OF_THE_MACHINE,
+    PRIOR_WORK,
+    TAKEN_OVER,
+    Claim,
+    ClaimReading,
+    ClaimRole,
+    Paper,
+    published,
+)
+from sidelane_lab.papers.files import CLASSES, ResultFile
+from sidelane_lab.papers.measurements import FIFTH, PairReadings, UnitReadings
+from sidelane_lab.papers.rows import model_rows
 
 MI300X = "mi300x8"
 
@@ -88,109 +102,213 @@ class C3Context:
         return max(dma_run(self.machine, kind, n, "pcpy").time_us / library_us(self.machine, kind, n) for n in sizes)
 
 
-def checks() -> list[Check[C3Context]]:
-    """Every claim of the two versions of the paper that the model speaks to."""
+BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
+ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
+COUNTERS = "needs counters of memory traffic, which no study reads"
+PCPY = "pcpy in a graph"
+BLOCKS = "NCCL's blocks, one on a unit"
+POWERS_OF_TWO = "only powers of two from 8 were tried"
+TENTH = 32 / 304
+"""Share of an MI300X's units that the paper's collectives need at least."""
+
+
+def claims() -> list[Claim[C3Context]]:
+    """Every claim of the two versions of the paper."""
     inp, fit, seen, held = ClaimRole.INPUT, ClaimRole.FITTED, ClaimRole.SEEN, ClaimRole.HELD_OUT
     ag, aa = COLLECTIVES
-    found: list[Check[C3Context]] = [
-        Check("C3-HW-01", inp, lambda c: int(c.machine.gpu.units), 0),
-        Check("C3-HW-04", inp, lambda c: int(c.machine.gpu.cache_mb), 0),
-        Check("C3-HW-05", inp, lambda c: _memory(c.machine), 0.01),
-        Check("C3-HW-06", inp, lambda c: int(c.machine.dma.engines) - 2, 0),
-        Check("C3-HW-07", inp, lambda c: _links(c.machine), 0),
-        Check("C3-HW-03", inp, lambda c: c.machine.gpu.l2_mb / 8, 0),
-        Check("C3-TAX-02", fit, pairs(lambda p: dict(Counter(map(p.own_class, p.pairs(ag)))), BY_CLASS)),
-        Check("C3-CU-01", inp, lambda c: [100 * c.units_needed(k) / c.machine.gpu.units for k in COLLECTIVES], 0.1),
-        Check("C3-CU-02", inp, lambda c: default_units(c.machine.library, ag), 0),
-        Check("C3-CU-03", inp, lambda c: default_units(c.machine.library, aa), 0),
-        Check("C3-CU-04", inp, lambda c: c.units_needed(ag), 0),
-        Check("C3-CU-05", fit, lambda c: c.units_needed(aa)),
-        Check("C3-CU-07", seen, lambda c: [max(c.slowdown(tag, lost) for tag in CB) for lost in (32, 64)]),
-        Check("C3-CU-08", seen, lambda c: max(c.slowdown(tag, lost) for tag in MB for lost in (32, 64)), points=True),
-        Check("C3-BW-01", fit, lambda c: _bandwidth_gap(c.machine)),
-        Check("C3-BW-02", fit, lambda c: c.bandwidth_order()),
-        Check("C3-ID-01", held, pairs(lambda p: statistics.fmean(map(p.ideal, p.rows)), BY_CLASS)),
-        Check("C3-ID-02", held, pairs(lambda p: _range(list(map(p.ideal, p.rows))))),
-        Check("C3-BASE-01", fit, pairs(lambda p: p.mean_speedup("c3_base"))),
-        Check("C3-BASE-02", fit, pairs(lambda p: p.percent("c3_base")), points=True),
-        Check("C3-BASE-03", held, pairs(lambda p: _group_range(p, "c3_base"))),
-        Check("C3-BASE-04", held, pairs(lambda p: p.class_range("c3_base", aa)), points=True),
-        Check("C3-BASE-05", seen, pairs(lambda p: p.class_range("c3_base", ag)), points=True),
-        Check("C3-BASE-06", held, pairs(lambda p: p.mean_speedup("c3_base", aa))),
-        Check("C3-SP-01", fit, pairs(lambda p: p.percent("c3_sp")), points=True),
-        Check("C3-SP-02", held, pairs(lambda p: p.class_range("c3_sp", aa)), points=True),
-        Check("C3-SP-03", held, pairs(lambda p: p.class_range("c3_sp", ag)), points=True),
-        Check("C3-RP-01", seen, pairs(lambda p: p.percent("c3_rp")), points=True),
-        Check(
+    found: list[Claim[C3Context]] = [
+        Claim("C3-HW-01", inp, lambda c: int(c.machine.gpu.units), OF_THE_MACHINE),
+        Claim("C3-HW-04", inp, lambda c: int(c.machine.gpu.cache_mb), OF_THE_MACHINE),
+        Claim("C3-HW-05", inp, lambda c: _memory(c.machine), OF_THE_MACHINE, exact=0.01),
+        Claim("C3-HW-06", inp, lambda c: int(c.machine.dma.engines) - 2, OF_THE_MACHINE),
+        Claim("C3-HW-07", inp, lambda c: _links(c.machine), OF_THE_MACHINE),
+        Claim("C3-HW-03", inp, lambda c: c.machine.gpu.l2_mb / 8, OF_THE_MACHINE),
+        Claim("C3-TAX-02", fit, pairs(lambda p: dict(Counter(map(p.own_class, p.pairs(ag)))), BY_CLASS)),
+        Claim(
+            "C3-CU-01",
+            inp,
+            lambda c: [100 * c.units_needed(k) / c.machine.gpu.units for k in COLLECTIVES],
+            units(_needed_share, f"within 5% of the time with all units; {POWERS_OF_TWO}"),
+            exact=0.1,
+        ),
+        Claim(
+            "C3-CU-02",
+            inp,
+            lambda c: default_units(c.machine.library, ag),
+            ClaimReading("heuristics", _launched_units(ag), BLOCKS),
+        ),
+        Claim(
+            "C3-CU-03",
+            inp,
+            lambda c: default_units(c.machine.library, aa),
+            ClaimReading("heuristics", _launched_units(aa), BLOCKS),
+        ),
+        Claim(
+            "C3-CU-04",
+            inp,
+            lambda c: c.units_needed(ag),
+            units(lambda u: u.needed(ag), f"of 132 units; {POWERS_OF_TWO}"),
+        ),
+        Claim(
+            "C3-CU-05",
+            fit,
+            lambda c: c.units_needed(aa),
+            units(lambda u: u.needed(aa), f"of 132 units; {POWERS_OF_TWO}"),
+        ),
+        Claim(
+            "C3-CU-07",
+            seen,
+            lambda c: [max(c.slowdown(tag, lost) for tag in CB) for lost in (32, 64)],
+            units(
+                lambda u: [u.most_slower(CB, share) for share in (TENTH, FIFTH)],
+                "the same share of the units is taken: 16 and 32 of 132",
+            ),
+        ),
+        Claim(
+            "C3-CU-08",
+            seen,
+            lambda c: max(c.slowdown(tag, lost) for tag in MB for lost in (32, 64)),
+            units(
+                lambda u: max(u.most_slower(MB, share) for share in (TENTH, FIFTH)),
+                "Table I's memory-bound GEMMs are compute-bound on these GPUs",
+            ),
+            points=True,
+        ),
+        Claim("C3-BW-01", fit, lambda c: _bandwidth_gap(c.machine), COUNTERS),
+        Claim("C3-BW-02", fit, lambda c: c.bandwidth_order(), COUNTERS),
+        Claim("C3-ID-01", held, pairs(lambda p: statistics.fmean(map(p.ideal, p.rows)), BY_CLASS)),
+        Claim("C3-ID-02", held, pairs(lambda p: _range(list(map(p.ideal, p.rows))))),
+        Claim("C3-BASE-01", fit, pairs(lambda p: p.mean_speedup("c3_base"))),
+        Claim("C3-BASE-02", fit, pairs(lambda p: p.percent("c3_base")), points=True),
+        Claim("C3-BASE-03", held, pairs(lambda p: _group_range(p, "c3_base"))),
+        Claim(
+            "C3-BASE-04",
+            held,
+            pairs(lambda p: p.class_range("c3_base", aa)),
+            points=True,
+            miss="G-long is too good with all-to-all: one late share stands for all kernels",
+        ),
+        Claim("C3-BASE-05", seen, pairs(lambda p: p.class_range("c3_base", ag)), points=True),
+        Claim("C3-BASE-06", held, pairs(lambda p: p.mean_speedup("c3_base", aa))),
+        Claim("C3-SP-01", fit, pairs(lambda p: p.percent("c3_sp")), points=True),
+        Claim(
+            "C3-SP-02",
+            held,
+            pairs(lambda p: p.class_range("c3_sp", aa)),
+            points=True,
+            miss="C-long is too good with all-to-all: memory interference is one number for all kernels",
+        ),
+        Claim("C3-SP-03", held, pairs(lambda p: p.class_range("c3_sp", ag)), points=True),
+        Claim("C3-RP-01", seen, pairs(lambda p: p.percent("c3_rp")), points=True),
+        Claim(
             "C3-SPRP-01",
             seen,
             pairs(lambda p: _gain_over(p, "c3_sp_rp", "c3_sp"), "over the pairs that ran under both"),
             points=True,
         ),
-        Check("C3-BEST-01", held, pairs(lambda p: p.best_percent(library_strategies())), points=True),
-        Check("C3-HEU-01", held, lambda c: {"right": c.right_allocations(), "of": len(c.allocations)}),
-        Check(
+        Claim("C3-BEST-01", held, pairs(lambda p: p.best_percent(library_strategies())), points=True),
+        Claim(
+            "C3-HEU-01",
+            held,
+            lambda c: {"right": c.right_allocations(), "of": len(c.allocations)},
+            ClaimReading("heuristics", _right("partition")),
+        ),
+        Claim(
             "C3-HEU-02",
             held,
             lambda c: max(a.loss for a in c.allocations) * 100,
+            ClaimReading("heuristics", _worst_loss, "the greatest loss of those that are wrong"),
             within=lambda most, x: x <= most,
             incomparable='"at best loses 1.5%" may be the least, the mean or the greatest of six losses',
         ),
-        Check("C3-HEU-05", inp, lambda c: _fewest_workgroups_first(c.machine)),
-        Check(
+        Claim(
+            "C3-HEU-05",
+            inp,
+            lambda c: _fewest_workgroups_first(c.machine),
+            ClaimReading("heuristics", _right("launch_order"), "how often the rule gives the faster order"),
+        ),
+        Claim(
             "CC-01",
             held,
             lambda c: c.worst_small(),
+            dma.collectives(lambda c: dma.worst_gap(c, (ag,)), PCPY),
             incomparable="the worst is at the smallest size of figure 9, which is not in the text (6.3x at 1 KB, 4.4x "
             "at 1 MB); and its library is not the tuned one of the DMA collectives paper, whose latency the model has",
         ),
-        Check("CC-02", fit, lambda c: c.dma_at_par()),
-        Check("CC-03", fit, pairs(lambda p: p.percent("conccl")), points=True),
-        Check("CC-04", held, pairs(lambda p: p.mean_speedup("conccl", aa))),
-        Check("CC-05", held, lambda c: PairReadings.of(c.rows("c3")).percent("conccl_rp"), points=True),
-        Check("CC-06", held, pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl")))),
-        Check("CC-07", held, dataclasses.replace(pairs(_order_holds, ALL_CLASSES), study=CLASSES)),
-        Check("CC-08", inp, lambda c: _steps(c.machine), 0),
+        Claim(
+            "CC-02",
+            fit,
+            lambda c: c.dma_at_par(),
+            dma.collectives(lambda c: 1 / c.behind(ag, ("pcpy",), c.sizes(ag, 32 << 20)), PCPY),
+        ),
+        Claim("CC-03", fit, pairs(lambda p: p.percent("conccl")), points=True),
+        Claim("CC-04", held, pairs(lambda p: p.mean_speedup("conccl", aa))),
+        # Our file has pairs under both strategies, of which one alone would say little.
+        Claim(
+            "CC-05",
+            held,
+            pairs(lambda p: p.percent("conccl_rp")),
+            classes(
+                lambda p: {strategy: p.percent(strategy) for strategy in ("conccl_rp", "conccl")},
+                f"{ALL_CLASSES}; conccl of the same pairs stands beside it",
+            ),
+            points=True,
+        ),
+        Claim("CC-06", held, pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl")))),
+        Claim("CC-07", held, classes(_order_holds, ALL_CLASSES)),
+        Claim("CC-08", inp, lambda c: _steps(c.machine), BY_CONSTRUCTION),
     ]
-    found += [Check(f"C3-T2-{name.replace('_', '-')}", fit, pairs(_class_of(name)), 0) for name in TABLE_II]
+    found += [Claim(f"C3-T2-{name.replace('_', '-')}", fit, pairs(_class_of(name))) for name in TABLE_II]
+    found += [
+        Claim(
+            "C3-HW-08", measured=OF_THE_MACHINE, given="a switch: --version says which version of the paper is followed"
+        ),
+        Claim(
+            "C3-TAX-01",
+            measured="a definition, which our studies share",
+            given="pairs.workload.COMPARABLE is this number",
+        ),
+        Claim(
+            "C3-CU-06",
+            measured="the smallest partition is a property of the GPU; green contexts have 8 units, too",
+            given="model.strategies.partitions begins with it",
+        ),
+        Claim(
+            "C3-CU-09",
+            measured=classes(_units_to_gain, f"{ALL_CLASSES}; 0: no number of units makes them faster on average"),
+            given="c3.partitions.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
+        ),
+        Claim("C3-HEU-03", measured=TAKEN_OVER, given="pairs.isolated.EFFICIENCY is this number"),
+        Claim("C3-HEU-04", measured=TAKEN_OVER, given="model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these"),
+        *(Claim(f"C3-T1-{tag}", measured=TAKEN_OVER, given="pairs.workload.TABLE_I holds it") for tag in TABLE_I),
+        Claim("C3-HW-02", measured=OF_THE_MACHINE, not_modelled="the description counts compute units, not dies"),
+        Claim(
+            "C3-HW-09",
+            measured=OF_THE_MACHINE,
+            not_modelled="a name, not a number: the soft interference term stands for cache and HBM together",
+        ),
+        Claim("C3-TAX-03", not_modelled="which pairs occur in which model is a property of the workloads"),
+        Claim("C3-MET-01", not_modelled=METHOD),
+        Claim("C3-MET-02", not_modelled="contradicts Table II"),
+        Claim("C3-DEF-01", not_modelled="a definition; PairReadings.percent follows it"),
+        *(Claim(f"C3-PRI-0{n}", not_modelled=PRIOR_WORK) for n in (1, 2)),
+    ]
     return found
-
-
-GIVEN = {
-    "C3-HW-08": "a switch: --version says which version of the paper is followed",
-    "C3-TAX-01": "pairs.workload.COMPARABLE is this number",
-    "C3-CU-06": "model.strategies.partitions begins with it",
-    "C3-CU-09": "c3.partitions.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
-    "C3-HEU-03": "pairs.isolated.EFFICIENCY is this number",
-    "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
-    **{f"C3-T1-{tag}": "pairs.workload.TABLE_I holds it" for tag in TABLE_I},
-}
-"""Claims that the model repeats: nothing could come out otherwise, so nothing is judged."""
-
-MISSES = {
-    "C3-BASE-04": "G-long is too good with all-to-all: one late share stands for all kernels",
-    "C3-SP-02": "C-long is too good with all-to-all: memory interference is one number for all kernels",
-}
-
-NOT_MODELLED = {
-    "C3-HW-02": "the description counts compute units, not dies",
-    "C3-HW-09": "a name, not a number: the soft interference term stands for cache and HBM together",
-    "C3-TAX-03": "which pairs occur in which model is a property of the workloads",
-    "C3-MET-01": "how the paper measured",
-    "C3-MET-02": "contradicts Table II",
-    "C3-DEF-01": "a definition; PairReadings.percent follows it",
-    "C3-PRI-01": "prior work on another machine",
-    "C3-PRI-02": "prior work on another machine",
-}
-
-
-BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
-ALL_CLASSES = "pairs of every class; additions, attention, bags and GEMMs of few rows count as memory-bound"
 
 
 def pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
     """Return a formula over pairs under strategies."""
     return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
+
+
+def classes(read: Callable[[PairReadings], Any], differs: str) -> ClaimReading:
+    """Return a formula over pairs, of files that have pairs of every class."""
+    return dataclasses.replace(pairs(read, differs), study=CLASSES)
+
+
+def units(read: Callable[[UnitReadings], Any], differs: str) -> ClaimReading:
+    """Return a formula over GEMMs and collectives that have some of the units."""
+    return ClaimReading("isolated", lambda file: read(UnitReadings(file)), differs)
 
 
 def pair_rows(machine: Machine, version: str = "000") -> ResultFile:
@@ -219,6 +337,55 @@ def _order_holds(found: PairReadings) -> bool:
     )
     best = found.best_percent(library_strategies())
     return everywhere and found.percent("conccl_rp") >= found.percent("conccl") > best
+
+
+def _needed_share(units: UnitReadings) -> list[float]:
+    found = [100 * units.needed(kind) / units.units for kind in COLLECTIVES]
+    return [min(found), max(found)]
+
+
+def _units_to_gain(pairs: PairReadings) -> int:
+    """Return the units without which memory-bound computations gain most beside copy engines; 0 where none gains."""
+    mine = pairs.part(bound=Bound.MEMORY).ran_under("conccl", "conccl_rp").rows.values()
+    swept = [dict(map(_units_and_us, found["conccl_rp"]["sweep"].split(", "))) for found in mine]
+    whole = [found["conccl"]["time_us"] for found in mine]
+    slower = {
+        units: geomean(times[units] / us for times, us in zip(swept, whole, strict=True))
+        for units in set.intersection(*map(set, swept))
+    }
+    best = min(slower, key=slower.__getitem__)
+    return best if slower[best] < 1 else 0
+
+
+def _units_and_us(part: str) -> tuple[int, float]:
+    units, time_us = part.split()
+    return int(units), float(time_us)
+
+
+def _right(heuristic: str) -> Callable[[ResultFile], dict[str, int]]:
+    def read(file: ResultFile) -> dict[str, int]:
+        right = [row["right"] for row in file.rows if row["heuristic"] == heuristic and row["right"] is not None]
+        if not right:
+            raise ValueError("no such row")
+        return {"right": sum(right), "of": len(right)}
+
+    return read
+
+
+def _worst_loss(file: ResultFile) -> float:
+    return max(
+        float(row["lost_percent"]) for row in file.rows if row["heuristic"] == "partition" and row["right"] is False
+    )
+
+
+def _launched_units(kind: Kind) -> Callable[[ResultFile], int]:
+    """Read how many blocks the library launches, from the note of the order of launches."""
+
+    def read(file: ResultFile) -> int:
+        notes = (row["note"] for row in file.rows if row["heuristic"] == "launch_order" and row["collective"] == kind)
+        return next(int(hit[1]) for note in notes if (hit := re.search(rf"{kind} \((\d+)\)", note)))
+
+    return read
 
 
 def _memory(machine: Machine) -> dict[str, float]:
@@ -445,10 +612,7 @@ PAPER = Paper(
     numbers=("000", "002"),
     machine=MI300X,
     context=C3Context,
-    checks=checks(),
+    claims=claims(),
     sections=frozenset({"gpu", "links", "dma", "library", "matmul", "interference"}),
-    misses=MISSES,
-    given=GIVEN,
-    not_modelled=NOT_MODELLED,
     figures=figures(),
 )

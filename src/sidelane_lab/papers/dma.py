@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.collectives import CollectiveOptions, PhasesOptions
 from sidelane_lab.harness.drawing import BLUE, VERMILLION
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
@@ -23,9 +23,23 @@ from sidelane_lab.model.panels import COLOURS, Panel, PaperFigure, PublishedValu
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES
 from sidelane_lab.pairs.workload import parse_gemm
-from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
-from sidelane_lab.papers.measurements import CollectiveReadings, PhaseReadings, ResultFile
-from sidelane_lab.papers.rows import ClaimReading, Marks, RowFigure, model_rows, size_places
+from sidelane_lab.papers.claims import (
+    BY_CONSTRUCTION,
+    METHOD,
+    OF_THE_MACHINE,
+    TAKEN_OVER,
+    TOLERANCE,
+    Claim,
+    ClaimReading,
+    ClaimRole,
+    Paper,
+    published,
+)
+from sidelane_lab.papers.files import ResultFile
+from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
+from sidelane_lab.papers.rows import Marks, RowFigure, model_rows, size_places
+from sidelane_lab.studies.collectives import CollectiveOptions
+from sidelane_lab.studies.phases.rows import PhasesOptions
 
 MI300X = "mi300x8"
 
@@ -51,6 +65,7 @@ OPTIONS: Mapping[str, StudyOptions] = {
 TWO_RANKS = "with two ranks a broadcast has one destination, and pcpy, bcst and b2b submit the same copies"
 COPIES = "a swap is 3 copies"
 HOST_IS_CONTROL = "the driver's call counts as control"
+PRELAUNCHED_WATTS = "watts of prelaunched variants, which no study measures"
 NO_SCHEDULE = "the driver's call is all control: its scheduling cannot be told from it"
 
 
@@ -107,119 +122,157 @@ class DmaContext:
         return 2 * max(worse) / MB if worse else SIZES[0] / MB
 
 
-def checks() -> list[Check[DmaContext]]:
-    """Every claim of the paper that the model speaks to."""
+def claims() -> list[Claim[DmaContext]]:
+    """Every claim of the paper."""
     inp, fit, seen, held = ClaimRole.INPUT, ClaimRole.FITTED, ClaimRole.SEEN, ClaimRole.HELD_OUT
     below_1mb, small, large = (0, MB - 1), (0, UP_TO - 1), (UP_TO + 1, 1 << 62)
 
     def both(measure: Callable[[CollectiveReadings, Kind], Any]) -> Callable[[CollectiveReadings], dict[str, Any]]:
         return lambda c: {name: measure(c, kind) for name, kind in NAMES.items()}
 
-    found: list[Check[DmaContext]] = [
-        Check("DM-HW-01", inp, lambda c: int(c.machine.dma.engines), 0),
-        Check("DM-HW-02", inp, lambda c: _links(c.machine), 0),
-        Check("DM-PH-01", fit, _phases(lambda p: p.not_copy()[4 * KB])),
-        Check(
+    found: list[Claim[DmaContext]] = [
+        Claim("DM-HW-01", inp, lambda c: int(c.machine.dma.engines), OF_THE_MACHINE),
+        Claim("DM-HW-02", inp, lambda c: _links(c.machine), OF_THE_MACHINE),
+        Claim("DM-PH-01", fit, _phases(lambda p: p.not_copy()[4 * KB])),
+        Claim(
             "DM-PH-02",
             fit,
             _phases(lambda p: max(share for n, share in p.not_copy().items() if n > MB), "the greatest, at 4 MB"),
             within=lambda most, x: x < most,
         ),
-        Check("DM-PH-03", fit, _phases(PhaseReadings.in_order, NO_SCHEDULE)),
-        Check(
+        Claim("DM-PH-03", fit, _phases(PhaseReadings.in_order, NO_SCHEDULE)),
+        Claim(
             "DM-PH-04",
             fit,
             _phases(lambda p: [p.together("control", "schedule")[n] for n in (MB, 4 * KB)]),
             within=_up_to,
         ),
-        Check("DM-PH-05", fit, _phases(lambda p: p.together("schedule", "sync")[4 * KB], HOST_IS_CONTROL)),
-        Check("DM-ENG-01", inp, lambda c: {"formula": "n*(n-1)", "n8": _engines(c.machine, AG, "pcpy")}, 0),
-        Check("DM-ENG-02", inp, lambda c: _broadcasts(c.machine), 0),
-        Check("DM-ENG-03", inp, lambda c: _engines(c.machine, AA, "swap") / _engines(c.machine, AA, "pcpy"), 0),
-        Check("DM-ENG-04", inp, lambda c: _engines(c.machine, AG, "b2b") / c.machine.gpus, 0),
-        Check("DM-ENG-05", fit, lambda c: {"pcpy": c.host_ratio("pcpy"), "bcst_swap": c.host_ratio("bcst")}),
-        Check("DM-ENG-06", inp, lambda c: c.machine.dma.host is HostThreads.NODE),
-        Check("DM-PC-01", fit, collectives(both(lambda c, k: 100 * (1 / c.behind(k, PCPY, c.sizes(k, *large)) - 1)))),
-        Check("DM-PC-02", fit, collectives(both(lambda c, k: c.behind(k, PCPY, c.sizes(k, *small))))),
-        Check("DM-PC-03", fit, collectives(lambda c: worst_gap(c, (AG, AA)))),
-        Check("DM-BC-01", held, collectives(lambda c: c.gain(AG, "pcpy", "bcst", c.sizes(AG, 0, 4 * MB)), TWO_RANKS)),
-        Check("DM-BC-02", seen, collectives(lambda c: _gap(c, AG), TWO_RANKS)),
-        Check("DM-SW-01", held, collectives(lambda c: c.gain(AA, "pcpy", "swap", c.sizes(AA, 0, 4 * MB)), COPIES)),
-        Check("DM-SW-02", seen, collectives(lambda c: _gap(c, AA), COPIES)),
-        Check(
+        Claim("DM-PH-05", fit, _phases(lambda p: p.together("schedule", "sync")[4 * KB], HOST_IS_CONTROL)),
+        Claim(
+            "DM-ENG-01",
+            inp,
+            lambda c: {"formula": "n*(n-1)", "n8": _engines(c.machine, AG, "pcpy")},
+            BY_CONSTRUCTION,
+        ),
+        Claim("DM-ENG-02", inp, lambda c: _broadcasts(c.machine), BY_CONSTRUCTION),
+        Claim(
+            "DM-ENG-03",
+            inp,
+            lambda c: _engines(c.machine, AA, "swap") / _engines(c.machine, AA, "pcpy"),
+            BY_CONSTRUCTION,
+        ),
+        Claim("DM-ENG-04", inp, lambda c: _engines(c.machine, AG, "b2b") / c.machine.gpus, BY_CONSTRUCTION),
+        Claim(
+            "DM-ENG-05",
+            fit,
+            lambda c: {"pcpy": c.host_ratio("pcpy"), "bcst_swap": c.host_ratio("bcst")},
+            "the paper has one process for the node, we have one for each GPU: no host time is shared",
+        ),
+        Claim("DM-ENG-06", inp, lambda c: c.machine.dma.host is HostThreads.NODE, BY_CONSTRUCTION),
+        Claim("DM-PC-01", fit, collectives(both(lambda c, k: 100 * (1 / c.behind(k, PCPY, c.sizes(k, *large)) - 1)))),
+        Claim("DM-PC-02", fit, collectives(both(lambda c, k: c.behind(k, PCPY, c.sizes(k, *small))))),
+        Claim("DM-PC-03", fit, collectives(lambda c: worst_gap(c, (AG, AA)))),
+        Claim("DM-BC-01", held, collectives(lambda c: c.gain(AG, "pcpy", "bcst", c.sizes(AG, 0, 4 * MB)), TWO_RANKS)),
+        Claim("DM-BC-02", seen, collectives(lambda c: _gap(c, AG), TWO_RANKS)),
+        Claim("DM-SW-01", held, collectives(lambda c: c.gain(AA, "pcpy", "swap", c.sizes(AA, 0, 4 * MB)), COPIES)),
+        Claim("DM-SW-02", seen, collectives(lambda c: _gap(c, AA), COPIES)),
+        Claim(
             "DM-BB-01",
             fit,
             collectives(both(lambda c, k: c.gain(k, "pcpy", "b2b", c.sizes(k, *below_1mb))), TWO_RANKS),
         ),
-        Check(
+        Claim(
             "DM-BB-02",
             held,
             collectives(both(lambda c, k: c.gain(k, HALVED[k], "b2b", c.sizes(k, *below_1mb))), TWO_RANKS),
         ),
-        Check(
+        Claim(
             "DM-BB-03",
             held,
             collectives(both(lambda c, k: c.gain(k, "b2b", HALVED[k], c.sizes(k, MB, 4 * MB))), TWO_RANKS),
         ),
         # "Above": the paper has bcst and swap ahead at 4 MB still (5.3.4), and pcpy at whatever is larger.
-        Check("DM-BB-04", seen, collectives(_behind_up_to, "behind by 2% and more; 4096 is the largest size")),
+        Claim("DM-BB-04", seen, collectives(_behind_up_to, "behind by 2% and more; 4096 is the largest size")),
         # Figures 13 and 14 are stacked, and 5.3.4 gives the gap that is left once b2b is included.
-        Check("DM-BB-05", seen, collectives(both(lambda c, k: c.behind(k, PUBLISHED_VARIANTS[k], c.sizes(k, *small))))),
-        Check("DM-PL-01", held, _prelaunched(_prelaunch_gains)),
-        Check("DM-PL-02", held, _prelaunched(_prelaunch_borders)),
-        Check("DM-PL-03", held, _prelaunched(_prelaunch_over_best)),
-        Check(
+        Claim("DM-BB-05", seen, collectives(both(lambda c, k: c.behind(k, PUBLISHED_VARIANTS[k], c.sizes(k, *small))))),
+        Claim("DM-PL-01", held, _prelaunched(_prelaunch_gains)),
+        Claim(
+            "DM-PL-02",
+            held,
+            _prelaunched(_prelaunch_borders),
+            miss="prelaunched pcpy is 12% ahead of swap at 2 MB already",
+        ),
+        Claim("DM-PL-03", held, _prelaunched(_prelaunch_over_best)),
+        Claim(
             "DM-FIN-01", held, final(both(lambda c, k: relative_text(_best_behind(c, k, *small)))), within=_text_near
         ),
-        Check(
+        Claim(
             "DM-FIN-02",
             held,
             final(lambda c: 100 * (1 / geomean(_best_behind(c, k, UP_TO, GB) for k in (AG, AA)) - 1)),
         ),
-        Check(
+        Claim(
             "DM-FIN-03",
             held,
             final(
                 lambda c: geomean(c.behind(k, PCPY, c.sizes(k, *small)) / _best_behind(c, k, *small) for k in (AG, AA))
             ),
         ),
-        Check("DM-FIN-04", held, final(_further)),
-        Check(
+        Claim("DM-FIN-04", held, final(_further)),
+        Claim(
             "DM-SY-01",
             held,
             lambda c: c.producer_from(),
+            ClaimReading("chain", _chain_from, "a GEMM follows, and all three run in one graph"),
             incomparable="the GEMMs' sides are labels of figure 16 that the text has lost, and they decide: from 1 MB "
             "behind one of 8192, from 16 MB behind one of 1024",
         ),
-        Check("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, 0),
+        Claim("DM-RG-02", inp, lambda c: _engines(c.machine, AG, "pcpy") // c.machine.gpus, BY_CONSTRUCTION),
+        Claim(
+            "DM-PW-01",
+            seen,
+            lambda c: _power_saved(c.machine),
+            ClaimReading("power", _watts_saved, "watts of the whole GPU, by the fastest way of each"),
+        ),
+        Claim(
+            "DM-PW-02",
+            held,
+            lambda c: _compute_ratio(c.machine),
+            "watts of a part of the GPU, which NVIDIA GPUs do not report",
+        ),
+        Claim(
+            "DM-PW-04",
+            seen,
+            lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB)),
+            PRELAUNCHED_WATTS,
+            miss="watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
+        ),
+        Claim(
+            "DM-PW-05",
+            seen,
+            lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB)),
+            PRELAUNCHED_WATTS,
+            miss="12.6% at 1 GB, 0.1 more than is right: watts by component are assumed, and a bcst takes twice as "
+            "long",
+        ),
     ]
+    for claim_id in published():
+        if re.fullmatch(r"DM-T[12]-\d", claim_id):
+            measured, miss = final(_best_at(claim_id)), TABLE_MISSES.get(claim_id, "")
+            found.append(Claim(claim_id, held, _table_line(claim_id), measured, within=_not_refused, miss=miss))
     found += [
-        Check("DM-PW-01", seen, lambda c: _power_saved(c.machine)),
-        Check("DM-PW-02", held, lambda c: _compute_ratio(c.machine)),
-        Check("DM-PW-04", seen, lambda c: _saved_between(c.machine, "b2b", (16 * KB, 64 * KB))),
-        Check("DM-PW-05", seen, lambda c: _saved_between(c.machine, "bcst", (2 * MB, GB))),
+        Claim("DM-RG-01", measured=TAKEN_OVER, given="model.study.SIZES are these"),
+        Claim("DM-PW-03", not_modelled="the sizes that it holds for are not stated; DM-PW-04 and -05 are its parts"),
+        Claim("DM-PW-06", not_modelled=METHOD),
     ]
-    tables = [claim_id for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)]
-    found += [Check(claim_id, held, _table_line(claim_id), within=_not_refused) for claim_id in tables]
     return found
 
 
-GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
-"""Claims that the model repeats."""
-
-MISSES = {
-    "DM-PL-02": "prelaunched pcpy is 12% ahead of swap at 2 MB already",
-    "DM-PW-04": "watts by component are assumed; prelaunched b2b keeps one engine of seven busy",
-    "DM-PW-05": "12.6% at 1 GB, 0.1 more than is right: watts by component are assumed, and a bcst takes twice as long",
+TABLE_MISSES = {
     "DM-T2-1": "b2b stays ahead of swap up to 128 KB, by 11% at 64 KB: small all_to_alls are like all_gathers here",
     "DM-T2-2": "from where b2b ends (DM-T2-1) to where pcpy begins (DM-PL-02)",
     "DM-T2-3": "begins at 2 MB (DM-PL-02), and ends at 512 MB, where prelaunch saves 1.8%",
     "DM-T2-4": "begins at 512 MB: less than 2% counts for nothing, and no such cut is right for both tables",
-}
-
-NOT_MODELLED = {
-    "DM-PW-03": "the sizes that it holds for are not stated; DM-PW-04 and -05 are its parts",
-    "DM-PW-06": "how the paper measured",
 }
 
 
@@ -372,6 +425,34 @@ def _broadcasts(machine: Machine) -> dict[str, Any]:
 
 def _not_refused(_: str, text: str) -> bool:
     return "not" not in text
+
+
+def _best_at(claim_id: str) -> Callable[[CollectiveReadings], str]:
+    """Count how often each variant is the fastest, over the sizes of a line of Table 1 or 2."""
+    claim = published()[claim_id]["claim"]
+    kind = NAMES[claim.split()[1]]
+    low, high = claimed_range(claim)
+
+    def read(readings: CollectiveReadings) -> str:
+        sizes = readings.sizes(kind, low, (high or 1 << 62) - 1)
+        found = Counter(readings.best(kind, all_variants(kind), n) for n in sizes)
+        if not found:
+            raise ValueError("no such row")
+        return ", ".join(f"{name} at {count} of {len(sizes)} sizes" for name, count in found.most_common())
+
+    return read
+
+
+def _watts_saved(file: ResultFile) -> float:
+    watts = PowerReadings(file).watts
+    sizes = [n for n in watts["library"] if n in watts["best DMA"] and n >= FROM]
+    return 100 * (1 - geomean(watts["best DMA"][n] / watts["library"][n] for n in sizes))
+
+
+def _chain_from(file: ResultFile) -> float:
+    ratios = ChainReadings(file).ratios
+    good = [n for n in ratios if all(ratios[m] >= 1 / AS_GOOD for m in ratios if m >= n)]
+    return min(good) / MB
 
 
 def _table_line(claim_id: str) -> Callable[[DmaContext], str]:
@@ -603,10 +684,7 @@ PAPER = Paper(
     numbers=("003",),
     machine=MI300X,
     context=DmaContext,
-    checks=checks(),
+    claims=claims(),
     sections=frozenset({"gpu", "links", "dma", "library", "matmul", "power"}),
-    misses=MISSES,
-    given=GIVEN,
-    not_modelled=NOT_MODELLED,
     figures=_figures(),
 )

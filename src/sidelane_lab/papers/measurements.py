@@ -6,104 +6,26 @@ file; rows without a time, or with a wrong result, do not count.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.files import text_of
-from sidelane_lab.harness.study import AS_GOOD, MODEL, PRELAUNCHED, studies
+from sidelane_lab.harness.study import AS_GOOD, MODEL, PRELAUNCHED
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import TABLE_II, percent_of_means
-from sidelane_lab.pairs.workload import TABLE_I, Gemm, ideal_speedup
+from sidelane_lab.pairs.workload import TABLE_I, ideal_speedup
+from sidelane_lab.papers.files import ResultFile, Row
 from sidelane_lab.studies.fused.shapes import HALF
 from sidelane_lab.studies.prelaunch import CALL, KERNEL, STREAM
 
-Row = Mapping[str, Any]
 FIFTH = 64 / 304
 """Share of the units that the ConCCL paper's collectives need at most, of an MI300X's 304."""
-CLASSES = "c3-classes"
-"""Pairs of every class and bound: a file of the study ``c3``."""
-BETWEEN_NODES = "fused_between_nodes"
-"""Study of fused embeddings on two GPUs as two nodes, whose file is no file of a declared study."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResultFile:
-    """Rows of a study of one machine, as they are in the file."""
-
-    path: Path
-    study: str
-    machine: str
-    device: str
-    ranks: int
-    rows: tuple[Row, ...]
-
-    @property
-    def where(self) -> str:
-        """The ranks and the device, for titles: ``2 x H200``."""
-        return f"{self.ranks} x {self.device.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
-
-    @property
-    def predicted(self) -> bool:
-        """The model filled the rows."""
-        return self.path == Path()
-
-
-def read_results(path: Path) -> ResultFile | None:
-    """Read a result file; None where the file is JSON of another kind.
-
-    Raises:
-        ValueError: there is no such file, or it is no JSON.
-    """
-    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
-
-
-@functools.lru_cache(maxsize=128)
-def _read(path: Path, changed_ns: int) -> ResultFile | None:
-    try:
-        content = json.loads(text_of(path))
-    except ValueError as problem:
-        raise ValueError(f"results: not a result file (value={str(path)!r}): {problem}") from problem
-    if not isinstance(content, dict) or content.get("study") not in (*studies(), BETWEEN_NODES):
-        return None
-    if content.get("predicted") or not isinstance(content.get("rows"), list):
-        return None
-    try:
-        rows = tuple(row for row in content["rows"] if row.get("correct") is not False and row.get("launch") != MODEL)
-        return ResultFile(path, content["study"], content["machine"], content["device"], content["ranks"], rows)
-    except KeyError:  # by hand, or of a time before files said where they are from
-        return None
-
-
-def find_results(sources: Sequence[Path], study: str, name: str) -> list[ResultFile]:
-    """Return the files of a study among several ranks, the one with the most rows first.
-
-    Args:
-        sources: files, which may have any name; and folders, in which and in whose folders files have their usual one.
-        study: as the files name it.
-        name: the usual name of its file.
-
-    Raises:
-        ValueError: a source is no file and no folder, or a named file is no JSON.
-    """
-    paths: list[Path] = []
-    for source in sources:
-        if source.is_dir():
-            paths += [path for path in (source / name, *sorted(source.glob(f"*/{name}"))) if path.is_file()]
-        else:
-            paths.append(source)
-    read = [file for path in dict.fromkeys(paths) if (file := read_results(path)) is not None]
-    found = [file for file in read if file.study == study and file.ranks > 1]
-    return sorted(found, key=lambda file: (-len(file.rows), file.machine))
 
 
 class CollectiveReadings:
@@ -312,6 +234,10 @@ class UnitReadings:
         nearest = min(slower, key=lambda units: abs(units / self.units - share))
         return 100 * (slower[nearest] - 1)
 
+    def most_slower(self, gemms: Iterable[str], share: float) -> float:
+        """Return the same of the GEMM, among some, that is slowed down most."""
+        return max(self.at_share(tag, share) for tag in gemms if tag in self.gemms)
+
     def needed(self, kind: str) -> int:
         """Return the fewest units with which a collective is as fast as with all, within 5%."""
         return min(units for units, ratio in self.slowdown(self.collectives[kind]).items() if ratio <= 1.05)
@@ -499,11 +425,3 @@ def table_i_times(file: ResultFile) -> dict[str, tuple[float, float]]:
     """Return microseconds of each GEMM of Table I alone, and the percent that it loses with a fifth of the units."""
     readings = UnitReadings(file)
     return {tag: (curve[0], readings.at_share(tag, FIFTH)) for tag, curve in readings.gemms.items() if 0 in curve}
-
-
-Reader = Callable[[ResultFile], Any]
-
-
-def gemm_size(gemm: Gemm) -> str:
-    """Return the size of a GEMM in words."""
-    return f"{gemm.m} x {gemm.n} x {gemm.k}"

@@ -6,13 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sidelane.c3.strategies import named
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.harness.study import FlatRow, study_of
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
@@ -31,9 +29,7 @@ from sidelane_lab.papers.rows import in_file
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.prediction import SERIAL
 from sidelane_lab.studies.c3.rows import C3Row
-
-if TYPE_CHECKING:
-    from sidelane_lab.studies.collectives import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow
 
 UNDEFINED = "-"
 """Mark in place of a percentage that is not defined."""

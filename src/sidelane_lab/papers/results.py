@@ -1,8 +1,8 @@
 """Predictions held against this project's own measurements: files of ``results/<machine>``.
 
-A :class:`RowJudge` declares for one kind of file how its rows are named, what was measured, what is predicted of it
-(``papers/row_predictions.py``), and what a row is to the model. Rows that the description was fitted to (``fitted_to``)
-are not called predictions.
+A :class:`RowJudge` declares for one study how rows of its files are named, what was measured, and what a row is to the
+model; the study itself predicts it (``Study.predict_row``). Rows that the description was fitted to (``fitted_to``) are
+not called predictions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sidelane_lab.machines.ranges import in_between, predict_each, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import KINDS
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.pipeline import run_pipeline, sequential_us
+from sidelane_lab.model.pipeline import sequential_us
 from sidelane_lab.pairs.workload import ComputeKind, Gemm, gemm_of
 from sidelane_lab.papers.claims import (
     AT_LEAST,
@@ -33,22 +33,14 @@ from sidelane_lab.papers.claims import (
     with_ranges,
     with_summary,
 )
-from sidelane_lab.papers.row_predictions import (
-    LIBRARY,
-    LIBRARY_ENGINES,
-    STRATEGIES,
-    pipeline_of,
-    predict_chain,
-    predict_ends,
-    predict_step,
-    predict_watts,
-)
+from sidelane_lab.studies.c3.occupancy_predict import pipeline_of
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
-from sidelane_lab.studies.c3.prediction import OUT_OF_PLACE, predict_together
+from sidelane_lab.studies.c3.prediction import OUT_OF_PLACE
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 from sidelane_lab.studies.chain import ChainRow, chain_gemms
-from sidelane_lab.studies.collectives import CollectiveRow
-from sidelane_lab.studies.fsdp.cases import SHORT
+from sidelane_lab.studies.collectives import ENGINES, CollectiveRow, predict_alone
+from sidelane_lab.studies.fsdp.cases import SHORT, STRATEGIES
+from sidelane_lab.studies.fsdp.cases import predict_row as predict_step
 from sidelane_lab.studies.fsdp.rows import FsdpRow, case_of
 from sidelane_lab.studies.gemms import FITTED, SEEN, GemmRow
 from sidelane_lab.studies.power.rows import PowerRow
@@ -80,46 +72,43 @@ Judged = list[tuple[R, ClaimVerdict | None]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowJudge(Generic[R]):
-    """How rows of one kind of file are held against predictions.
+    """How rows of a study's files are held against what the study predicts of them.
 
     Attributes:
-        row: their type.
+        study: name of the study, which predicts rows.
         name: of a row, in the ids of verdicts.
         measured: number of a row; None leaves it out.
-        predict: one number, two where chance decides which of them it is, or none where the model does not speak to it.
         role: of a row, for a machine and what was predicted.
         limits: targets for the median and the worst error.
         what, unit: of the numbers, in words.
-        needs: section that the description must have.
         part: of the file, in ids; "" takes the file's name.
         further: makes verdicts on all rows together, or on other numbers of them.
         change: finishes the verdict on a row.
     """
 
-    row: type[R]
+    study: str
     name: Callable[[R], str]
     measured: Callable[[R], float | None]
-    predict: Callable[[Machine, R], Sequence[float] | float | None]
-    role: Callable[[Machine, R, Any], ClaimRole]
+    role: Callable[[Machine, R, Sequence[float]], ClaimRole]
     limits: tuple[float | None, float | None] = (None, None)
     what: str = "measured time"
     unit: str = "us"
-    needs: str = ""
     part: str = ""
     further: Callable[[Machine, str, Judged[Any]], list[ClaimVerdict]] | None = None
     change: Callable[[ClaimVerdict], ClaimVerdict] | None = None
 
     def verdicts(self, machine: Machine, rows: Sequence[object], file: str) -> list[ClaimVerdict]:
         """Return a verdict for each row that the model speaks to, then those on all of them."""
-        if self.needs and getattr(machine, self.needs) is None:
-            return []
-        whole = f"{machine.name}/{self.part or file}"
-        ours = [row for row in rows if isinstance(row, self.row) and self.measured(row) is not None]
+        study, whole = result_files.study_of(self.study), f"{machine.name}/{self.part or file}"
+        predict = study.predict_row
+        assert predict is not None, self.study
         judged: Judged[R] = []
-        for row in ours:
-            found = self.predict(machine, row)
+        for row in rows:
+            if not isinstance(row, study.row) or (measured := self.measured(row)) is None:
+                continue
+            found = predict(machine, row)
             name, role = f"{whole}/{self.name(row)}", self.role(machine, row, found)
-            verdict = judge_row(name, self.measured(row), found, role, what=self.what, unit=self.unit)
+            verdict = judge_row(name, measured, found, role, what=self.what, unit=self.unit)
             judged.append((row, self.change(verdict) if verdict is not None and self.change else verdict))
         summed = with_summary(whole, [verdict for _, verdict in judged], *self.limits)
         return summed + (self.further(machine, whole, judged) if self.further else [])
@@ -241,7 +230,7 @@ def _collective_role(machine: Machine, row: CollectiveRow, found: Sequence[float
     if fitted_from(machine, f"results/{machine.name}/collectives.json") and fitted_to(row):
         return ClaimRole.FITTED
     mended = machine.name == "h200x2" and (row.implementation == "nccl" or row.collective in REDUCING)
-    seen = row.implementation == LIBRARY_ENGINES or row.variant in SEEN_VARIANTS or mended
+    seen = row.implementation == ENGINES or row.variant in SEEN_VARIANTS or mended
     return ClaimRole.SEEN if len(found) > 1 or seen else ClaimRole.HELD_OUT
 
 
@@ -250,7 +239,7 @@ def _winners(machine: Machine, whole: str, judged: Judged[CollectiveRow]) -> lis
     cases: dict[tuple[str, int, bool], dict[str, list[ClaimVerdict]]] = {}
     for row, verdict in judged:
         if verdict is not None:
-            verdict = dataclasses.replace(verdict, predicted=predict_ends(machine, row)[0])
+            verdict = dataclasses.replace(verdict, predicted=predict_alone(machine, row))
             case = cases.setdefault((row.collective, row.bytes, row.in_place), {})
             case.setdefault(row.implementation, []).append(verdict)
     both = [case for case in cases.values() if {"dma", "nccl"} <= case.keys()]
@@ -267,11 +256,6 @@ def _winners(machine: Machine, whole: str, judged: Judged[CollectiveRow]) -> lis
     return [ClaimVerdict(f"{whole}/winners", text, *figures, role, share >= WINNERS)]
 
 
-def _iterations_us(machine: Machine, row: OccupancyRow) -> float | None:
-    pipeline = pipeline_of(row)
-    return None if pipeline is None else run_pipeline(machine, pipeline, priority=row.priority).time_us
-
-
 def _shares(machine: Machine, whole: str, judged: Judged[OccupancyRow]) -> list[ClaimVerdict]:
     """Judge the time of pipelined iterations over that of one operation after another, in percent."""
     found = []
@@ -282,7 +266,7 @@ def _shares(machine: Machine, whole: str, judged: Judged[OccupancyRow]) -> list[
         assert row.normalised is not None
         share = verdict.predicted / sequential_us(machine, pipeline)
         name, words = f"{whole}/{_occupancy_words(row)}/share", {"what": "share of sequential time", "unit": "percent"}
-        found.append(judge_row(name, 100 * row.normalised, 100 * share, ClaimRole.SEEN, **words, points=True))
+        found.append(judge_row(name, 100 * row.normalised, [100 * share], ClaimRole.SEEN, **words, points=True))
     return [one for one in found if one is not None]
 
 
@@ -304,15 +288,14 @@ def _step_role(machine: Machine, row: FsdpRow, found: object) -> ClaimRole:
 
 def _gains(machine: Machine, whole: str, judged: Judged[FsdpRow]) -> list[ClaimVerdict]:
     """Judge what each way saves of the library's step; the worst error counts for Sidelane's ways."""
-    name, library = f"{machine.name}/gains", {case_of(row): row for row, _ in judged if row.implementation == LIBRARY}
+    name, library = f"{machine.name}/gains", {case_of(row): row for row, _ in judged if row.implementation == "nccl"}
     own: list[ClaimVerdict | None] = []
     others: list[ClaimVerdict | None] = []
     for row, verdict in judged:
         base = library.get(case_of(row))
         if base is None or row.implementation not in STRATEGIES or row is base:
             continue
-        by_library = predict_step(machine, base)
-        gain = None if by_library is None or verdict is None else by_library - verdict.predicted
+        gain = [] if verdict is None else [predict_step(machine, base)[0] - verdict.predicted]
         saved = 1e3 * ((base.step_ms or 0.0) - (row.step_ms or 0.0))
         role, words = _step_role(machine, row, None), f"{name}/{_step_words(row)}"
         saving = judge_row(words, saved, gain, role, what="measured gain over the library")
@@ -336,57 +319,49 @@ def _occupancy_words(row: OccupancyRow) -> str:
 
 
 PAIRS = RowJudge(
-    row=C3Row,
+    study="c3",
     name=lambda row: f"{row.gemm}_{format_bytes(row.bytes)}/{row.collective}/{row.strategy}",
     measured=lambda row: row.time_us,
-    predict=predict_together,
     role=_pair_role,
     limits=(0.03, 0.10),
     change=_by_chance,
 )
 COLLECTIVES = RowJudge(
-    row=CollectiveRow,
+    study="collectives",
     name=lambda row: f"{row.collective}/{_place(row)}/{row.implementation} {row.variant}".strip(),
     measured=lambda row: row.time_us if row.bytes >= SMALLEST else None,
-    predict=predict_ends,
     role=_collective_role,
     limits=(0.07, 0.25),
     further=_winners,
 )
 OCCUPANCY = RowJudge(
-    row=OccupancyRow,
+    study="occupancy",
     name=lambda row: f"{_occupancy_words(row)}/time",
     measured=lambda row: row.time_us,
-    predict=_iterations_us,
     role=lambda machine, row, found: ClaimRole.SEEN,  # rows of h200x2 had been compared when streams were put in
     limits=(0.05, 0.15),
-    needs="occupancy",
     further=_shares,
 )
 POWER = RowJudge(
-    row=PowerRow,
+    study="power",
     name=lambda row: f"{row.collective}/{format_bytes(row.bytes)}/{row.implementation} {row.variant}".rstrip(),
     measured=lambda row: row.watts,
-    predict=predict_watts,
     role=_power_role,
     limits=(0.10, 0.20),
     what="measured power of a GPU",
     unit="W",
-    needs="power",
 )
 CHAINS = RowJudge(
-    row=ChainRow,
+    study="chain",
     name=lambda row: f"{_place(row)}/{row.implementation} {row.variant}".strip(),
     measured=lambda row: row.time_us,
-    predict=predict_chain,
     role=lambda machine, row, found: ClaimRole.HELD_OUT,
     what="measured chain",
 )
 STEPS = RowJudge(
-    row=FsdpRow,
+    study="fsdp",
     name=_step_words,
     measured=lambda row: None if row.step_ms is None else 1e3 * row.step_ms,
-    predict=predict_step,
     role=_step_role,
     limits=(None, 0.05),
     what="measured step",
@@ -394,14 +369,8 @@ STEPS = RowJudge(
     further=_gains,
 )
 JUDGES: dict[str, RowJudge[Any]] = {
-    "c3": PAIRS,
-    CLASSES: PAIRS,
-    AGAIN: PAIRS,
-    "collectives": COLLECTIVES,
-    "occupancy": OCCUPANCY,
-    "power": POWER,
-    "chain": CHAINS,
-    "fsdp": STEPS,
+    **dict.fromkeys(("c3", CLASSES, AGAIN), PAIRS),
+    **{judge.study: judge for judge in (COLLECTIVES, OCCUPANCY, POWER, CHAINS, STEPS)},
 }
 """Judge of each result file."""
 
@@ -439,16 +408,13 @@ def judge_gemms(
     machine: Machine, times: Sequence[GemmTime], role: ClaimRole, part: str = "gemms"
 ) -> list[ClaimVerdict]:
     """Return a verdict on each time, then on the median and the worst error. ``part``: what the ids call them."""
-    judge = RowJudge(
-        row=GemmTime,
-        name=lambda time: " ".join(gemm.name for gemm in time.gemms),
-        measured=lambda time: time.time_us,
-        predict=predict_gemms,
-        role=lambda machine, time, found: ClaimRole.SEEN if _has_bags(time) else role,
-        limits=GEMM_LIMITS,
-        what="measured time of GEMMs",
-    )
-    return judge.verdicts(machine, times, part)
+    whole, what = f"{machine.name}/{part}", "measured time of GEMMs"
+    verdicts = []
+    for time in times:
+        name, role_here = " ".join(gemm.name for gemm in time.gemms), ClaimRole.SEEN if _has_bags(time) else role
+        predicted = [predict_gemms(machine, time)]
+        verdicts.append(judge_row(f"{whole}/{name}", time.time_us, predicted, role_here, what=what))
+    return with_summary(whole, verdicts, *GEMM_LIMITS)
 
 
 def _has_bags(time: GemmTime) -> bool:

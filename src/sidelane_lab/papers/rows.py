@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.options import StudyOptions
@@ -19,7 +20,8 @@ from sidelane_lab.harness.study import FlatRow, study_of
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import BANDS, Panel, PublishedValue
-from sidelane_lab.papers.measurements import ResultFile
+from sidelane_lab.papers.claims import Claim, ClaimReading, numbers, published, rounded
+from sidelane_lab.papers.files import ResultFile, files_of
 
 X = TypeVar("X", int, float, str)
 Marks = Sequence[PublishedValue]
@@ -41,31 +43,73 @@ def in_file(machine: Machine, study: str, rows: Sequence[FlatRow]) -> ResultFile
     return ResultFile(Path(), study, machine.name, machine.title, machine.world_size, exact)
 
 
-class PredictedStudies(Protocol):
-    """Numbers of one machine that claims are about, with its predicted studies."""
-
-    def rows(self, study: str) -> ResultFile:
-        """Return the rows that the model fills."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class ClaimReading:
-    """A claim's quantity, as a formula over rows. Called with what a paper predicts from, it reads the model's rows.
+class MeasuredClaim:
+    """A claim beside one of our files.
 
     Attributes:
-        study: whose rows, a key of ``claim_measurements.FILES``.
-        read: the value, in the claim's form and unit.
-        differs: what is not as in the paper in our files, in a few words, besides the machine.
-        fuller: key of a file that is read instead on machines that have it; "" none.
+        value: in the claim's form; None where the file has not all of it.
+        ratio: of the value to the published one, where each is one number.
     """
 
-    study: str
-    read: Callable[[ResultFile], Any]
-    differs: str = ""
-    fuller: str = ""
+    claim_id: str
+    machine: str
+    where: str
+    path: str
+    value: Any
+    ratio: float | None
 
-    def __call__(self, predicted: PredictedStudies) -> Any:
-        return self.read(predicted.rows(self.study))
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object of ``--json``, inside that of its claim."""
+        return {"machine": self.machine, "file": self.path, "measured": self.value, "ratio": self.ratio}
+
+
+def measure_claim(claim: Claim[Any], sources: Sequence[Path]) -> list[MeasuredClaim]:
+    """Return what each machine's file says of a claim; nothing where none speaks to it."""
+    reading = claim.reading
+    if reading is None:
+        return []
+    found = []
+    fuller = files_of(reading.fuller, sources) if reading.fuller else []
+    machines = {file.machine for file in fuller}
+    for file in [*fuller, *(file for file in files_of(reading.study, sources) if file.machine not in machines)]:
+        value = read_value(reading, file)
+        if value is not None:
+            ratio = ratio_of(published()[claim.claim_id]["value"], value)
+            found.append(MeasuredClaim(claim.claim_id, file.machine, file.where, str(file.path), value, ratio))
+    return found
+
+
+def read_value(reading: ClaimReading, file: ResultFile) -> Any:
+    """Return a claim's value from a file; None where the file has not all that it needs.
+
+    Raises:
+        ValueError: the file lacks a key.
+    """
+    try:
+        return rounded(reading.read(file))
+    except (ValueError, ZeroDivisionError, StopIteration, statistics.StatisticsError):
+        return None  # a mean, or the least, of nothing: sizes or pairs that were not measured
+    except KeyError as problem:
+        if isinstance(problem.args[0], str) and problem.args[0] in LACKING:
+            raise ValueError(f"results: {file.path} is no file of {file.study} (missing={problem})") from problem
+        return None
+
+
+LACKING = ("time_us", "bytes", "collective", "implementation", "operation", "op", "strategy", "launch")
+"""Keys without which a file is not what it says."""
+
+
+def ratio_of(claimed: Any, measured: Any) -> float | None:
+    """Return a measured number over the published one; None where one of them is no single number other than 0.
+
+    >>> ratio_of(1.6, 1.2), ratio_of(True, True), ratio_of([1, 2], [1, 2])
+    (0.75, None, None)
+    """
+    wanted, found = numbers(claimed), numbers(measured)
+    if list(wanted) != [""] or list(found) != [""] or not wanted[""]:
+        return None
+    return float(f"{found[''] / wanted['']:.3g}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

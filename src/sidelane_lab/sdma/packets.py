@@ -3,11 +3,11 @@
 A packet is a row of 32-bit words, lowest byte first. The table takes it as one number, in which a field begins at bit
 ``32 * word + bit``. Facts are from public headers, whose commits docs/guide/amd.md names:
 
-- ROCr ``sdma_registers.h``: layouts of copies, swap, fence, poll, atomic, timestamp, trap and fill; a swap's addresses
-  are multiples of 64 on gfx94x; the destinations of a broadcast have the same lowest five bits.
-- ROCr ``amd_blit_sdma.cpp``, ``amd_gpu_agent.cpp``: counts are bytes less one, of a fill of words less four; 30 bits of
-  count from gfx940 on; 0xfff retries poll for ever; timestamps at multiples of 32 bytes; broadcasts of up to 1 MiB.
-- Linux ``vega10_sdma_pkt_open.h``, ``sdma_v4_4_2.c``: write, no-operation; a fence's address is a multiple of 4.
+- ROCr ``sdma_registers.h``: layouts of copies, swap, fence, poll, atomic and timestamp; a swap's addresses are
+  multiples of 64 on gfx94x; the destinations of a broadcast have the same lowest five bits.
+- ROCr ``amd_blit_sdma.cpp``, ``amd_gpu_agent.cpp``: counts are bytes less one; 30 bits of count from gfx940 on; 0xfff
+  retries poll for ever; timestamps at multiples of 32 bytes; broadcasts of up to 1 MiB.
+- Linux ``vega10_sdma_pkt_open.h``, ``sdma_v4_4_2.c``: a fence's address is a multiple of 4.
 - Linux ``cikd.h``: the numbers of a poll's comparisons (ROCr and Linux use 3, which is ``==``).
 """
 
@@ -25,9 +25,6 @@ the largest number under all three that keeps the pieces of a split move aligned
 MAX_BROADCAST_BYTES = 1 << 20
 """Bytes of the largest broadcast. The field has room for 2**30, but ROCr sent none beyond 1 MiB when it had one limit;
 today it prefers copies from 16 KiB on."""
-
-MAX_WRITE_WORDS = 1 << 20
-"""Words of the largest write; the field has 20 bits in Linux' header for this family, and 22 in others."""
 
 DESTINATIONS_ALIGNMENT = 32
 """Bytes in whose multiples the destinations of a broadcast differ."""
@@ -84,11 +81,11 @@ def _address(name: str, word: int, alignment: int = 1) -> Field:
     return Field(name, word, bits=64, alignment=alignment)
 
 
-def _count(word: int, most: int, alignment: int = 1, less: int = 1) -> Field:
-    return Field("nbytes", word, bits=30, less=less, alignment=alignment, most=most)
+def _count(most: int, alignment: int = 1) -> Field:
+    return Field("nbytes", 1, bits=30, less=1, alignment=alignment, most=most)
 
 
-_BROADCAST_BIT, _MEMORY_BIT, _WORDS_OF_FILL = 1 << 27, 1 << 31, 2 << 30
+_BROADCAST_BIT, _MEMORY_BIT = 1 << 27, 1 << 31
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,13 +94,12 @@ class Format:
 
     Attributes:
         name: name of the kind.
-        words: number of words without a payload.
+        words: number of words.
         operation: number in bits 0 to 7.
         suboperation: number in bits 8 to 15.
         fields: fields that a packet fills in, in the order of their text.
         marks: further bits of the first word that are always set.
         telling: bits of the first word that tell it from others of the same operation.
-        payload: field that counts the words behind the packet which belong to it; empty if none do.
     """
 
     name: str
@@ -113,7 +109,6 @@ class Format:
     fields: tuple[Field, ...] = ()
     marks: int = 0
     telling: int = 0
-    payload: str = ""
 
     @property
     def head(self) -> int:
@@ -127,33 +122,24 @@ class Format:
 
 COPY = Format(
     *("copy", 7, 1),
-    fields=(_count(1, MAX_COPY_BYTES), _address("dst", 5), _address("src", 3)),
+    fields=(_count(MAX_COPY_BYTES), _address("dst", 5), _address("src", 3)),
     telling=_BROADCAST_BIT,
 )
 BROADCAST = Format(
     *("broadcast", 9, 1),
-    fields=(_count(1, MAX_BROADCAST_BYTES), _address("dst", 5), _address("dst2", 7), _address("src", 3)),
+    fields=(_count(MAX_BROADCAST_BYTES), _address("dst", 5), _address("dst2", 7), _address("src", 3)),
     marks=_BROADCAST_BIT,
     telling=_BROADCAST_BIT,
 )
 SWAP = Format(
     *("swap", 7, 1, 9),
     fields=(
-        _count(1, MAX_COPY_BYTES, SWAP_ALIGNMENT),
+        _count(MAX_COPY_BYTES, SWAP_ALIGNMENT),
         _address("a", 3, SWAP_ALIGNMENT),
         _address("b", 5, SWAP_ALIGNMENT),
     ),
 )
-WRITE = Format(
-    *("write", 4, 2),
-    fields=(
-        _address("dst", 1, 4),
-        Field("words", 3, bits=20, less=1, most=MAX_WRITE_WORDS),
-    ),
-    payload="words",
-)
 FENCE = Format("fence", 4, 5, fields=(_address("address", 1, 4), Field("value", 3)))
-TRAP = Format("trap", 2, 6, fields=(Field("context", 1, bits=28),))
 POLL = Format(
     *("poll", 6, 8),
     fields=(
@@ -177,16 +163,8 @@ ATOMIC = Format(
         Field("interval", 7, bits=13),
     ),
 )
-FILL = Format(
-    *("fill", 5, 11),
-    fields=(_count(4, MAX_COPY_BYTES, 4, less=4), _address("dst", 1, 4), Field("value", 3)),
-    marks=_WORDS_OF_FILL,
-    telling=_WORDS_OF_FILL | 1 << 30,
-)
 TIMESTAMP = Format("timestamp", 3, 13, 2, fields=(_address("address", 1, 32),))
-NOTHING = Format("nop", 1, 0, fields=(Field("words", 0, 16, 14),), payload="words")
-
-FORMATS = (COPY, BROADCAST, SWAP, WRITE, FENCE, TRAP, POLL, ATOMIC, FILL, TIMESTAMP, NOTHING)
+FORMATS = (COPY, BROADCAST, SWAP, FENCE, POLL, ATOMIC, TIMESTAMP)
 
 _IN_HEXADECIMAL = frozenset({"address", "dst", "dst2", "src", "a", "b", "mask"})
 
@@ -198,7 +176,6 @@ class Packet:
     Attributes:
         format: kind of the packet.
         values: value of each field, in the order of ``format.fields``.
-        payload: words behind it that belong to it.
 
     Raises:
         ValueError: a value is out of its limits or not aligned.
@@ -206,14 +183,13 @@ class Packet:
 
     format: Format
     values: tuple[int, ...]
-    payload: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, format: Format, payload: tuple[int, ...] = (), /, **values: int) -> Packet:
+    def of(cls, format: Format, /, **values: int) -> Packet:
         """Make a packet; fields that are not named are 0."""
         names = {field.name for field in format.fields}
         assert values.keys() <= names, f"{format.name} has {names}"
-        return cls(format, tuple(values.get(field.name, 0) for field in format.fields), payload)
+        return cls(format, tuple(values.get(field.name, 0) for field in format.fields))
 
     def __post_init__(self) -> None:
         for field, value in zip(self.format.fields, self.values, strict=True):
@@ -224,9 +200,6 @@ class Packet:
                 raise ValueError(
                     f"{self.format.name}: {field.name} (value={value:#x}, allowed=multiples of {field.alignment})"
                 )
-        counted = self[self.format.payload] if self.format.payload else 0
-        if len(self.payload) != counted:
-            raise ValueError(f"{self.format.name}: payload (value={len(self.payload)} words, allowed={counted})")
         if self.format is BROADCAST and (self["dst"] - self["dst2"]) % DESTINATIONS_ALIGNMENT:
             raise ValueError(
                 f"broadcast: destinations (value={self['dst']:#x}, {self['dst2']:#x}, allowed=a multiple of "
@@ -242,8 +215,7 @@ class Packet:
         number = self.format.head
         for field, value in zip(self.format.fields, self.values, strict=True):
             number |= value - field.less << field.shift
-        words = b"".join(word.to_bytes(4, "little") for word in self.payload)
-        return number.to_bytes(4 * self.format.words, "little") + words
+        return number.to_bytes(4 * self.format.words, "little")
 
     def __str__(self) -> str:
         parts = [self.format.name]
@@ -256,7 +228,7 @@ class Packet:
                 parts.append(format_bytes(value))
             elif value or field.name == "value":
                 parts.append(f"{field.name}={value}")
-        return " ".join([*parts, *(f"{word:#010x}" for word in self.payload)])
+        return " ".join(parts)
 
 
 def decode(data: bytes) -> tuple[Packet, ...]:
@@ -299,12 +271,7 @@ def _first(data: bytes) -> Packet:
         raise ValueError(f"{format.name}: bytes (value={len(data)}, allowed={size})")
     number = int.from_bytes(data[:size], "little")
     values = {field.name: (number >> field.shift & (1 << field.bits) - 1) + field.less for field in format.fields}
-    payload_bytes = 4 * values.get(format.payload, 0)
-    behind = data[size : size + payload_bytes]
-    if len(behind) < payload_bytes:
-        raise ValueError(f"{format.name}: bytes of the payload (value={len(behind)}, allowed={payload_bytes})")
-    words = tuple(int.from_bytes(behind[place : place + 4], "little") for place in range(0, len(behind), 4))
-    packet = Packet.of(format, words, **values)
-    if packet.to_bytes() != data[: size + len(behind)]:
+    packet = Packet.of(format, **values)
+    if packet.to_bytes() != data[:size]:
         raise ValueError(f"{format.name}: reserved bits are set (value={data[:size].hex()})")
     return packet

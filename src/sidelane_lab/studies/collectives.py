@@ -9,25 +9,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from sidelane.program.collective import Kind
+from sidelane.cli.help import MEASURE
+from sidelane.program.builders import variants
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import (
-    HIDDEN_LAUNCH_US,
-    Entrant,
-    Implementation,
-    ReadyCall,
-    candidates_of,
+from sidelane_lab.harness.help import HOW, WHAT
+from sidelane_lab.harness.options import (
+    LAUNCHES,
+    MOST_TENSORS,
+    WRITTEN,
+    StudyOptions,
+    count,
+    implementations,
+    kinds,
+    launches,
+    loaded,
+    names,
+    option,
+    places,
+    size_span,
+    study_command,
+    word,
 )
-from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
-from sidelane_lab.cli.collectives import CollectiveOptions
-from sidelane_lab.harness.launch import LaunchTarget, Rank
-from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.parameters import ALL, KINDS
 from sidelane_lab.harness.report import Cell, spread, table_of
-from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import (
     AS_GOOD,
     IMPLEMENTATIONS,
@@ -52,7 +57,72 @@ from sidelane_lab.harness.table import (
 from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
 
 if TYPE_CHECKING:
+    from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall
+    from sidelane_lab.baselines.reference import Case
+    from sidelane_lab.baselines.roster import Roster
+    from sidelane_lab.harness.launch import LaunchTarget, Rank
+    from sidelane_lab.harness.measure import Meter
+    from sidelane_lab.harness.running import Sender
     from sidelane_lab.machines.spec import Machine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveOptions(StudyOptions):
+    """Time every implementation of a collective at every size, and check what it makes.
+
+    With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
+    A size is then that of all tensors together.
+
+    With --machine: predict the DMA collectives paper's study (all_gather and all_to_all, 1K to 4G) for a machine that
+    need not be here.
+    """
+
+    study = "collectives"
+    examples = (
+        ("sidelane collective", "both collectives that move bytes, at every size"),
+        (
+            "sidelane collective --collective all_reduce --max-bytes 64M --report out",
+            "another one up to 64 MiB, and a page with pictures",
+        ),
+        ("sidelane collective --tensors 8 --json -", "lists of eight tensors, as JSON"),
+        ("sidelane collective --machine mi300x8", "predict the papers' study for eight MI300X"),
+    )
+
+    collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS, every=ALL)
+    sizes: tuple[int, ...] = size_span(gpus=("1K", "4G"), cpus=("1K", "16M"))
+    tensors: int = count(
+        "--tensors",
+        1,
+        "Spread each size over a list of that many tensors: in one call, and in a call each.",
+        group=WHAT,
+    )
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
+    variants: tuple[str, ...] = names(
+        "--variants",
+        (),
+        "Variants of Sidelane's: pcpy, bcst, swap, b2b, ...",
+        shown="all",
+    )
+    launches: tuple[str, ...] = launches()
+    places: tuple[str, ...] = places()
+    repeats: int = count("--iterations", 15, "Measured rounds; of short eager calls on GPUs four times as many.")
+    warmup: int = count("--warmup", 3, "Rounds before them.", 0)
+    profile: bool = option(
+        "--profile/--no-profile", True, "On GPUs: look which implementations launched kernels.", group=HOW
+    )
+    implementations: tuple[str, ...] = implementations()
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not 1 <= self.tensors <= MOST_TENSORS:
+            raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
+
+
+def _predict(machine: str, options: CollectiveOptions) -> None:
+    loaded("papers.predictions").collective_main(machine, options)
+
+
+collective = study_command("collective", CollectiveOptions, _predict, WRITTEN, MEASURE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,6 +298,8 @@ PROFILED_BYTES = 16 << 20
 
 def _check(options: CollectiveOptions, place: LaunchTarget) -> None:
     """Refuse names that are not known on this kind of device."""
+    from sidelane_lab.baselines.roster import check_asked
+
     names = {name: getattr(options, name) for name in ("implementations", "variants", "launches")}
     check_asked(place.device_type, options.collectives, **names, listed=options.tensors > 1)
 
@@ -254,18 +326,20 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
 
 def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator[CollectiveRow]:
     """Make the rows. Collective."""
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    sender.steps = len(sizes) * len(options.collectives)
+    import torch
+
+    from sidelane_lab.baselines.reference import cases_of
+    from sidelane_lab.baselines.roster import make_roster
+
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
-    cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+    cases = cases_of(rank, options, sender, options.collectives, getattr(torch, options.dtype), options.tensors)
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:
         calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
         spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
-        absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
+        absent = absent_rows(roster, case) if case.nbytes == cases[0].nbytes else []
         yield from itertools.chain(absent, measure_case(roster, case, options, seeds))
     if options.profile and roster.kernels_of is not None:
         for line in _kernels(roster, cases, options, next(seeds)):
@@ -273,13 +347,10 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
     roster.close()
 
 
-def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
-    sizes = (nbytes // options.tensors,) * options.tensors if options.tensors > 1 else ()
-    return Case.on(rank, kind, nbytes, getattr(torch, options.dtype), sizes)
-
-
 def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, seed: int) -> Iterator[str]:
     """Which kernels each implementation launches, at the largest size up to 16 MiB of every kind. Collective."""
+    from sidelane_lab.baselines.candidate import ReadyCall
+
     assert roster.kernels_of is not None
     find, meter = roster.kernels_of, roster.meter
     options = dataclasses.replace(options, launches=("eager",))
@@ -304,6 +375,8 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
 
 def absent_rows(roster: Roster, case: Case) -> list[CollectiveRow]:
     """One row for each implementation that belongs on this machine and cannot take part, with the reason."""
+    from sidelane_lab.baselines.candidate import Entrant
+
     problems = {name: Problem(f"takes no part: {reason}") for name, reason in roster.unavailable.items()}
     return [_row(case, Entrant(name), None, problem) for name, problem in problems.items()]
 
@@ -312,6 +385,8 @@ def measure_case(
     roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
+    from sidelane_lab.baselines.candidate import ReadyCall
+
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
     makers = {
         candidate: functools.partial(ReadyCall, candidate, case, implementation, calls)
@@ -326,6 +401,8 @@ def measure_case(
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
     """Every way to run a case that the options ask for."""
+    from sidelane_lab.baselines.candidate import candidates_of
+
     listed = bool(case.sizes)
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
@@ -336,6 +413,8 @@ def time_candidates(
     meter: Meter, prepared: Mapping[Entrant, ReadyCall], case: Case, options: CollectiveOptions
 ) -> dict[Entrant, Rounds]:
     """Time them, interleaved; what the host limits apart from what the device does, and more often. Collective."""
+    from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+
     by_device: dict[Entrant, Job] = {}
     by_host: dict[Entrant, Job] = {}
     for candidate, bound in prepared.items():
@@ -357,6 +436,8 @@ def hides_launches(case: Case, candidate: Entrant) -> bool:
     What takes long is bound by the device, however it is launched, and a graph is timed for what the device makes of
     it. Of a list each tensor must take that long: to hand over fewer calls is a part of what a list is for.
     """
+    from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+
     expected_us = _expected_us(case.kind, case.nbytes // case.tensors, case.device.type)
     return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
 
@@ -397,6 +478,43 @@ def predicted_rows(machine: Machine, options: CollectiveOptions) -> list[Collect
     ]
 
 
+DISTURBED = 0.05
+"""Share of a time by which queues that share an engine must matter for both times to be predicted."""
+ENGINES = "nccl_ce"
+"""NCCL on copy engines. Its rows had been looked at when they were first predicted."""
+
+
+def predict_row(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
+    """Predict times, what to plan with first; two where a GPU's queues share an engine, which ranks may do in step.
+
+    Out of step two GPUs often send to one port while another idles, and 0.59 to 0.64 of a link is left; in step each
+    has a port for itself. One program does either, from run to run (docs/lab/model.md).
+    """
+    alone = predict_alone(machine, row)
+    if alone is None or row.implementation != "dma" or machine.gpus <= 2 or float(machine.dma.shared_queues) == 1:
+        return () if alone is None else (alone,)
+    in_step = predict_alone(machine.with_value("dma.shared_queues", 1), row)
+    return (alone,) if in_step is None or in_step > (1 - DISTURBED) * alone else (alone, in_step)
+
+
+def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
+    """Predict a collective alone, what to plan with; None if the model does not speak to it."""
+    from sidelane_lab.model.collectives import KINDS, executed_run, library_us
+
+    if row.collective not in tuple(KINDS) or row.launch != "graph" or row.tensors > 1:
+        return None
+    kind = Kind(row.collective)
+    if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
+        return library_us(machine, kind, row.bytes)
+    if row.implementation == ENGINES and kind not in REDUCING:
+        moved = executed_run(machine, Kind.ALL_GATHER, row.bytes, "b2b", True).time_us
+        own = float(machine.dma.copy_us) + row.bytes / machine.gpus / (float(machine.dma.local_gbps) * 1e3)
+        return moved if row.in_place else moved + own  # one engine for all peers, and the own chunk behind them
+    if row.implementation != "dma" or row.variant not in variants(kind) or row.prelaunch:
+        return None
+    return executed_run(machine, kind, row.bytes, row.variant, row.in_place).time_us
+
+
 STUDY = Study(
     name="collectives",
     title="Collectives by size and implementation",
@@ -410,6 +528,7 @@ STUDY = Study(
     plots=draw_ways,
     measure=_measure,
     predict=predicted_rows,
+    predict_row=predict_row,
     check=_check,
     progress="collectives",
 )

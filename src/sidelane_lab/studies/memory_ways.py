@@ -25,7 +25,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
-from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, nothing_to_wait_for
+from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, ReadyCall, Tensors, nothing_to_wait_for
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.launch import Rank
@@ -154,6 +154,26 @@ class LibraryWay(Implementation):
 
 
 Way = OwnWay | LibraryWay
+
+
+class OrdinaryCall(ReadyCall):
+    """A call on tensors that peers reach as its row says.
+
+    Attributes:
+        said: the variant that the last right call ran as, and why.
+    """
+
+    said = ("", "")
+
+    def __init__(self, candidate: Entrant, case: Case, way: Way, calls: int = 1) -> None:
+        super().__init__(candidate, case, way, calls)
+        self._way = way
+
+    def error(self, seed: int) -> str | None:
+        return super().error(seed) or self._way.objection(self.tensors)
+
+    def settle(self) -> None:
+        self.said = self._way.said()
 
 
 def make_ways(

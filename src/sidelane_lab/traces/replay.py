@@ -20,7 +20,7 @@ from sidelane.c3.strategies import Mover, Order, Strategy, named
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import DeviceRun, Gang, Tiled, run_device
-from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, named_gangs
 from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.strategies import objection, partitions, predictable
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
@@ -168,13 +168,13 @@ class _Kernels:
         collectives: list[Tiled | Gang] = []
         for node in trace.nodes:
             name, lane = str(node.ident), self._lane(node)
-            parts = self._parts(node)
             behind = tuple(dict.fromkeys((*map(str, node.after), *([lanes[lane]] if lane in lanes else []))))
             lanes[lane] = name
             on_gpu = COMMUNICATION if node.kind is NodeKind.COLLECTIVE else COMPUTATION
-            (collectives if on_gpu is COMMUNICATION else compute).extend(_named(parts, name, behind))
+            kernels = self._kernels_of(node, behind)
+            (collectives if on_gpu is COMMUNICATION else compute).extend(kernels)
             self.classes[name] = HOST if node.on_host or node.kind is NodeKind.MARK else on_gpu
-            self.begins[node.ident] = f"{name}.0" if len(parts) > 1 else name
+            self.begins[node.ident] = kernels[0].name
         first = strategy is not None and strategy.order is Order.COLLECTIVE_FIRST
         self.listed = [*collectives, *compute] if first else [*compute, *collectives]
 
@@ -186,17 +186,17 @@ class _Kernels:
             return "GPU"
         return COMMUNICATION if node.kind is NodeKind.COLLECTIVE else f"stream {node.lane}"
 
-    def _parts(self, node: TraceNode) -> tuple[Tiled | Gang, ...]:
+    def _kernels_of(self, node: TraceNode, behind: tuple[str, ...]) -> Sequence[Tiled | Gang]:
         name = str(node.ident)
         if node.on_host or node.kind is NodeKind.MARK:
-            return (Gang(name, max(node.duration_us, NOTHING_US), 0.0),)
+            return [Gang(name, max(node.duration_us, NOTHING_US), 0.0, after=behind)]
         if node.kind is NodeKind.COLLECTIVE:
-            return self._collective(node)
+            return named_gangs(self._collective(node), name, behind)
         if node.kind is NodeKind.MEMORY:
             local_gbps = float(self.machine.dma.local_gbps)
             took_us = max(node.duration_us or node.nbytes / local_gbps / 1e3, NOTHING_US)
-            return (Gang(name, took_us, 2 * node.nbytes / took_us / 1e3),)
-        return (self._computation(node),)
+            return [Gang(name, took_us, 2 * node.nbytes / took_us / 1e3, after=behind)]
+        return [dataclasses.replace(self._computation(node), after=behind)]
 
     def _computation(self, node: TraceNode) -> Tiled | Gang:
         gpu, matmul = self.machine.gpu, self.machine.matmul
@@ -247,7 +247,7 @@ class _Kernels:
         name = max(run.ended_us, key=lambda one: run.ended_us[one])
         while name:
             before = max(kernels[name].after, key=lambda one: run.ended_us[one], default="")
-            owner = name.partition(".")[0]
+            owner = name.partition(" ")[0]
             found[self.classes[owner]] += run.ended_us[name] - (run.ended_us[before] if before else 0.0)
             if not path or path[-1] is not nodes[owner]:
                 path.append(nodes[owner])
@@ -262,18 +262,3 @@ class _Kernels:
             took = run.ended_us[str(node.ident)] - began
             found.append(dataclasses.replace(node, start_us=began, duration_us=took))
         return tuple(found)
-
-
-def _named(parts: Sequence[Tiled | Gang], name: str, behind: tuple[str, ...]) -> list[Tiled | Gang]:
-    """Return a node's kernels under names of their own; the last one has the node's name."""
-    last = len(parts) - 1
-    names = {part.name: name if place == last else f"{name}.{place}" for place, part in enumerate(parts)}
-    renamed: list[Tiled | Gang] = []
-    for part in parts:
-        after = tuple(names[before] for before in part.after) or behind
-        if isinstance(part, Gang):
-            grouped = name if part.part_of else ""
-            renamed.append(dataclasses.replace(part, name=names[part.name], after=after, part_of=grouped))
-        else:
-            renamed.append(dataclasses.replace(part, name=names[part.name], after=after))
-    return renamed

@@ -39,7 +39,7 @@ READ_CAPACITY = 512
 
 _READ_PATIENCE_S = 0.02
 _RELEASE_PATIENCE_S = 0.1
-_LEAVING_S = 5.0  # seconds that submitting a copy may take once the streams have been released
+SUBMIT_S = 5.0  # seconds that submitting a copy may take once the streams have been released
 _MAX_BATCH = 255
 
 
@@ -89,8 +89,8 @@ class FlagRescue:
         Returns:
             True; False if a store is under way and does not come to its end, so that the memory must not be freed.
         """
-        deadline = time.monotonic() + _LEAVING_S
-        if not self._submitting.acquire(timeout=_LEAVING_S):  # by a thread that hangs in the driver
+        deadline = time.monotonic() + SUBMIT_S
+        if not self._submitting.acquire(timeout=SUBMIT_S):  # by a thread that hangs in the driver
             return False
         try:
             for base in bases:
@@ -174,7 +174,7 @@ class FlagRescue:
             True; False if work of theirs does not come to its end, so that flags, words and scratch must be kept.
         """
         if self._reader is not None:
-            self._reader.join(_LEAVING_S)
+            self._reader.join(SUBMIT_S)
         has_ended = self.forget(list(self._regions)) and (self._reader is None or not self._reader.is_alive())
         for lane in self._lanes:
             if lane != self._reads_on:

@@ -26,15 +26,14 @@ from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, make_roster
 from sidelane_lab.cli.c3 import C3Options, Key
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
-from sidelane_lab.pairs.comparison import Instruments, PairOutcome, StrategyResult, run_workload
-from sidelane_lab.pairs.heuristics import units_for
 from sidelane_lab.pairs.isolated import Isolated
 from sidelane_lab.pairs.pair import orders_of, pair_streams
-from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload, percent_of_ideal
+from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload
+from sidelane_lab.studies.c3.comparison import NO_TIMES, Instruments, PairOutcome, run_workload
 from sidelane_lab.studies.c3.rows import NOT_RUN, C3Row
 
 if TYPE_CHECKING:
-    from sidelane_lab.studies.power.pairs import PairPower
+    from sidelane_lab.studies.power.meter import PairPower
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -94,8 +93,7 @@ class PairBench:
         self._power: PairPower | None = None
         self._sensors = contextlib.ExitStack()
         if options.energy_s is not None:
-            from sidelane_lab.studies.power.meter import Recorder
-            from sidelane_lab.studies.power.pairs import PairPower
+            from sidelane_lab.studies.power.meter import PairPower, Recorder
             from sidelane_lab.studies.power.sensors import power_sensor
 
             sensor = power_sensor(rank.device.index)
@@ -128,27 +126,27 @@ class PairBench:
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=self._roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
             seed=seed,
+            known=options.known,
             on_trace=trace,
             on_launch=None if power is None else power.measure,
         )
         bound = str(Bound.MEMORY if memory_bound else Bound.COMPUTE)
-        rows = [dataclasses.replace(row, bound=bound) for row in rows_of(outcome, options.known)]
+        rows = [dataclasses.replace(row, bound=bound) for row in outcome.rows]
         if power is not None:
             rows = [_with_power(row, power) for row in rows]
         if options.third:
-            rows[0] = dataclasses.replace(rows[0], orders=self._orders(outcome, runs, seed + 500_000))
+            rows[0] = dataclasses.replace(rows[0], orders=self._orders(workload, outcome, runs, seed + 500_000))
         yield from rows
-        for line in _explanations(outcome, self._instruments.late):
+        for line in _explanations(workload.gemm, outcome, self._instruments.late):
             self._sender.note(line)
 
-    def _orders(self, outcome: PairOutcome, runs: Sequence[ReadyCall], seed: int) -> str:
+    def _orders(self, workload: Workload, outcome: PairOutcome, runs: Sequence[ReadyCall], seed: int) -> str:
         """Time the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
-        timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
+        timed = [run for run in runs if outcome.alone_us[run.label] is not None and run.implementation in LIBRARY]
         if not timed:
             return ""
-        fastest = min(timed, key=timed.__getitem__)
-        run = next(one for one in runs if one.label == fastest)
-        found = orders_of(outcome.workload, run, self._instruments, self._rank.device, itertools.count(seed))
+        run = min(timed, key=lambda one: outcome.alone_us[one.label] or 0.0)
+        found = orders_of(workload, run, self._instruments, self._rank.device, itertools.count(seed))
         return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
 
     def close(self) -> None:
@@ -214,59 +212,23 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[ReadyCall]
             yield prepared
 
 
-def _explanations(outcome: PairOutcome, late: Mapping[str, int]) -> Iterator[str]:
+def _explanations(gemm: Gemm, outcome: PairOutcome, late: Mapping[str, int]) -> Iterator[str]:
     """Say what the rows leave out: every isolated time, the choice, and samples that are in doubt."""
+    failures = {label: outcome.failures[label] for label in outcome.alone_us if label in outcome.failures}
     times = ", ".join(
-        f"{alone.label} {alone.time_us:.0f} us"
-        if alone.time_us is not None
-        else f"{alone.label} {'failed' if alone.failure else 'slower in a look'}"
-        for alone in outcome.isolated
+        f"{label} {'failed' if label in failures else 'slower in a look' if time_us is None else f'{time_us:.0f} us'}"
+        for label, time_us in outcome.alone_us.items()
     )
-    yield f"  alone: GEMM {outcome.gemm_us:.0f} us, {times}"
-    for alone in outcome.isolated:
-        if alone.failure is not None:
-            yield f"  {alone.label}: {'wrong' if alone.failure.wrong else 'could not run'}: {alone.failure.text}"
+    yield f"  alone: GEMM {outcome.rows[0].gemm_us:.0f} us, {times}"
+    for label, failure in failures.items():
+        yield f"  {label}: {'wrong' if failure.wrong else 'could not run'}: {failure.text}"
     if outcome.choice is not None:
         yield f"  auto takes {outcome.choice.reason}"
     if late:
         yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
-    gemm = outcome.workload.gemm
     if gemm.divisor > 1:
         what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
         yield f"  scaled for CPUs: {what} (--full-size: not)"
-
-
-FIGURES = (
-    *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal", "percent_of_ideal"),
-    "percent_of_ideal_nccl",
-)
-
-
-def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
-    """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
-
-    Args:
-        outcome: of a pair.
-        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
-
-    Raises:
-        UnavailableError: no implementation of the collective works, so nothing can be compared.
-    """
-    if outcome.c3_class is None:
-        reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
-        raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
-    rows = [_row(outcome, result, known) for result in outcome.results]
-    if outcome.choice is not None:
-        picked = next(row for row in rows if row.strategy == outcome.choice.candidate.strategy.name)
-        rows.append(
-            dataclasses.replace(
-                _with_units(picked, outcome),
-                strategy=AUTO,
-                chosen=picked.strategy,
-                note=f"picked: {outcome.choice.reason}",
-            )
-        )
-    return rows
 
 
 def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:
@@ -283,16 +245,9 @@ def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str
 
 def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
     """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
-    nothing: dict[str, Any] = dict.fromkeys(FIGURES)
+    nothing: dict[str, Any] = {"c3_class": "", "chosen": "", "gemm_us": None, "best_comm_us": None, **NO_TIMES}
     return [
-        C3Row(
-            **workload.columns,
-            c3_class="",
-            strategy=name,
-            chosen="",
-            **nothing,
-            note=f"{NOT_RUN}{reason}",
-        )
+        C3Row(**workload.columns, strategy=name, **nothing, note=f"{NOT_RUN}{reason}")
         for name in strategies or [one.name for one in all_strategies()]
     ]
 
@@ -301,58 +256,4 @@ def is_done(workload: Workload, strategies: Collection[str], done: Collection[Ke
     """Tell that every strategy that was asked for has a row of the pair."""
     return all(
         (*workload.columns.values(), name) in done for name in strategies or [one.name for one in all_strategies()]
-    )
-
-
-def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
-    """The row of a swept strategy with the units that were chosen, which need not be the best."""
-    assert outcome.choice is not None
-    swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
-    units = outcome.choice.candidate.units
-    time_us = swept.get(units)
-    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
-        return picked
-    gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
-    return dataclasses.replace(
-        picked,
-        units=units,
-        time_us=time_us,
-        speedup=picked.speedup * picked.time_us / time_us,
-        percent_of_ideal=percent_of_ideal(gemm_us, best_us, time_us),
-        percent_of_ideal_nccl=None,
-    )
-
-
-def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> str:
-    """Say what the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
-    if known is None or len(result.by_units) < 2:
-        return ""
-    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
-    try:
-        found = units_for(known, outcome.workload, implementation)
-    except ValueError as problem:
-        return f"; no heuristic: {problem}"
-    times, units = dict(result.by_units), sum(found.candidate)
-    if units not in times:
-        return f"; heuristic: {units} units, which were not tried ({found.reason})"
-    loss = times[units] / min(times.values()) - 1
-    return f"; heuristic: {units} units, {loss:.1%} behind the best ({found.reason})"
-
-
-def _row(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> C3Row:
-    failure = result.failure
-    assert outcome.c3_class is not None
-    return C3Row(
-        **outcome.workload.columns,
-        c3_class=outcome.c3_class,
-        strategy=result.strategy,
-        chosen="",
-        gemm_us=outcome.gemm_us,
-        best_comm_us=outcome.best_comm_us,
-        percent_of_ideal_nccl=result.percent_of_ideal_library,
-        **{name: getattr(result, name) for name in ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal")},
-        correct=True if failure is None else False if failure.wrong else None,
-        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
-        units=result.units,
-        sweep=", ".join(f"{units} {time_us:.6g}" for units, time_us in result.by_units),
     )

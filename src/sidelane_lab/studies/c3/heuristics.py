@@ -267,9 +267,8 @@ STUDY = Study(
     legend=(
         "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three kernels; "
         "partition: units for the collective, by look-up tables; partition_3: units for two collectives; spared: "
-        "units that a GEMM beside copy engines does without; curves: the strategy by measured curves; auto: the "
-        "strategy by the rule of overlap. Right: within half a percent of the best of the sweep. Reasons are in the "
-        "file."
+        "units that a GEMM beside copy engines does without; auto: the strategy by the rule of overlap. Right: within "
+        "half a percent of the best of the sweep. Reasons are in the file."
     ),
     row=HeuristicRow,
     tables=heuristic_tables,

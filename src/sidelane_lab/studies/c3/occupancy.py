@@ -30,7 +30,7 @@ from sidelane_lab.pairs.spans import Span, Trace, stamped, timed
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
 from sidelane_lab.studies.c3.bench import case_of, scaled_workload
-from sidelane_lab.studies.c3.occupancy_predict import predict
+from sidelane_lab.studies.c3.occupancy_predict import predict, predict_row
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
 def _on_units(
     shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device
 ) -> ShapedLaunches:
-    from sidelane_lab.shaping.launch import ShapedGemm
+    from sidelane_lab.shaping.gemm import ShapedGemm
 
     kernels = [ShapedGemm(_driver(device), shape, run.a, run.b, run.c) for run in runs]
     resident, shared_bytes = kernels[0].resident, kernels[0].shared_bytes
@@ -388,6 +388,7 @@ STUDY = Study(
     plots=draw_occupancy,
     measure=_measure,
     predict=predict,
+    predict_row=predict_row,
     check=_check,
     progress="pipelined iterations",
 )

@@ -1,10 +1,11 @@
-"""``sidelane pipeline``: rows of the occupancy study on a machine one does not have."""
+"""``sidelane pipeline``: rows of the occupancy study on a machine one does not have; and a measured row, predicted."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 
+from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.pipeline import (
@@ -17,11 +18,39 @@ from sidelane_lab.model.pipeline import (
     run_pipeline,
     sequential_us,
 )
-from sidelane_lab.pairs.workload import Workload, parse_workload
+from sidelane_lab.pairs.workload import Gemm, Workload, parse_workload
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 
 TILES = {"opt1": OPT1, "opt2": OPT2}
 """Tiles that the model has, by shape."""
+STREAMS = 2
+"""Streams of GEMMs of the study that measures."""
+RESERVED_BYTES = 1024
+"""Shared memory that CUDA takes for each block besides."""
+
+
+def predict_row(machine: Machine, row: OccupancyRow) -> tuple[float, ...]:
+    """Return microseconds of the iterations; nothing if the model does not speak to the row or the machine."""
+    pipeline = pipeline_of(row)
+    if pipeline is None or machine.occupancy is None:
+        return ()
+    return (run_pipeline(machine, pipeline, priority=row.priority).time_us,)
+
+
+def pipeline_of(row: OccupancyRow) -> Pipeline | None:
+    """Return what a row ran; None for shapes of GEMMs that are not described, and where NCCL did not move the bytes."""
+    if row.shape not in TILES or row.implementation != "nccl":
+        return None
+    return Pipeline(
+        Gemm(row.m, row.n, row.k, row.dtype),
+        Kind(row.collective),
+        row.bytes,
+        TILES[row.shape],
+        row.blocks,
+        iterations=row.iterations,
+        streams=1 if row.in_order else STREAMS,
+        asked_kb=(row.shared_bytes + RESERVED_BYTES) / 1024,
+    )
 
 
 def predict(machine: Machine, options: OccupancyOptions) -> list[OccupancyRow]:

@@ -64,7 +64,7 @@ def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> 
         ValueError: too short a time, or a collective that adds values up.
         UnavailableError: CPU processes, or GPUs without counters.
     """
-    from sidelane_lab.cli.collectives import SETTLE_S
+    from sidelane_lab.studies.power.rows import SETTLE_S
     from sidelane_lab.studies.power.sensors import power_problem
 
     if seconds <= 2 * SETTLE_S:
@@ -98,6 +98,13 @@ def _predict(machine: Machine, options: C3Options) -> list[C3Row]:
     return predicted_rows(machine, options)
 
 
+def _predict_row(machine: Machine, row: C3Row) -> tuple[float, ...]:
+    """Predict a measured row from the times alone that it has."""
+    from sidelane_lab.studies.c3.prediction import predict_together
+
+    return predict_together(machine, row)
+
+
 def _draw(rows: Sequence[C3Row], results: Results, folder: Path) -> list[Picture]:
     """Draw the pairs."""
     from sidelane_lab.studies.c3.pictures import draw_pairs
@@ -125,6 +132,7 @@ STUDY = Study(
     key=key_of_row,
     measure=_measure,
     predict=_predict,
+    predict_row=_predict_row,
     main=main,
     progress="computation and communication",
 )

@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sidelane import fsdp
 from sidelane.integrations import ledger
-from sidelane.integrations.ledger import SIDELANE, ReportRow
+from sidelane.integrations.ledger import SIDELANE
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
+from sidelane_lab.studies.steps import EAGER, GRAPH, GROUP, NONE, calls_by_maker
 from sidelane_lab.studies.torch_groups import StudyGroups
 
 DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
-GROUP, ENABLE, NONE = "group", "enable", "none"
-EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
+ENABLE, COMPILED = "enable", "compiled"
 ADAMW, SGD = "AdamW", "SGD"
 CAPTURE_WARMUP = 3
 
@@ -176,15 +175,6 @@ TENSOR_PLAN: Any = {
     "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
 """Division of each layer as in Megatron, with an all-reduce behind attention and one behind the feed-forward layer."""
-
-
-def calls_by_maker(rows: Iterable[ReportRow]) -> str:
-    """Return who made which calls, and why, as one text."""
-    found: Counter[str] = Counter()
-    for row in rows:
-        why = row.why.partition(":")[0] if row.where == SIDELANE else row.why
-        found[f"{row.operation} by {row.where} ({why})"] += row.calls
-    return "; ".join(f"{calls} {what}" for what, calls in found.items())
 
 
 class BuiltClient:

@@ -7,17 +7,13 @@ is that after the same number of steps for every way, so that it would also show
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import importlib.util
-import os
-import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,31 +21,40 @@ import torch.distributed as dist
 from sidelane.integrations import ledger
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.clients import PROGRAMS, ClientOptions
-from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target
+from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by
-from sidelane_lab.harness.running import Sender, rows_there, run_study
+from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.harness.table import MISSING, verdict
 from sidelane_lab.harness.ways import Job, Problem, Rounds
 from sidelane_lab.studies.clients.programs import (
     COMPILED,
     DDP,
-    EAGER,
     ENABLE,
     FSDP,
-    GRAPH,
-    GROUP,
     MODELS,
-    NONE,
     TENSOR,
     TINY,
     BuiltClient,
     ClientCase,
     fitted,
 )
-from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
+from sidelane_lab.studies.steps import (
+    EAGER,
+    FEWEST_ROUNDS,
+    GRAPH,
+    GROUP,
+    NONE,
+    difference,
+    loaded_nccl,
+    makers_of,
+    over_percent,
+    run_resumed,
+    spread_ms,
+    step_columns,
+)
 from sidelane_lab.studies.torch_groups import StudyGroups, library_of
 
 LENGTHS = {"cpu": 16}
@@ -59,7 +64,7 @@ LENGTH, SEQUENCES = 2048, 8
 DECODED = 5
 """Tokens that are decoded in a step of the options: one takes a few ms."""
 
-PASSES, FEWEST_ROUNDS = 2, 4
+PASSES = 2
 TOLERANCES = {TENSOR: 1e-1}
 """Largest norm of a difference from the library's output, next to that output's norm, by program: layers in bfloat16
 amplify another rounding to some percent of the logits, and a sum that is missing changes all of them."""
@@ -140,12 +145,8 @@ def case_of(row: ClientRow) -> Key:
 
 
 def main(options: ClientOptions) -> Results | None:
-    """Measure what the file does not have; with ``resume`` it grows row by row."""
-    place = choose_target(options.ranks, options.device)
-    known = rows_there(STUDY, options.json, place) if options.resume else ()
-    done = frozenset((case_of(row), row.launch) for row in known if row.step_ms is not None)
-    options = dataclasses.replace(options, done=done)
-    return run_study(STUDY, options, place=place, known=known, grows=options.json if options.resume else None)
+    """Measure what the file does not have."""
+    return run_resumed(STUDY, options, lambda row: (case_of(row), row.launch))
 
 
 def _check(options: ClientOptions, place: LaunchTarget) -> None:
@@ -253,7 +254,7 @@ class _Study:
                 problem = Problem(f"the output is {100 * apart:.3g}% from that of {self._library}")
         said = [case.note]
         if way in (GROUP, ENABLE) and theirs is not None and least is not None:
-            percent = statistics.median(over_percents(theirs, least))
+            percent = over_percent(theirs, least)
             if percent < NOTHING_EXPOSED_PERCENT:
                 said = [f"{self._library} exposes {max(0.0, percent):.1f}% of a step: there is nothing to win", *said]
         times = None if problem is not None else times
@@ -269,14 +270,8 @@ class _Study:
             way=way,
             nccl=self._nccl,
             transformers=metadata.version("transformers"),
-            step_ms=None if times is None else times.median_us / 1e3,
-            fastest_ms=None if times is None else min(times.times_us) / 1e3,
-            slowest_ms=None if times is None else max(times.times_us) / 1e3,
-            rounds=0 if times is None else len(times.times_us),
-            over_percent=None if times is None or theirs is None else statistics.median(over_percents(times, theirs)),
+            **step_columns(times, theirs, least),
             host_ms=None if mine is None or self.on_cpu else mine.host_ms,
-            exposed_ms=exposed_ms(times, least),
-            recovered_percent=recovered_percent(times, theirs, least),
             loss=float(mine.output) if mine is not None and has_loss else None,
             made_by="" if mine is None else mine.made_by,
             correct=correct,
@@ -362,44 +357,6 @@ class ClientTrial:
             self.found[way, launch] = ClientTimes(
                 (*(before.times_us if before is not None else ()), *rounds.times_us), host, output, client.made_by()
             )
-
-
-def difference(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the norm of a difference over the norm of the reference."""
-    apart = torch.linalg.vector_norm(result.float() - reference.float(), dtype=torch.float64)
-    return float(apart / torch.linalg.vector_norm(reference.float(), dtype=torch.float64).clamp_min(1e-30))
-
-
-def over_percents(times: Rounds, others: Rounds) -> list[float]:
-    """Return by how many percent each round took longer than that of another way."""
-    return [100 * (one / other - 1) for one, other in zip(times.times_us, others.times_us, strict=True)]
-
-
-def loaded_nccl() -> str:
-    """Return the version of the NCCL that this process has loaded: torch only knows the one that it was built with."""
-    number = ctypes.c_int()
-    try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:  # it is a part of torch
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def spread_ms(row: Any, rows: object) -> str:
-    """Return the fastest and the slowest round of a row."""
-    if row.fastest_ms is None or row.slowest_ms is None:
-        return MISSING
-    return f"{row.fastest_ms:.2f}-{row.slowest_ms:.2f}"
-
-
-def makers_of(row: Any, rows: object) -> str:
-    """Return the makers of the calls and how many each made, which a table has room for."""
-    found: dict[str, int] = {}
-    for calls, maker in re.findall(r"(\d+) \S.*? by (\w+) \(", row.made_by):
-        found[maker] = found.get(maker, 0) + int(calls)
-    return ", ".join(f"{maker} {calls}" for maker, calls in found.items())
 
 
 COLUMNS: Mapping[str, Cell] = {

@@ -11,8 +11,7 @@ from sidelane_lab.cli.e2e import WORKLOADS
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import FlatRow, Picture, Results
 from sidelane_lab.harness.table import Table, grouped
-from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE
-from sidelane_lab.studies.clients.study import makers_of, spread_ms
+from sidelane_lab.studies.steps import EAGER, GRAPH, NONE, makers_of, spread_ms
 
 MOST_SIZES = 8
 """Number of sizes beside each other in a picture."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
+import math
 import os
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,19 +24,27 @@ from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import EndToEndOptions
-from sidelane_lab.harness.launch import Rank, choose_target
+from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Sender, rows_there, run_study
+from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.harness.ways import Job, Problem, Rounds
+from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE, calls_by_maker
-from sidelane_lab.studies.clients.study import FEWEST_ROUNDS, difference, loaded_nccl, over_percents
 from sidelane_lab.studies.e2e.prediction import cases_of, with_predictions
 from sidelane_lab.studies.e2e.rows import WorkloadRow, case_of, draw_steps, step_tables
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
-from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
+from sidelane_lab.studies.steps import (
+    EAGER,
+    FEWEST_ROUNDS,
+    GRAPH,
+    NONE,
+    calls_by_maker,
+    difference,
+    loaded_nccl,
+    run_resumed,
+    step_columns,
+)
 from sidelane_lab.studies.torch_groups import StudyGroups, library_of
 
 SAMPLE_S = 0.2
@@ -46,11 +55,8 @@ Variant = tuple[str, str]
 
 
 def main(options: EndToEndOptions) -> Results | None:
-    """Measure what the file does not have; with ``resume`` it grows row by row."""
-    place = choose_target(options.ranks, options.device)
-    known = rows_there(STUDY, options.json, place) if options.resume else ()
-    options = dataclasses.replace(options, done=frozenset(case_of(row) for row in known if row.step_ms is not None))
-    return run_study(STUDY, options, place=place, known=known, grows=options.json if options.resume else None)
+    """Measure what the file does not have."""
+    return run_resumed(STUDY, options, case_of)
 
 
 def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[WorkloadRow]:
@@ -65,8 +71,7 @@ def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[W
     if on_cpu:
         sender.note("on CPUs kernels are interpreted: the results are checked, and the times say nothing")
     machine = _described(rank)
-    meter, groups, library = make_meter(rank, options.step_s), StudyGroups(rank), library_of(rank.device.type)
-    group = groups.make(library)
+    meter, group = make_meter(rank, options.step_s), StudyGroups(rank).make(library_of(rank.device.type))
 
     def over(left: Sequence[tuple[EndToEndWorkload, str]]) -> None:
         names = "; ".join(f"{workload.name} {size}" for workload, size in left)
@@ -74,165 +79,167 @@ def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[W
 
     for workload, size in meter.within(cases, options.budget_s, over, 1):
         sender.step(f"{workload.name}, {size}")
+        prepare = functools.partial(workload.prepare, workload.sizes[size], group)
         row = functools.partial(WorkloadRow, workload=workload.name, size=size, nccl=nccl, unit=workload.unit)
-        trial = _SizeTrial(rank, meter, options)
         with meter.on_stream():
-            rows = trial.rows(functools.partial(workload.prepare, workload.sizes[size], group), library, row)
-            yield from rows if machine is None else with_predictions(rows, machine)
-        del trial
+            rows = rows_of(rank.device, meter, options, prepare, row)
+        yield from rows if machine is None else with_predictions(rows, machine)
         gc.collect()
         if not on_cpu:
             torch.cuda.empty_cache()
     dist.destroy_process_group(group)
 
 
-class _SizeTrial:
-    """All ways of a workload at one size, on one rank."""
+class WorkloadWay(Way):
+    """A way to make a step, in one launch.
 
-    def __init__(self, rank: Rank, meter: Meter, options: EndToEndOptions) -> None:
-        self._rank, self._meter, self._options = rank, meter, options
-        self._runs: dict[Variant, Callable[[], torch.Tensor]] = {}
-        self._reference: torch.Tensor | None = None
-        self._problems: dict[Variant, Problem] = {}
-        self._differences: dict[Variant, float] = {}
-        self._made_by: dict[str, str] = {}
+    Args:
+        variant: the way and the launch.
+        prepared: steps of all ways, and how far their results may be apart.
+        reference: the library's first result, once there is one.
+        meter: of all ranks.
+        warmup: steps before the first one that is compared: a group's first calls are eager, and so are an operator's.
 
-    def rows(
-        self,
-        prepare: Callable[[Communicator, torch.device], Prepared],
-        library: str,
-        row: Callable[..., WorkloadRow],
-    ) -> list[WorkloadRow]:
-        """Prepare, compare, time and compare again. Collective."""
-        config = dataclasses.replace(current(), timeout_s=self._options.step_s)
-        # One for each size: its symmetric memory goes with it.
-        with Communicator(device=self._rank.device, config=config) as comm:
-            made: list[Prepared] = []
-            problem = self._meter.run("preparation", lambda: made.append(prepare(comm, self._rank.device)))
-            if problem is not None:
-                nothing = {**_figures(None, None, None, 0), "difference": None, "correct": None}
-                return [row(way=library, launch=EAGER, made_by="", facts={}, note=problem.text, **nothing)]
-            try:
-                steps = {way.replace("nccl", library): step for way, step in made[0].steps.items()}
-                return self._rows(dataclasses.replace(made[0], steps=steps), row)
-            finally:
-                self._runs.clear()  # graphs go before the communicator whose memory they use
-                made.clear()
+    Attributes:
+        difference: largest of all ranks from the library's result, next to its norm; None where nothing was compared.
+        made_by: makers of the calls of a step.
+    """
 
-    def _rows(self, prepared: Prepared, row: Callable[..., WorkloadRow]) -> list[WorkloadRow]:
-        launches = (EAGER,) if self._rank.device.type == "cpu" else (EAGER, GRAPH)
-        first = next(iter(prepared.steps))
-        for way, step in prepared.steps.items():
-            for launch in launches:
-                self._add((way, launch), step, prepared)
-        times = self._timed()
-        for variant in times:
-            self._compare(variant, prepared)
-        facts = {name: float(f"{value:.5g}") for name, value in prepared.facts.items()}
-        rows = []
-        for launch in launches:
-            for way in prepared.steps:
-                problem = self._problems.get((way, launch))
-                found = None if problem is not None else times.get((way, launch))
-                figures = _figures(found, times.get((first, launch)), times.get((NONE, launch)), prepared.units)
-                correct = None if way == NONE else True if problem is None else False if problem.wrong else None
-                figures |= {"made_by": self._made_by.get(way, ""), "difference": self._differences.get((way, launch))}
-                note = "" if problem is None else problem.text
-                rows.append(row(way=way, launch=launch, correct=correct, facts=facts, note=note, **figures))
-        return rows
+    difference: float | None = None
+    made_by = ""
 
-    def _add(self, variant: Variant, step: Callable[[], torch.Tensor], prepared: Prepared) -> None:
-        """Make a way ready to be timed: run it some times, or capture it; and compare. Collective."""
+    def __init__(
+        self, variant: Variant, prepared: Prepared, reference: list[torch.Tensor], meter: Meter, warmup: int
+    ) -> None:
         way, launch = variant
-        if launch == GRAPH and (way, EAGER) in self._problems:
-            self._problems[variant] = self._problems[way, EAGER]
+        self.label, self.as_graph, self._is_compared = f"{way}, {launch}", launch == GRAPH, way != NONE
+        self._is_library = variant == (next(iter(prepared.steps)), EAGER)
+        self._step, self._tolerance = prepared.steps[way], prepared.tolerance
+        self._reference, self._meter, self._to_warm = reference, meter, 0 if self.as_graph else warmup
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: torch.Tensor | None = None
+
+    def fill(self, seed: int) -> None:
+        """Leave weights and inputs as they are."""
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
             return
-        if launch == GRAPH and way in prepared.uncapturable:
-            self._problems[variant] = Problem("a CUDA graph cannot hold it")
-            return
+        if not self._reference and not self._is_library:
+            raise ValueError("the library has no result to compare with")
+        for _ in range(self._to_warm):
+            self._step()
+        self._to_warm = 0
+        ledger.reset()
+        self._result = self._step().detach()
+        self.made_by = calls_by_maker(ledger.report().rows)
 
-        def ready() -> None:
-            if launch == GRAPH:
-                self._runs[variant] = _replays(step)
-                return
-            for _ in range(self._options.warmup):  # a group's first calls are eager, and so are an operator's
-                step()
-            ledger.reset()
-            step()
-            self._made_by[way] = calls_by_maker(ledger.report().rows)
-            self._runs[variant] = step
+    def capture(self) -> None:
+        def step() -> None:
+            self._result = self._step().detach()
 
-        problem = self._meter.run(f"{way}, {launch}", ready)
-        if problem is None:
-            self._compare(variant, prepared)
-        else:
-            self._problems[variant] = problem
-            self._runs.pop(variant, None)
+        self._graph = captured(step, 1)
 
-    def _compare(self, variant: Variant, prepared: Prepared) -> None:
-        """Compare a result with the library's, whose first one is kept. Collective."""
-        way, launch = variant
-        label, apart = f"{way}, {launch}", [float("nan")]
+    def job(self, steps: int) -> Job:
+        """Return the work of a sample."""
+        return Job(self._step if self._graph is None else self._graph.replay, repeats=steps, calls=steps)
 
-        def compare() -> None:
-            result = self._runs[variant]().detach()
-            if self._reference is None and variant == (next(iter(prepared.steps)), EAGER):
-                self._reference = result.clone()
-            if self._reference is None:
-                raise ValueError("the library has no result to compare with")
-            if way != NONE:  # whose result may have another shape
-                apart[0] = difference(result, self._reference)
+    def error(self, seed: int) -> str | None:
+        if self._result is None:
+            return "there is no result"
+        if not self._reference:
+            self._reference.append(self._result.clone())
+        if not self._is_compared:  # the result may have another shape
+            return None
+        apart = difference(self._result, self._reference[0])
+        found = [theirs for (theirs,) in self._meter.of_all_ranks([apart])]
+        worst = max(found, key=lambda one: math.inf if math.isnan(one) else one)
+        self.difference = None if math.isnan(worst) else worst
+        if worst <= self._tolerance:
+            return None
+        return f"the result is {worst:.3g} from the library's, and {self._tolerance:.3g} is allowed"
 
-        problem = self._meter.run(label, compare)
-        if problem is None and way != NONE:
-            found = [theirs for (theirs,) in self._meter.of_all_ranks(apart)]
-            worst = max(found, key=lambda one: float("inf") if one != one else one)
-            if worst == worst:
-                self._differences[variant] = worst
-            if not worst <= prepared.tolerance:
-                text = f"the result is {worst:.3g} from the library's, and {prepared.tolerance:.3g} is allowed"
-                problem = Problem(text, wrong=True)
+    def close(self) -> None:
+        self._graph = self._result = None
+
+
+def rows_of(
+    device: torch.device,
+    meter: Meter,
+    options: EndToEndOptions,
+    prepare: Callable[[Communicator, torch.device], Prepared],
+    row: Callable[..., WorkloadRow],
+) -> list[WorkloadRow]:
+    """Prepare a workload at one size, and compare its ways. Collective."""
+    library, made = library_of(device.type), list[Prepared]()
+    # A communicator for each size: its symmetric memory goes with it.
+    with Communicator(device=device, config=dataclasses.replace(current(), timeout_s=options.step_s)) as comm:
+        problem = meter.run("preparation", lambda: made.append(prepare(comm, device)))
         if problem is not None:
-            self._problems[variant] = problem
+            columns = {**_columns(None, None, None, 0), "difference": None, "made_by": "", "facts": {}}
+            return [row(way=library, launch=EAGER, correct=None, note=problem.text, **columns)]
+        steps = {way.replace("nccl", library): step for way, step in made[0].steps.items()}
+        return _compared(dataclasses.replace(made.pop(), steps=steps), meter, options, row)
 
-    def _timed(self) -> Mapping[Variant, Rounds]:
-        options = self._options
-        ready = {variant: run for variant, run in self._runs.items() if variant not in self._problems}
+
+def _compared(
+    prepared: Prepared, meter: Meter, options: EndToEndOptions, row: Callable[..., WorkloadRow]
+) -> list[WorkloadRow]:
+    launches = (EAGER,) if meter.device.type == "cpu" else (EAGER, GRAPH)
+    reference: list[torch.Tensor] = []
+    makers = {
+        (way, launch): functools.partial(WorkloadWay, (way, launch), prepared, reference, meter, options.warmup)
+        for way in prepared.steps
+        for launch in launches
+    }
+
+    def timed(ready: dict[Variant, WorkloadWay]) -> Mapping[Variant, Rounds]:
         if not ready:
             return {}
-        tried = self._meter.rounds({name: Job(run) for name, run in ready.items()}, warmup=1, repeats=1)
+        tried = meter.rounds({variant: way.job(1) for variant, way in ready.items()}, warmup=1, repeats=1)
         times_s = [rounds.median_us / 1e6 for rounds in tried.values()]
         steps = max(1, min(options.steps, int(SAMPLE_S / max(times_s))))
         count = max(min(FEWEST_ROUNDS, options.rounds), min(options.rounds, int(options.size_s / steps / sum(times_s))))
-        jobs = {variant: Job(run, repeats=steps, calls=steps) for variant, run in ready.items()}
-        return self._meter.rounds(jobs, warmup=1, repeats=count)
+        return meter.rounds({variant: way.job(steps) for variant, way in ready.items()}, warmup=1, repeats=count)
+
+    found = {one.key: one for one in meter.compare(makers, itertools.count(), timed)}
+    facts = {name: float(f"{value:.5g}") for name, value in prepared.facts.items()}
+    rows = []
+    for launch in launches:
+        library, floor = ((way, launch) for way in (next(iter(prepared.steps)), NONE))
+        for way in prepared.steps:
+            one = found[way, launch]
+            columns = _columns(
+                None if one.problem is not None else one.rounds,
+                found[library].rounds,
+                found[floor].rounds if floor in found else None,
+                prepared.units,
+            )
+            said = outcome(one.rounds, one.problem)
+            rows.append(
+                row(
+                    way=way,
+                    launch=launch,
+                    correct=None if way == NONE else said["correct"],
+                    facts=facts,
+                    note=said["note"],
+                    made_by="" if one.way is None else one.way.made_by,
+                    difference=None if one.way is None else one.way.difference,
+                    **columns,
+                )
+            )
+    return rows
 
 
-def _replays(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Capture a step. Returns what replays it, and returns its result."""
-    results: list[torch.Tensor] = []
-    graph = captured(lambda: results.append(step()), 1)
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return results[0]
-
-    return replay
-
-
-def _figures(times: Rounds | None, library: Rounds | None, floor: Rounds | None, units: int) -> dict[str, object]:
+def _columns(times: Rounds | None, library: Rounds | None, floor: Rounds | None, units: int) -> dict[str, object]:
     """Return the columns of a row that follow from times. Predictions come later."""
-    exposed = exposed_ms(times, floor)
+    columns = step_columns(times, library, floor)
+    exposed = columns["exposed_ms"]
     return {
-        "step_ms": None if times is None else times.median_us / 1e3,
-        "fastest_ms": None if times is None else min(times.times_us) / 1e3,
-        "slowest_ms": None if times is None else max(times.times_us) / 1e3,
-        "rounds": 0 if times is None else len(times.times_us),
+        **columns,
         "per_second": None if times is None else units / times.median_us * 1e6,
-        "over_percent": None if times is None or library is None else statistics.median(over_percents(times, library)),
-        "exposed_ms": exposed,
         "exposed_percent": None if exposed is None or times is None else 1e5 * exposed / times.median_us,
-        "recovered_percent": recovered_percent(times, library, floor),
         "predicted_ms": None,
     }
 

@@ -1,4 +1,5 @@
-"""Layers that a step trains, those of the models that ``sidelane plan`` predicts, and how many tokens of a rank.
+"""Layers that a step trains, those of the models that ``sidelane plan`` predicts, how many tokens of a rank, and what
+the model says of a measured step.
 
 A case is written ``8b:2x4096``: layers like those of an 8B model, two sequences of 4096 tokens on each rank.
 """
@@ -7,8 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
-from sidelane_lab.model.layer import MODELS, Transformer
+from sidelane_lab.model.layer import MODELS, Step, Transformer
+
+if TYPE_CHECKING:
+    from sidelane_lab.machines.spec import Machine
+    from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 SHORT = {name.removeprefix("llama-").removesuffix("-like"): name for name in MODELS}
 """Names of models in cases: ``8b``, ``70b``."""
@@ -18,6 +24,35 @@ LAYERS = {"llama-8b-like": 10, "llama-70b-like": 4}
 
 FEW_LAYERS, DIVISOR, FEW_HEADS = 3, 64, (4, 2)
 """Sizes of CPU ranks: layers, what sizes are divided by, heads of queries and of keys."""
+
+STRATEGIES = {
+    "nccl": "library",
+    "nccl_ce": "dma all-gather",
+    "sidelane_ag": "straight all-gather",
+    "sidelane": "straight both",
+    "sidelane_copies": "dma both",
+}
+"""Names of the model for the implementations that communicate."""
+FLOORS = {"compute_only": False, "compute_only_straight": True}
+"""Implementations that do not, by whether parameters are gathered without copies."""
+
+
+def predict_row(machine: Machine, row: FsdpRow) -> tuple[float, ...]:
+    """Return microseconds of the same step; nothing if no model speaks to it: optimizers, gradients in float32."""
+    from sidelane_lab.model.training import compute_us, step_times
+
+    if row.optimizer or row.reduce_dtype != "bfloat16" or row.model not in MODELS:
+        return ()
+    step = step_of(row)
+    if row.implementation in FLOORS:
+        return (compute_us(machine, step, straight=FLOORS[row.implementation]),)
+    strategy = STRATEGIES.get(row.implementation)
+    return () if strategy is None else (step_times(machine, step, strategy, 0.0).time_us,)
+
+
+def step_of(row: FsdpRow) -> Step:
+    """Return the model's step of a row."""
+    return Step(dataclasses.replace(MODELS[row.model], layers=row.layers), row.batch * row.seq, row.seq)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -121,12 +122,15 @@ class StepOutcome:
     Attributes:
         loss: mean over ranks.
         grad_norm: of the whole gradient.
-        peak_mb: most memory of any rank but for what implementations keep; None on CPUs.
     """
 
     loss: float
     grad_norm: float
-    peak_mb: float | None
+
+    @classmethod
+    def of(cls, losses: Sequence[float], squares: Sequence[float]) -> StepOutcome:
+        """Return the outcome of every rank's :meth:`Stepper.sums`."""
+        return cls(sum(losses) / len(losses), math.sqrt(sum(squares)))
 
     def differs(self, wanted: StepOutcome) -> str | None:
         """Say what is not as in another step, or None."""
@@ -165,7 +169,6 @@ class Stepper:
         self._cos, self._sin = rotary(case.seq, case.model.hidden // case.model.heads, rank.device)
         self.refill(seed)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE) if optimizer else None
-        self._reference: list[torch.Tensor] = []
         self._loss = torch.zeros((), device=rank.device)
 
     def refill(self, seed: int) -> None:
@@ -215,26 +218,21 @@ class Stepper:
         return (state + torch.cuda.max_memory_allocated() - before) / 1e6
 
     @torch.no_grad()
-    def outcome(self, peak_mb: float | None = None) -> StepOutcome:
-        """Return the outcome of the last step. Collective."""
-        squares = sum(float(gradient.float().square().sum()) for gradient in self._gradients())
-        everyone = self._meter.of_all_ranks([float(self._loss), squares, peak_mb or 0.0])
-        losses, norms, peaks = zip(*everyone, strict=True)
-        return StepOutcome(sum(losses) / len(losses), math.sqrt(sum(norms)), None if peak_mb is None else max(peaks))
+    def sums(self) -> tuple[float, float]:
+        """Return this rank's loss of the last step, and the sum of squares of its gradients."""
+        return float(self._loss), sum(float(gradient.float().square().sum()) for gradient in self._gradients())
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Hold the gradients of later steps against those of the last one."""
-        self._reference = [gradient.to(torch.bfloat16, copy=True) for gradient in self._gradients()]
+    def kept(self) -> list[torch.Tensor]:
+        """Return copies of this rank's gradients of the last step."""
+        return [gradient.to(torch.bfloat16, copy=True) for gradient in self._gradients()]
 
     @torch.no_grad()
-    def distance(self) -> float:
-        """How far the gradients of the last step are from those, next to their norm. Collective."""
-        pairs = list(zip(self._gradients(), self._reference, strict=True))
+    def apart(self, kept: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Return the sum of squares of this rank's gradients less those that were kept, and of these."""
+        pairs = list(zip(self._gradients(), kept, strict=True))
         apart = sum(float((one - other.to(one.dtype)).float().square().sum()) for one, other in pairs)
-        norm = sum(float(other.float().square().sum()) for _, other in pairs)
-        everyone = self._meter.of_all_ranks([apart, norm])
-        return math.sqrt(sum(one for one, _ in everyone) / max(sum(norm for _, norm in everyone), 1e-30))
+        return apart, sum(float(other.float().square().sum()) for _, other in pairs)
 
     @torch.no_grad()
     def move_rows(self, by: int) -> None:

@@ -10,15 +10,16 @@ moved on by one, in which parameters that an earlier gather had left would be wr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sidelane.errors import UnavailableError
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
@@ -26,12 +27,13 @@ from sidelane_lab.harness.measure import MOST_HIDDEN_US, Meter
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
-from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
-from sidelane_lab.studies.fsdp.cases import StepCase
+from sidelane_lab.harness.ways import Job, Problem, Rounds, Way, outcome
+from sidelane_lab.studies.fsdp.cases import FLOORS, StepCase, predict_row
 from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
 from sidelane_lab.studies.fsdp.step import TOLERANCE, StepOutcome, Stepper
-from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, CommunicationWays, names_on
+from sidelane_lab.studies.fsdp.ways import STILL, STRAIGHT_STILL, CommunicationWays, NcclEngines, names_on
+from sidelane_lab.studies.steps import exposed_ms, recovered_percent
 
 
 def _check(options: FsdpOptions, place: LaunchTarget) -> None:
@@ -48,255 +50,227 @@ def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpR
         cases = [case.small() for case in cases]
         if options.profile:
             sender.note("CPU ranks launch no kernels: nothing is profiled")
-    study = _Study(rank, options)
+    # The library always takes part: the others are held against it.
+    library, *others = names_on(rank.device.type)
+    names = [library, *(name for name in others if name in (options.implementations or others))]
+    meter = make_meter(rank, options.step_s)
+    engines = functools.cache(lambda: NcclEngines(rank.device, options.step_s, meter))
     for case in cases:
         sender.step(str(case))
-        yield from study.rows(case)
-    study.close()
-
-
-@dataclasses.dataclass(slots=True)
-class TrialResult:
-    """The findings about an implementation.
-
-    Attributes:
-        outcome: of the step that was compared.
-        held_mb: what it keeps from step to step, of the rank that keeps the most; None on CPUs.
-        note: what to know about it.
-        rounds: its times.
-        kernels: of one step.
-    """
-
-    outcome: StepOutcome
-    held_mb: float | None
-    note: str = ""
-    rounds: Rounds | None = None
-    kernels: Profiled | None = None
+        with meter.on_stream():
+            yield from rows_of(Trial(case, rank, meter, options, engines), names)
+        gc.collect()  # a model is full of cycles; the next one needs its memory
+        if not on_cpu:
+            torch.cuda.empty_cache()
+    if engines.cache_info().currsize:
+        engines().close()
 
 
 class Trial:
-    """One case on one rank: implementations are attached and compared, take turns, and are looked into.
+    """A case on one rank: a model on which implementations take turns.
 
     Args:
+        case: sizes.
         rank: of this process.
         meter: of all ranks.
-        make: makes the model with its data.
-        engines: NCCL on copy engines, where there is any.
-        timeout_s: of Sidelane's waits.
+        options: of the study.
+        engines: makes NCCL on copy engines, or returns it where it is made.
 
     Attributes:
-        found: by implementation that is right.
-        problems: by other implementation.
+        first: outcomes of the library's two steps before the rounds; empty until it has made them.
+        gradients: this rank's, of the library's first step.
+        last: outcome of the library's step after the rounds.
     """
 
     def __init__(
-        self,
-        rank: Rank,
-        meter: Meter,
-        make: Callable[[], Stepper],
-        engines: Callable[[], Any] | None,
-        timeout_s: float,
+        self, case: StepCase, rank: Rank, meter: Meter, options: FsdpOptions, engines: Callable[[], Any]
     ) -> None:
-        self._rank, self._meter = rank, meter
-        self._stepper = make()
-        self._ways = CommunicationWays(self._stepper.model, rank, meter, engines, timeout_s)
-        self._wanted: list[StepOutcome] = []
-        self.found: dict[str, TrialResult] = {}
-        self.problems: dict[str, Problem] = {}
+        self.case, self.rank, self.meter, self.options, self._engines = case, rank, meter, options, engines
+        self.first: list[StepOutcome] = []
+        self.gradients: list[torch.Tensor] = []
+        self.last: StepOutcome | None = None
+        self._attached: list[str] = []
+        self._made: tuple[Stepper, CommunicationWays] | None = None
 
-    def prepare(self, names: Sequence[str]) -> bool:
-        """Attach implementations and compare each with the first. Collective.
+    @property
+    def stepper(self) -> Stepper:
+        """The model."""
+        return self._model[0]
 
-        Returns:
-            False where a step broke off: nothing can be run on this model any more.
-        """
-        for name in names:
-            problem = self._ways.attach(name)
-            if problem is not None:
-                self.problems[name] = Problem(problem)
-            elif not self._compare(name, names[0]):
-                return False
-        return True
+    @property
+    def ways(self) -> CommunicationWays:
+        """The implementations that are attached to the model."""
+        return self._model[1]
 
-    def measure(self, names: Sequence[str], warmup: int, repeats: int) -> None:
-        """Time what is right, in turn, and see that it still is. Collective."""
+    @property
+    def _model(self) -> tuple[Stepper, CommunicationWays]:
+        """The model, made if there is none, always with the same parameters and data. Collective then."""
+        if self._made is None:
+            options, dtype = self.options, getattr(torch, self.options.reduce_dtype)
+            stepper = Stepper(self.case, self.rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed)
+            self._made = stepper, CommunicationWays(stepper.model, self.rank, self._engines, options.step_s)
+            for name in self._attached:
+                self.ways.attach(name)
+        return self._made
+
+    def attach(self, name: str) -> None:
+        """Let FSDP2 communicate so on this model. Collective."""
+        self.ways.attach(name)
+        self._attached.append(name)
+
+    def break_off(self, name: str) -> None:
+        """Go on with another model: FSDP2 is in the middle of a step of this one. Collective."""
+        self._attached.remove(name)
+        self.meter.attempt(self.ways.close)
+        self._made = None
+        gc.collect()
+
+    def close(self) -> None:
+        """Let go of everything. Collective."""
+        if self._made is not None:
+            self.stepper.forget()
+            self.ways.close()
+
+
+class FsdpWay(Way):
+    """An implementation of the collectives of a step.
+
+    Before the rounds two of its steps are compared with the library's, in one of which every shard's rows are moved on
+    by one, and after them one step.
+
+    Args:
+        name: of the implementation.
+        library: name of the one that it is compared with.
+        trial: the model.
+
+    Attributes:
+        result: outcome of the step as it is timed, before the rounds.
+        peak_mb: most memory of a rank in that step, and what the implementation keeps; None on CPUs.
+        note: what to know about it.
+    """
+
+    result: StepOutcome | None = None
+    peak_mb: float | None = None
+    note = ""
+
+    def __init__(self, name: str, library: str, trial: Trial) -> None:
+        if name != library and not trial.first:
+            raise UnavailableError(f"{library} has made no step")
+        trial.attach(name)
+        self.label, self._library, self._trial = name, library, trial
+        self._moved: tuple[float, ...] = ()
+        self._measured_mb: float | None = None
+        self._is_timed = self._is_under_way = False
+
+    def fill(self, seed: int) -> None:
+        """Leave parameters and data as they are."""
+        self._is_under_way = True
+
+    def run(self) -> None:
+        stepper = self._trial.stepper
+        self._trial.ways.switch(self.label)
+        stepper.move_rows(1)
+        stepper.tried(self.label)
+        if self.label == self._library:
+            self._trial.gradients = stepper.kept()
+        self._moved = (*stepper.sums(), *stepper.apart(self._trial.gradients))
+        stepper.move_rows(-1)
+        self._measured_mb = stepper.measured(self.label)
+
+    def run_again(self) -> None:
+        self._is_timed = True
+        self._trial.ways.switch(self.label)
+        self._trial.stepper.tried(self.label)
+
+    def error(self, seed: int) -> str | None:
+        trial, self._is_under_way = self._trial, False
+        if not self._moved:
+            return "there is no step"
+        kept_mb = trial.ways.attached[self.label].held() / 1e6
+        mine = [*trial.stepper.sums(), *self._moved, self._measured_mb or 0.0, kept_mb]
+        losses, squares, *moved, peaks, kept = zip(*trial.meter.of_all_ranks(mine), strict=True)
+        last = StepOutcome.of(losses, squares)
+        if self._is_timed:
+            trial.last = trial.last or last
+            wrong = None if self.label in FLOORS else last.differs(trial.last)
+            return None if wrong is None else f"after the rounds: {wrong}"
+        outcomes = [StepOutcome.of(*moved[:2]), last]
+        trial.first = trial.first or outcomes
+        if self.label not in FLOORS:
+            distance = math.sqrt(sum(moved[2]) / max(sum(moved[3]), 1e-30))
+            found = [one.differs(wanted) for one, wanted in zip(outcomes, trial.first, strict=True)]
+            if not distance <= TOLERANCE:
+                found.append(f"gradients are {100 * distance:.2g}% from those of {self._library}")
+            if any(found):
+                return "; ".join(filter(None, found))
+            self.result = last
+            self.peak_mb = None if self._measured_mb is None else max(peaks) + max(kept)
+        return None
+
+    def settle(self) -> None:
+        self.note = self._trial.ways.attached[self.label].note()
+
+    def close(self) -> None:
+        if self._is_under_way:
+            self._trial.break_off(self.label)
+
+
+def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
+    """Compare implementations in a case, the library first. Collective.
+
+    Returns:
+        Rows, the same on every rank but for what was profiled, which the first one has.
+    """
+    options, library = trial.options, names[0]
+
+    def timed(ready: dict[str, FsdpWay]) -> Mapping[str, Rounds]:
         jobs = {
             name: Job(
-                self._stepper.step, hide_launch_us=MOST_HIDDEN_US, before=functools.partial(self._ways.switch, name)
+                trial.stepper.step, hide_launch_us=MOST_HIDDEN_US, before=functools.partial(trial.ways.switch, name)
             )
-            for name in names
-            if name in self.found
+            for name in ready
         }
-        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
-        wanted: StepOutcome | None = None
-        for name in jobs:
-            self.found[name].rounds = rounds[name]
-            self.found[name].note = self._ways.switch(name).note()
-            self._stepper.tried(name)
-            outcome = self._stepper.outcome()
-            wanted = wanted or outcome
-            wrong = None if name in FLOORS else outcome.differs(wanted)
-            if wrong is not None:
-                self.problems[name] = Problem(f"after the rounds: {wrong}", wrong=True)
-        self._stepper.forget()
+        return trial.meter.in_turns(jobs, options)
 
-    def profile(self) -> None:
-        """Look into one step of each implementation under a profiler, on the first rank. Collective."""
-        for name, found in self.found.items():
-            self._ways.switch(name)
-            self._stepper.tried(name)
-            found.kernels = profiled(self._rank, functools.partial(self._stepper.tried, name))
-        self._stepper.forget()
-
-    def close(self) -> None:
-        """Let go of everything. Collective."""
-        self._stepper.forget()
-        self._ways.close()
-
-    def _compare(self, name: str, library: str) -> bool:
-        """Make two steps; the second one's outcome is the row's. False where a step broke off."""
-        stepper, outcomes, peaks, distance = self._stepper, list[StepOutcome](), list[float | None](), 0.0
-
-        def moved() -> None:
-            self._ways.switch(name)
-            stepper.move_rows(1)
-            stepper.tried(name)
-
-        def again() -> None:
-            stepper.move_rows(-1)
-            peaks.append(stepper.measured(name))
-
-        refused = self._meter.attempt(moved)
-        if refused is None:
-            outcomes.append(stepper.outcome())
-            if name == library:
-                stepper.keep()
-            distance = stepper.distance()
-            refused = self._meter.attempt(again)
-        if refused is not None:
-            self.problems[name] = Problem(refused)
-            return False
-        outcomes.append(stepper.outcome(peaks[0]))
-        if name == library:
-            self._wanted = outcomes
-        elif name not in FLOORS:
-            wrong = [text for one, wanted in zip(outcomes, self._wanted, strict=True) if (text := one.differs(wanted))]
-            if not distance <= TOLERANCE:
-                wrong.append(f"gradients are {100 * distance:.2g}% from those of {library}")
-            if wrong:
-                self.problems[name] = Problem("; ".join(wrong), wrong=True)
-                return True
-        way = self._ways.attached[name]
-        held = None
-        if self._rank.device.type != "cpu":
-            held = max(one for (one,) in self._meter.of_all_ranks([way.held() / 1e6]))
-        self.found[name] = TrialResult(outcomes[1], held, way.note())
-        return True
-
-
-class _Study:
-    """The parts that cases share on one rank: the meter, and NCCL on copy engines."""
-
-    def __init__(self, rank: Rank, options: FsdpOptions) -> None:
-        self._rank, self._options = rank, options
-        self._on_cpu = rank.device.type == "cpu"
-        self._engines: Any = None
-        self.meter = make_meter(rank, options.step_s)
-        known = names_on(rank.device.type)
-        # The library always takes part: the others are held against it.
-        self._names = [name for name in known if name in (known[0], *(options.implementations or known))]
-
-    def rows(self, case: StepCase) -> Iterator[FsdpRow]:
-        """Measure all that takes part in one case. Collective.
-
-        Yields:
-            Rows, the same on every rank but for what was profiled, which the first one has.
-        """
-        found: dict[str, TrialResult] = {}
-        problems: dict[str, Problem] = {}
-        library, ended = self._names[0], False
-        while not ended and library not in problems:
-            with self.meter.on_stream():
-                ended, found = self._tried(case, problems)
-            gc.collect()  # a model is full of cycles; the next one needs its memory
-            if not self._on_cpu:
-                torch.cuda.empty_cache()
-        for name in self._names:
-            if library in problems and name not in problems:
-                problems[name] = Problem(f"{library}, which it is held against: {problems[library].text}")
-            yield self._row(case, name, found, problems.get(name))
-
-    def close(self) -> None:
-        """Let go of everything. Collective."""
-        if self._engines is not None:
-            self._engines.close()
-
-    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, TrialResult]]:
-        """Try a model for all that has no problem so far. Collective.
-
-        Returns:
-            False where a step broke off, which leaves FSDP2 in the middle of it: the others begin anew. And what was
-            found.
-        """
-        options, made = self._options, list[Trial]()
-        dtype = getattr(torch, options.reduce_dtype)
-        make = functools.partial(
-            Stepper, case, self._rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed
+    makers = {name: functools.partial(FsdpWay, name, library, trial) for name in names}
+    found = {one.key: one for one in trial.meter.compare(makers, itertools.count(), timed)}
+    kernels: dict[str, Profiled | None] = {}
+    for name, one in found.items():
+        if one.problem is None and options.profile and trial.rank.device.type != "cpu":
+            trial.ways.switch(name)
+            trial.stepper.tried(name)
+            kernels[name] = profiled(trial.rank, functools.partial(trial.stepper.tried, name))
+    trial.close()
+    floor, least = (None if name not in found else found[name].rounds for name in (STILL, library))
+    rows = []
+    for name, one in found.items():
+        problem, lost = one.problem, found[library].problem
+        if lost is not None and name != library:
+            problem = Problem(f"{library}, which it is held against: {lost.text}")
+        times, profile = (None, None) if problem is not None else (one.rounds, kernels.get(name))
+        columns = outcome(times, problem, one.way.note if one.way is not None else "")
+        result = None if one.way is None else one.way.result
+        rows.append(
+            FsdpRow(
+                model=trial.case.model.name,
+                layers=trial.case.model.layers,
+                seq=trial.case.seq,
+                batch=trial.case.batch,
+                reduce_dtype=options.reduce_dtype,
+                optimizer=options.optimizer,
+                implementation=name,
+                **{f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES},
+                exposed_ms=exposed_ms(times, floor),
+                recovered_percent=recovered_percent(times, least, floor),
+                loss=None if result is None else result.loss,
+                grad_norm=None if result is None else result.grad_norm,
+                peak_mb=None if one.way is None else one.way.peak_mb,
+                correct=None if problem is None and name in FLOORS else columns["correct"],
+                note=columns["note"],
+                **({} if profile is None else _figures(profile, kernels.get(STRAIGHT_STILL))),
+            )
         )
-        engines = None if self._on_cpu else self._engines_here
-        refused = self.meter.attempt(lambda: made.append(Trial(self._rank, self.meter, make, engines, options.step_s)))
-        if refused is not None:
-            problems[self._names[0]] = Problem(refused)
-            return True, {}
-        (trial,) = made
-        names = [name for name in self._names if name not in problems]
-        ended = trial.prepare(names)
-        if ended and names[0] in trial.found:
-            trial.measure(names, options.warmup, options.repeats)
-            if options.profile and not self._on_cpu:
-                trial.profile()
-        problems |= trial.problems
-        if ended:
-            trial.close()
-        else:
-            self.meter.attempt(trial.close)
-        return ended, trial.found
-
-    def _engines_here(self) -> Any:
-        """Return NCCL on copy engines, made when it is wanted first."""
-        if self._engines is None:
-            from sidelane_lab.studies.fsdp.ways import NcclEngines
-
-            self._engines = NcclEngines(self._rank.device, self._options.step_s, self.meter)
-        return self._engines
-
-    def _row(self, case: StepCase, name: str, found: dict[str, TrialResult], problem: Problem | None) -> FsdpRow:
-        one, floor = found.get(name), found.get(STRAIGHT_STILL)
-        times = one.rounds if one is not None and problem is None else None
-        kernels = one.kernels if one is not None and problem is None else None
-        result = None if one is None or name in FLOORS else one.outcome
-        peak = None
-        if one is not None and result is not None and result.peak_mb is not None:
-            peak = result.peak_mb + (one.held_mb or 0.0)
-        columns = outcome(times, problem, one.note if one is not None else "")
-        return FsdpRow(
-            model=case.model.name,
-            layers=case.model.layers,
-            seq=case.seq,
-            batch=case.batch,
-            reduce_dtype=self._options.reduce_dtype,
-            optimizer=self._options.optimizer,
-            implementation=name,
-            **{f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES},
-            exposed_ms=exposed_ms(times, _rounds(found, STILL)),
-            recovered_percent=recovered_percent(times, _rounds(found, self._names[0]), _rounds(found, STILL)),
-            loss=None if result is None else result.loss,
-            grad_norm=None if result is None else result.grad_norm,
-            peak_mb=peak,
-            correct=None if problem is None and name in FLOORS else columns["correct"],
-            note=columns["note"],
-            **({} if kernels is None else _figures(kernels, floor.kernels if floor else None)),
-        )
+    return rows
 
 
 FIGURES = (("step", "time"), ("p10", "p10"), ("p90", "p90"))
@@ -323,27 +297,6 @@ def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | Non
     }
 
 
-def _rounds(found: dict[str, TrialResult], name: str) -> Rounds | None:
-    return found[name].rounds if name in found else None
-
-
-def exposed_ms(times: Rounds | None, floor: Rounds | None) -> float | None:
-    """Return by how much steps take longer than those that communicate nothing; None without either."""
-    if times is None or floor is None:
-        return None
-    pairs = zip(times.times_us, floor.times_us, strict=True)
-    return statistics.median(one - least for one, least in pairs) / 1e3
-
-
-def recovered_percent(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> float | None:
-    """Return the percent of the library's exposed time; None where it has none."""
-    if times is None or library is None or floor is None:
-        return None
-    rounds = zip(times.times_us, library.times_us, floor.times_us, strict=True)
-    shares = [100 * (theirs - ours) / (theirs - least) for ours, theirs, least in rounds if theirs > least]
-    return statistics.median(shares) if shares else None
-
-
 STUDY = Study(
     name="fsdp",
     title="Training steps with FSDP2, by who communicates",
@@ -361,6 +314,7 @@ STUDY = Study(
     tables=fsdp_tables,
     plots=lambda rows, results, folder: draw_steps(rows, results.where, folder),
     measure=_measure,
+    predict_row=predict_row,
     check=_check,
     progress="training steps",
 )

@@ -28,6 +28,7 @@ from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.fsdp.cases import FLOORS
 
 BUFFERS = 2
 """Gathered layers that FSDP2 has at once: one that is copied out, and the next."""
@@ -154,8 +155,7 @@ def fill_others(output: torch.Tensor, own: torch.Tensor, rank: int, ranks: int) 
 LIBRARY_NAMES = {"cpu": "gloo"}
 """Names of the group's own backend is called; elsewhere ``nccl``."""
 
-STILL, STRAIGHT_STILL = "compute_only", "compute_only_straight"
-FLOORS = (STILL, STRAIGHT_STILL)
+STILL, STRAIGHT_STILL = FLOORS
 OWN = ("sidelane_ag", "sidelane", "sidelane_copies")
 ENGINES = "nccl_ce"
 
@@ -213,18 +213,15 @@ class CommunicationWays:
     Args:
         model: that FSDP2 shards.
         rank: of this process.
-        meter: ranks agree through it about what could be attached.
-        engines: NCCL on copy engines, where there is any.
+        engines: makes NCCL on copy engines, or returns it where it is made.
         timeout_s: of Sidelane's waits.
 
     Attributes:
         attached: by name.
     """
 
-    def __init__(
-        self, model: nn.Module, rank: Rank, meter: Meter, engines: Callable[[], Any] | None, timeout_s: float
-    ) -> None:
-        self._model, self._rank, self._meter, self._engines = model, rank, meter, engines
+    def __init__(self, model: nn.Module, rank: Rank, engines: Callable[[], Any], timeout_s: float) -> None:
+        self._model, self._rank, self._engines = model, rank, engines
         self._config = dataclasses.replace(settings.current(), timeout_s=timeout_s)
         self._params = fsdp._param_groups(model)
         self._group: dist.ProcessGroup = self._params[0].mesh_info.shard_process_group
@@ -236,17 +233,9 @@ class CommunicationWays:
         self._close: list[CommunicationWay] = []
         self.attached: dict[str, CommunicationWay] = {}
 
-    def attach(self, name: str) -> str | None:
-        """Make a way on all ranks. Collective.
-
-        Returns:
-            Why it cannot be there, or None.
-        """
-        made: list[CommunicationWay] = []
-        problem = self._meter.attempt(lambda: made.append(self._make(name)))
-        if problem is None:
-            self.attached[name] = made[0]
-        return problem
+    def attach(self, name: str) -> None:
+        """Make a way. Collective."""
+        self.attached[name] = self._make(name)
 
     def switch(self, name: str) -> CommunicationWay:
         """Have FSDP2 communicate in a way that is attached."""
@@ -276,8 +265,6 @@ class CommunicationWays:
         gathers, scatters = self._library
         count = len(self._params)
         if name == ENGINES:
-            if self._engines is None:
-                raise UnavailableError("there is no NCCL on this device")
             gather = self._engines().gather_of(self._params)
             return CommunicationWay(name, self._params, [gather] * count, scatters, gather.note, lambda: gather.held)
         if name == "sidelane_ag":

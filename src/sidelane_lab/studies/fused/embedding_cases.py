@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,27 +67,36 @@ def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
     return 2 if on_cpu else min(MOST_LISTS, max(2, math.ceil(COLD_BYTES / call_bytes)))
 
 
-class IndexLists:
-    """Indices of all bags, in the two orders in which they are taken, and some of them in turn.
+class BagsOfTables:
+    """Tables of a rank, indices of all bags in the two orders in which they are taken, and ways to sum bags.
+
+    Some lists of indices take turns.
 
     Args:
         comm: the ranks.
-        shape: tables, ranks, samples of a rank, pooling.
-        rows: of a table.
-        count: how many take turns.
+        batch: samples of all ranks.
+        tables: tables of each.
+        pooling: rows of a bag.
     """
 
-    def __init__(self, comm: Communicator, shape: tuple[int, ...], rows: int, count: int) -> None:
-        tables, n, part, pooling = shape
+    def __init__(self, comm: Any, batch: int, tables: int, pooling: int) -> None:
+        dtype, on_cpu = dtype_of(comm), comm.device.type == "cpu"
+        self.dim, self._rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
+        n, part = self.ranks, self.part = comm.world_size, batch // comm.world_size
+        self.whole = ordinary(comm, tables * self._rows, self.dim).normal_()
+        self.tables = list(self.whole.view(tables, self._rows, self.dim))
+        self.read_bytes = batch * tables * pooling * self.dim * dtype.itemsize
+        self.offsets = torch.arange(tables * batch + 1, device=comm.device) * pooling
+        count = lists_of(self.read_bytes, on_cpu=on_cpu)
         options = {"dtype": torch.int64, "device": comm.device}
-        self._comm, self._rows, self._turn = comm, rows, 0
-        self._of_tables = torch.zeros(count, tables, n, part, pooling, **options)  # type: ignore[call-overload]
-        self._of_all = torch.zeros(count, n, tables, part, pooling, **options)  # type: ignore[call-overload]
+        self._of_tables = torch.zeros(count, tables, n, part, pooling, **options)
+        self._of_all = torch.zeros(count, n, tables, part, pooling, **options)
+        self._turn, self._rank, self._pool = 0, comm.rank, BagKernel(comm, self.tables, batch)
 
     def refill(self, seed: int) -> None:
         """Put new indices into all lists."""
-        device = self._comm.device
-        generator = torch.Generator(device).manual_seed(1000 * seed + self._comm.rank)
+        device = self.whole.device
+        generator = torch.Generator(device).manual_seed(1000 * seed + self._rank)
         self._of_tables.random_(0, self._rows, generator=generator)
         first_rows = torch.arange(self._of_tables.shape[1], device=device)[:, None, None, None] * self._rows
         for by_table, of_all in zip(self._of_tables, self._of_all, strict=True):
@@ -109,39 +119,44 @@ class IndexLists:
         found: torch.Tensor = self._of_tables[self._turn]
         return found
 
+    def at_once(self) -> torch.Tensor:
+        """Return sums by one kernel of PyTorch, [ranks, tables, samples, dim]."""
+        indices = self.of_one_table().view(-1)
+        pooled = functional.embedding_bag(indices, self.whole, self.offsets, mode="sum", include_last_offset=True)
+        return pooled.view(self.ranks, len(self.tables), self.part, self.dim)
+
+    def by_ours(self, output: torch.Tensor) -> torch.Tensor:
+        """Store sums by our kernel, [ranks, samples, tables, dim]."""
+        output = output.view(self.ranks, self.part, len(self.tables), self.dim)
+        return self._pool(self.by_table().view(-1), self.offsets, output)
+
+    def expected(self) -> torch.Tensor:
+        """Return the exchanged sums of the list that was taken last in float64, [samples, ranks * tables * dim]."""
+        shape = self.ranks, len(self.tables), self.part, self.dim
+        wide = torch.empty(shape, dtype=torch.float64, device=self.whole.device)
+        for number, (own, table) in enumerate(zip(self.latest, self.tables, strict=True)):
+            wide[:, number] = table[own].sum(-2, dtype=torch.float64)
+        came = torch.empty_like(wide)
+        dist.all_to_all_single(came, wide)
+        return came.flatten(0, 1).transpose(0, 1).reshape(self.part, -1)
+
 
 def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> OperatorCase:
     """Make a case; ``batch`` samples of all ranks, ``tables`` on each."""
-    device, dtype = comm.device, dtype_of(comm)
-    on_cpu = device.type == "cpu"
-    dim, rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
-    n = comm.world_size
-    part = batch // n
-    whole = ordinary(comm, tables * rows, dim).normal_()
-    some = list(whole.view(tables, rows, dim))
-    call_bytes = batch * tables * pooling * dim * dtype.itemsize
-    lists = IndexLists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
-    offsets = torch.arange(tables * batch + 1, device=device) * pooling
+    bags = BagsOfTables(comm, batch, tables, pooling)
+    n, part, dim, offsets, some = bags.ranks, bags.part, bags.dim, bags.offsets, bags.tables
     of_table = offsets[: batch + 1].clone()
     sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)
     own_sent, own_received = (symmetric(comm, n, tables, part, dim) for _ in range(2))
     out = ordinary(comm, part, n * tables, dim)
-    pool = BagKernel(comm, some, batch)
+    at_once, by_ours = bags.at_once, bags.by_ours
 
     def table_by_table(output: torch.Tensor) -> torch.Tensor:
         pooled = [
             functional.embedding_bag(own.view(-1), table, of_table, mode="sum", include_last_offset=True)
-            for own, table in zip(lists.by_table(), some, strict=True)
+            for own, table in zip(bags.by_table(), some, strict=True)
         ]
-        return torch.stack([bags.view(n, part, dim) for bags in pooled], dim=1, out=output)
-
-    def at_once() -> torch.Tensor:
-        indices = lists.of_one_table().view(-1)
-        pooled = functional.embedding_bag(indices, whole, offsets, mode="sum", include_last_offset=True)
-        return pooled.view(n, tables, part, dim)
-
-    def by_ours(output: torch.Tensor) -> torch.Tensor:
-        return pool(lists.by_table().view(-1), offsets, output.view(n, part, tables, dim))
+        return torch.stack([one.view(n, part, dim) for one in pooled], dim=1, out=output)
 
     def laid_out(bags: torch.Tensor) -> torch.Tensor:
         out.copy_(bags.view(n * tables, part, dim).transpose(0, 1))
@@ -173,31 +188,22 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
         return sample_by_sample(own_received)
 
     def call(method: str, **options: str) -> torch.Tensor:
-        indices = lists.by_table().view(-1)
+        indices = bags.by_table().view(-1)
         return ops.embedding_all_to_all(comm, some, indices, offsets, method=method, **options)  # type: ignore[arg-type]
 
     by_programs: dict[str, Run] = {}
-
     if (batch, tables, pooling) in SWEPT:
-        for count in programs_swept(dim, dtype, on_cpu=on_cpu):
+        for count in programs_swept(dim, dtype_of(comm), on_cpu=comm.device.type == "cpu"):
             handle = EmbeddingAllToAll(comm, some, batch, SUM, count)
             by_programs[with_programs(ORDERS[0], count)] = lambda run=handle.run: run(  # type: ignore[misc]
-                ORDERS[0], None, lists.by_table().view(-1), offsets, None
+                ORDERS[0], None, bags.by_table().view(-1), offsets, None
             )
-
-    def expected() -> torch.Tensor:
-        wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)
-        for number, (own, table) in enumerate(zip(lists.latest, some, strict=True)):
-            wide[:, number] = table[own].sum(-2, dtype=torch.float64)
-        came = torch.empty_like(wide)
-        dist.all_to_all_single(came, wide)
-        return came.view(n * tables, part, dim).transpose(0, 1).reshape(part, -1)
 
     return OperatorCase(
         "embedding_all_to_all",
         f"batch {batch}, {tables} tables a rank, pooling {pooling}, dim {dim}",
-        lists.refill,
-        expected,
+        bags.refill,
+        bags.expected,
         {"a kernel a table": lambda: table_by_table(sent), "one kernel": at_once, OURS: lambda: by_ours(sent)},
         {
             "process group": lambda: dist.all_to_all_single(received, sent),
@@ -214,5 +220,5 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
         },
         {order: functools.partial(call, FUSED, order=order) for order in ORDERS} | by_programs,
         {AS_CALLED: AutoCall(lambda: call("auto"), (batch, tables, pooling))},
-        call_bytes,
+        bags.read_bytes,
     )

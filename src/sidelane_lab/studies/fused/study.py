@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +24,10 @@ import torch.distributed as dist
 from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERS, FusedTime
 from sidelane.choice.key import key_here
+from sidelane.choice.store import FUSED_FILE, read_profile, user_file
 from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
+from sidelane.user_files import write_whole
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.collectives import FusedOptions
@@ -30,12 +35,13 @@ from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.parameters import refuse_unwritable, required
 from sidelane_lab.harness.running import Sender, run_study
 from sidelane_lab.harness.study import Results, Study, read
+from sidelane_lab.harness.table import grouped
 from sidelane_lab.harness.terminal import progress_console
-from sidelane_lab.harness.ways import Job, Problem, Rounds, outcome
-from sidelane_lab.studies.fused.kept import keep
+from sidelane_lab.harness.ways import Job, Rounds, Way, WayOutcome, outcome
 from sidelane_lab.studies.fused.predict import predict
 from sidelane_lab.studies.fused.rows import (
     ALONE,
@@ -47,6 +53,9 @@ from sidelane_lab.studies.fused.rows import (
     times_of,
 )
 from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
+
+if TYPE_CHECKING:
+    from sidelane_lab.studies.fused.case import OperatorCase
 
 CALLS = 8
 """In a sample."""
@@ -98,13 +107,13 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
         for op, make_case, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
-                case = _Case(meter, comm, make_case, shape, options, seeds)
-                rows = list(case.rows())
+                case = make_case(comm, *shape)
+                rows = rows_of(meter, comm, case, options, seeds, LAUNCHES[:1] if on_cpu else LAUNCHES)
                 yield from rows
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 is_first = shape == table[op][0] and make_case is makers[op][0]
                 if options.timeline is not None and is_first:
-                    case.write_timelines(options.timeline)
+                    write_timelines(comm, case, options.timeline)
     if options.keep and rank.rank == 0:
         key, now = key_here(rank.device.type, rank.world_size), datetime.datetime.now(datetime.UTC)
         command = options.command or provenance.command_line()
@@ -112,168 +121,169 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
         sender.note(f"kept for auto: {keep(measured)}")
 
 
-class _Case:
-    """An operator at one shape. All ranks do all of it together."""
+class PartWay(Way):
+    """The computation or the collective of an operator alone, which is not compared.
 
-    def __init__(
-        self,
-        meter: Meter,
-        comm: Communicator,
-        make: Callable[..., object],
-        shape: tuple[int, ...],
-        options: FusedOptions,
-        seeds: Iterator[int],
-    ) -> None:
-        from sidelane_lab.studies.fused.case import OperatorCase
+    Args:
+        key: implementation, schedule and launch.
+        call: runs it once. Checks run it eagerly; a graph has several calls, for the times.
 
-        case = make(comm, *shape)
-        assert isinstance(case, OperatorCase)
-        self._comm = comm
-        self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
-        self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
-        self._problems: dict[Key, Problem] = {}
-        self._errors: dict[Key, float] = {}
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+    Attributes:
+        worst: largest error of the last check, next to the largest element; None where nothing was compared.
+    """
 
-    def rows(self) -> Iterator[FusedRow]:
-        """Check, time and check again."""
-        case, jobs = self._case, dict[Key, Job]()
-        ways = {**case.unfused, **{(FUSED, schedule): run for schedule, run in case.fused.items()}}
-        ways |= {(AUTO, words): auto.run for words, auto in case.auto.items()}
-        for launch in self._launches:
-            for part, runs in ((COMPUTE, case.compute), (COLLECTIVE, case.collective)):
-                for name, alone in runs.items():
-                    self._add(jobs, (part, name, launch), alone)
-            for (implementation, name), run in ways.items():
-                key = (implementation, name, launch)
-                if self._checked(key, run):
-                    self._add(jobs, key, run)
-        rounds = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
-        for (implementation, name), run in ways.items():
-            for launch in self._launches:
-                key = (implementation, name, launch)
-                if key in rounds:
-                    self._checked(key, run)
-        self._graphs.clear()
-        for launch in self._launches:
-            parts = [
-                (part, name) for part, runs in zip(ALONE, (case.compute, case.collective), strict=True) for name in runs
-            ]
-            yield from self._rows_of(launch, rounds, [(*way, launch) for way in (*parts, *ways)])
+    worst: float | None = None
 
-    def write_timelines(self, folder: Path) -> None:
-        """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
-        from sidelane.ops import Timeline
-        from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
+    def __init__(self, key: Key, call: Callable[[], Any]) -> None:
+        self.label, self.as_graph, self._call = str(key), key[2] == "graph", call
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Any = None
 
-        case, comm = self._case, self._comm
-        calls: dict[str, list[Times]] = {}
-        for schedule, run in case.fused.items():
-            for number in range(1 + (SKEW_CALLS if schedule in ORDERS else 1)):
-                with Timeline(comm) as timeline:
-                    run()
-                if number and timeline.intervals and schedule in ORDERS:
-                    calls.setdefault(schedule, []).append(times_of_ranks(timeline.intervals))
-            if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
-                name = file_name(f"{case.op} {schedule}")
-                timeline.write(folder / f"{name}.trace.json")
-                draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
-        if comm.rank == 0 and calls and comm.world_size > 1:
-            draw_skew(calls, f"{case.op}, {case.shape}", folder, file_name(f"{case.op} skew"))
+    def fill(self, seed: int) -> None:
+        """Leave the inputs as they are."""
 
-    def _add(self, jobs: dict[Key, Job], key: Key, run: Callable[[], object]) -> None:
-        def step() -> None:
-            run()
-            self._meter.finish(str(key))
-            if self._meter.device.type == "cpu":
-                jobs[key] = Job(run)  # an interpreter takes long enough for one
-            elif key[2] == "graph":
-                graph = captured(lambda: (run(), None)[1], CALLS)
-                self._graphs.append(graph)
-                jobs[key] = Job(graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
-            else:
-                jobs[key] = Job(run, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
+    def run(self) -> None:
+        self._output = self._call()
 
-        refused = self._meter.attempt(step)
-        if refused is not None:
-            jobs.pop(key, None)
-            self._problems[key] = Problem(refused)
+    def error(self, seed: int) -> str | None:
+        return None
 
-    def _checked(self, key: Key, run: Callable[[], torch.Tensor]) -> bool:
-        """Run once on fresh inputs and compare, all ranks."""
-        found: list[torch.Tensor] = []
+    def capture(self) -> None:
+        self._graph = captured(self._call, CALLS)
 
-        def step() -> None:
-            self._case.refill(next(self._seeds))
-            found.append(run())
-            self._meter.finish(str(key))
+    def job(self, device: torch.device) -> Job:
+        """Return the work of a sample: one call of an interpreter, which takes long enough, else several calls."""
+        if device.type == "cpu":
+            return Job(self._call)
+        if self._graph is not None:
+            return Job(self._graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
+        return Job(self._call, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
 
-        refused = self._meter.attempt(step)
-        if refused is not None:
-            self._problems[key] = Problem(refused)
-            return False
-        errors: list[float] = []
+    def close(self) -> None:
+        self._graph = self._output = None
 
-        def compare() -> None:
-            expected = self._case.expected()
-            error = (found[0].double() - expected).abs().max() / expected.abs().max()
-            errors.append(float(error))
 
-        refused = self._meter.attempt(compare)
-        worst = max(map(max, self._meter.of_all_ranks(errors or [float("nan")])))
-        self._errors[key] = worst
-        if refused is not None or not worst <= TOLERANCE[found[0].dtype]:
-            self._problems[key] = Problem(refused or f"the largest error is {worst:.2g} of the largest element", True)
-            return False
-        return True
+class OperatorWay(PartWay):
+    """An operator as a whole, fused or not."""
 
-    def _rows_of(self, launch: str, rounds: dict[Key, Rounds], keys: list[Key]) -> Iterator[FusedRow]:
-        def fastest(part: str) -> float | None:
-            found = [time.median_us for key, time in rounds.items() if (key[0], key[2]) == (part, launch)]
-            return min(found, default=None)
+    def __init__(self, key: Key, call: Callable[[], torch.Tensor], case: OperatorCase) -> None:
+        super().__init__(key, call)
+        self._case = case
 
-        alone = fastest(COMPUTE), fastest(COLLECTIVE)
-        good = [key for key in keys if key in rounds and key not in self._problems]
-        for key in keys:
-            yield self._row(key, key[0], rounds, alone)
-        unfused = [key for key in good if key[0] not in (FUSED, AUTO, *ALONE)]
-        if unfused:
-            yield self._row(min(unfused, key=lambda key: rounds[key].median_us), BEST, rounds, alone)
+    def fill(self, seed: int) -> None:
+        self._case.refill(seed)
+        self._output = torch.full((), math.nan)
 
-    def _row(
-        self,
-        key: Key,
-        implementation: str,
-        rounds: dict[Key, Rounds],
-        alone: tuple[float | None, float | None],
-    ) -> FusedRow:
-        problem = self._problems.get(key)
-        time = rounds.get(key) if problem is None else None
-        is_part, read = key[0] in ALONE, None if key[0] == COLLECTIVE else self._case.read_bytes
-        columns = outcome(time, problem, self._why(key) if key[0] == AUTO and problem is None else "")
-        return FusedRow(
-            op=self._case.op,
-            shape=self._case.shape,
-            implementation=implementation,
-            schedule=key[1],
-            launch=key[2],
-            compute_us=alone[0],
-            comm_us=alone[1],
-            bound_us=None if None in alone else max(part for part in alone if part is not None),
-            max_rel_err=self._errors.get(key),
-            gbps=None if time is None or read is None else read / time.median_us / 1e3,
-            skew_us=None if time is None or self._comm.world_size == 1 else time.skew_us,
-            **(columns | ({"correct": None} if is_part else {})),
-        )
+    def error(self, seed: int) -> str | None:
+        expected = self._case.expected()
+        self.worst = float((self._output.to(expected) - expected).abs().max() / expected.abs().max())
+        if self.worst <= TOLERANCE[self._output.dtype]:
+            return None
+        return f"the largest error is {self.worst:.2g} of the largest element"
 
-    def _why(self, key: Key) -> str:
-        """Say what ``auto`` has chosen. Ranks have agreed on that in the first call."""
-        from sidelane import ops
-        from sidelane_lab.studies.fused.case import dtype_of
 
-        auto = self._case.auto[key[1]]
-        options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
-        return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]
+def rows_of(
+    meter: Meter, comm: Any, case: OperatorCase, options: FusedOptions, seeds: Iterator[int], launches: Sequence[str]
+) -> list[FusedRow]:
+    """Check an operator at one shape in all its ways, time them and check them again. Collective."""
+    alone = [
+        ((part, name), run)
+        for part, runs in zip(ALONE, (case.compute, case.collective), strict=True)
+        for name, run in runs.items()
+    ]
+    whole = [*case.unfused.items(), *(((FUSED, schedule), run) for schedule, run in case.fused.items())]
+    whole += [((AUTO, words), auto.run) for words, auto in case.auto.items()]
+    makers: dict[Key, Callable[[], PartWay]] = {}
+    for launch in launches:
+        for name, part in alone:
+            makers[*name, launch] = functools.partial(PartWay, (*name, launch), part)
+        for name, run in whole:
+            makers[*name, launch] = functools.partial(OperatorWay, (*name, launch), run, case)
+
+    def timed(ready: dict[Key, PartWay]) -> Mapping[Key, Rounds]:
+        return meter.in_turns({key: way.job(comm.device) for key, way in ready.items()}, options)
+
+    found = meter.compare(makers, seeds, timed)
+    mine = [-1.0 if one.way is None or one.way.worst is None else one.way.worst for one in found]
+    errors = map(max, zip(*meter.of_all_ranks(mine), strict=True))
+    rows = [_row(comm, case, one, error if error >= 0 else None) for one, error in zip(found, errors, strict=True)]
+    measured = []
+    for _, alike in grouped(rows, lambda row: row.launch, ordered=False):
+        times = [[row.time_us for row in alike if row.implementation == part and row.time_us] for part in ALONE]
+        compute_us, comm_us = (min(one, default=None) for one in times)
+        bound_us = None if compute_us is None or comm_us is None else max(compute_us, comm_us)
+        unfused = [row for row in alike if (row.implementation, row.schedule) in case.unfused and row.time_us]
+        best = [min(unfused, key=lambda row: row.time_us or 0.0)] if unfused else []
+        alike = [*alike, *(dataclasses.replace(row, implementation=BEST) for row in best)]
+        measured += [
+            dataclasses.replace(row, compute_us=compute_us, comm_us=comm_us, bound_us=bound_us) for row in alike
+        ]
+    return measured
+
+
+def _row(comm: Any, case: OperatorCase, found: WayOutcome[Key, PartWay], max_rel_err: float | None) -> FusedRow:
+    """Make the row of a way, without the times of the parts."""
+    implementation, schedule, launch = found.key
+    why = _why(comm, case, found.key) if implementation == AUTO and found.problem is None else ""
+    columns = outcome(found.rounds, found.problem, why)
+    time_us, read = columns["time_us"], None if implementation == COLLECTIVE else case.read_bytes
+    return FusedRow(
+        op=case.op,
+        shape=case.shape,
+        implementation=implementation,
+        schedule=schedule,
+        launch=launch,
+        compute_us=None,
+        comm_us=None,
+        bound_us=None,
+        max_rel_err=max_rel_err,
+        gbps=None if time_us is None or read is None else read / time_us / 1e3,
+        skew_us=None if time_us is None or found.rounds is None or comm.world_size == 1 else found.rounds.skew_us,
+        **(columns | ({"correct": None} if implementation in ALONE else {})),
+    )
+
+
+def _why(comm: Communicator, case: OperatorCase, key: Key) -> str:
+    """Say what ``auto`` has chosen. Ranks have agreed on that in the first call."""
+    from sidelane import ops
+    from sidelane_lab.studies.fused.case import dtype_of
+
+    auto = case.auto[key[1]]
+    options: dict[str, Any] = {"captured": key[2] == "graph", "dtype": dtype_of(comm), "without": auto.without}
+    return ops.explain(comm, case.op, *auto.sizes, **options)
+
+
+def write_timelines(comm: Communicator, case: OperatorCase, folder: Path) -> None:
+    """Write a trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
+    from sidelane.ops import Timeline
+    from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
+
+    calls: dict[str, list[Times]] = {}
+    for schedule, run in case.fused.items():
+        for number in range(1 + (SKEW_CALLS if schedule in ORDERS else 1)):
+            with Timeline(comm) as timeline:
+                run()
+            if number and timeline.intervals and schedule in ORDERS:
+                calls.setdefault(schedule, []).append(times_of_ranks(timeline.intervals))
+        if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
+            name = file_name(f"{case.op} {schedule}")
+            timeline.write(folder / f"{name}.trace.json")
+            draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
+    if comm.rank == 0 and calls and comm.world_size > 1:
+        draw_skew(calls, f"{case.op}, {case.shape}", folder, file_name(f"{case.op} skew"))
+
+
+def keep(measured: Profile) -> Path:
+    """Write the user's file of a machine; times of shapes that it has already are replaced, others stay."""
+    path = required("fused", user_file(measured.key, FUSED_FILE))
+    try:
+        before = read_profile(path)
+    except ValueError:  # of another format: it is replaced
+        before = None
+    stay = before.operators if before is not None and not before.key.differences(measured.key) else ()
+    found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes): t for t in (*stay, *measured.operators)}
+    write_whole(path, dataclasses.replace(measured, operators=tuple(found.values())).to_text().encode())
+    return path
 
 
 STUDY = Study(

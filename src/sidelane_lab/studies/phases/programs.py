@@ -1,4 +1,4 @@
-"""The operations whose phases are studied, as Programs: single transfers, and whole collectives.
+"""The operations whose phases are studied, as Programs, and their phases on a machine that need not be here.
 
 Transfers are bare copies of rank 0, as the DMA collectives paper (section 3) measured one: its host starts the engine
 and waits, and nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk
@@ -16,25 +16,19 @@ from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower
-from sidelane_lab.cli.collectives import PHASED
 from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.study import MODEL
+from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import bare
 from sidelane_lab.sim.prelaunch import PRELAUNCH, prelaunch
+from sidelane_lab.studies.phases.rows import KIND_OF, PHASED, PREDICTED, PhaseRow, PhasesOptions
+from sidelane_lab.studies.phases.split import Phases, predict
 from sidelane_lab.studies.phases.stamp import stamp
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
 EAGER, GRAPH = LAUNCHES
 COPY, COPIES = "copy", "copies"
 TRANSFERS = (COPY, COPIES)
-KIND_OF: Mapping[str, Kind] = MappingProxyType(
-    {
-        COPY: Kind.SCATTER,
-        COPIES: Kind.SCATTER,
-        "all_gather": Kind.ALL_GATHER,
-        "all_gather_in_place": Kind.ALL_GATHER,
-        "all_to_all": Kind.ALL_TO_ALL,
-    }
-)
 _ADDS = (
     "compute units add between two handshakes, beside the copies of other pieces, which is none of the four phases; "
     "sidelane collective and sidelane power measure it"
@@ -169,3 +163,52 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
 def _variants(name: str) -> tuple[str, ...]:
     plain = variants(KIND_OF[name])
     return (*plain, *(variant + PRELAUNCH for variant in plain))
+
+
+def predicted_rows(machine: Machine, options: PhasesOptions) -> list[PhaseRow]:
+    """Return the rows of a machine that is described.
+
+    Raises:
+        ValueError: no such operation or variant, or the machine has several nodes.
+    """
+    return [
+        predicted_row(machine, operation, machine.gpus)
+        for nbytes in options.sizes_on("cuda")
+        for operation in operations(options.operations, options.variants, nbytes)
+    ]
+
+
+def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:
+    """Return the phases of an operation on a machine that is described.
+
+    Raises:
+        ValueError: the machine has fewer GPUs than there are ranks or several nodes, or the variant does not exist.
+    """
+    machine.refuse_nodes("phases, which are of copy engines in one node")
+    phases = predict(operation.program(ranks, stamped=True), machine)
+    return phase_row(operation, MODEL, PREDICTED, phases, note=note)
+
+
+def phase_row(
+    operation: Operation,
+    launch: str,
+    source: str,
+    phases: Phases | None,
+    *,
+    correct: bool | None = None,
+    note: str = "",
+) -> PhaseRow:
+    """A row whose time without stamps is its time."""
+    names = [field.name for field in dataclasses.fields(Phases)]
+    figures = {name: None if phases is None else getattr(phases, name) for name in names}
+    return PhaseRow(
+        operation=operation.name,
+        variant=operation.variant,
+        bytes=operation.nbytes,
+        launch=launch,
+        source=source,
+        total_unstamped_us=figures["total_us"],
+        correct=correct,
+        note=note,
+        **figures,
+    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -58,6 +59,7 @@ class Rig:
         self.executor = self.backend.executor
         self._flags = self.backend.memory.allocate(2 * FLAGS * 4)
         self._blocks: dict[str, SymmetricBlock] = {}
+        self._epochs = itertools.count(1)
         self.notify_us, self.notice = 0.0, ""
         if rank.device.type != "cpu":
             self._measure_notify()
@@ -68,6 +70,10 @@ class Rig:
             self.notice = f"a stream needs {self.notify_us:.1f} us to tell the host (half of there and back)"
         except SidelaneError as problem:
             self.notice = f"what a stream needs to tell the host counts as schedule: {problem}"
+
+    def next_epoch(self) -> int:
+        """Return the number of the next call, the same on every rank."""
+        return next(self._epochs)
 
     def reserve(self, programs: Sequence[Program]) -> None:
         """Allocate buffers that are large enough for all of them."""
@@ -80,7 +86,7 @@ class Rig:
         """The first bytes of this rank's buffer."""
         return self._blocks[buffer].tensor[:nbytes]
 
-    def prepare(self, program: Program, launch: str) -> TimedCall | None:
+    def prepare(self, program: Program, launch: str) -> CpuCall | EagerCall | None:
         """Load a program, and capture it for ``graph``; None if this rank has no part."""
         if not program.queues_of(self.rank.rank):
             return None
@@ -136,28 +142,8 @@ def round_trip_us(driver: Any, trips: int = 50) -> float:
     return float(np.median(taken))
 
 
-class TimedCall(Protocol):
-    """A program that this rank calls again and again. Its methods are called in this order, once a call."""
-
-    def arm(self, epoch: int) -> None:
-        """Prepare what may be prepared before the call."""
-        ...
-
-    def begin(self, epoch: int) -> None:
-        """The call. Returns when the host is done with it."""
-        ...
-
-    def finish(self) -> None:
-        """Return as soon as the host can know that everything has finished."""
-        ...
-
-    def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
-        """Return what was seen, with stamps if the program has any."""
-        ...
-
-
 class CpuCall:
-    """On a CPU: stamps and host have one clock."""
+    """On a CPU: stamps and host have one clock. The methods are called in their order, once a call."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
@@ -167,12 +153,15 @@ class CpuCall:
         """Do nothing: threads begin with the call, in which the triggers are fired, too."""
 
     def begin(self, epoch: int) -> None:
+        """Call it, and return when the host is done with that."""
         self._pending = self._loaded.start(epoch)
 
     def finish(self) -> None:
+        """Return as soon as the host can know that everything has finished."""
         self._pending.wait()
 
     def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
+        """Return what was seen, with stamps if the program has any."""
         host, total = (returned_ns - begin_ns) / 1e3, (known_ns - begin_ns) / 1e3
         stamps = {slot: (at - begin_ns) / 1e3 for slot, at in self._pending.stamps.items()}
         return Sample.stamped(host, total, stamps, known_us=total) if stamps else Sample(host, total)

@@ -1,20 +1,92 @@
-"""Rows of phases, as tables and as pictures."""
+"""The command ``sidelane phases``: its options, and its rows as tables and as pictures."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
-from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.options import (
+    LAUNCHES,
+    MACHINE_NAME,
+    SPAN,
+    WRITTEN,
+    StudyOptions,
+    count,
+    launches,
+    names,
+    option,
+    size_span,
+    study_command,
+)
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import MODEL, FlatRow, Picture
 from sidelane_lab.harness.table import Table, grouped, number, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KIND_OF: Mapping[str, Kind] = MappingProxyType(
+    {
+        "copy": Kind.SCATTER,
+        "copies": Kind.SCATTER,
+        "all_gather": Kind.ALL_GATHER,
+        "all_gather_in_place": Kind.ALL_GATHER,
+        "all_to_all": Kind.ALL_TO_ALL,
+    }
+)
+"""Operations that have phases, each with its collective."""
+
+PHASED = tuple(KIND_OF)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhasesOptions(StudyOptions):
+    """Show where a transfer and a collective spend their time: control, schedule, copy, sync.
+
+    Measured by time stamps around the copies and by the host's clock, one call at a time, next to what the simulator
+    predicts for the same programs. With --machine: predicted only, for a machine that need not be here.
+    """
+
+    study = "phases"
+    examples = (
+        ("sidelane phases --operation copy", "where a single transfer spends its time"),
+        ("sidelane phases --operation all_gather --variants b2b,pcpy", "two variants of a collective"),
+        ("sidelane phases --machine h200x4 --max-bytes 1M", "predicted, for four H200s"),
+    )
+
+    # The study says why something else is none, so this has no choices.
+    operations: tuple[str, ...] = option(
+        "--operation",
+        PHASED,
+        f"May be repeated. One of: {', '.join(PHASED)}.",
+        some=True,
+        multiple=True,
+        metavar="NAME",
+        show_default="all",
+    )
+    sizes: tuple[int, ...] = size_span(gpus=("1K", "1G"), cpus=("1K", "4M"))
+    variants: tuple[str, ...] = names(
+        "--variants", ("b2b",), "pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ...", some=True
+    )
+    launches: tuple[str, ...] = launches()
+    calls: int = count("--calls", 31, "Measured calls of each.")
+    warmup: int = count("--warmup", 4, "Calls before them.")
+    predict: str = option(
+        "--predict", "", "Machine to predict beside what is measured.", type=MACHINE_NAME, show_default=False
+    )
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.warmup < 1:
+            raise ValueError(f"PhasesOptions: warmup (value={self.warmup}, allowed=1 and more)")
+
+
+phases = study_command("phases", PhasesOptions, beside=("operations", *SPAN, "variants", *WRITTEN))
 
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
@@ -72,7 +144,6 @@ COLUMNS: Mapping[str, Cell] = {
     "control\nus": "control_us",
     "schedule\nus": "schedule_us",
     "copy\nus": "copy_us",
-    "slot\nus": lambda row, _: number(row.stage_us) if row.stage_us else "",
     "sync\nus": "sync_us",
     "total\nus": "total_us",
     "no stamps\nus": lambda row, _: "" if row.source == PREDICTED else number(row.total_unstamped_us),
@@ -91,11 +162,15 @@ def phase_title(row: PhaseRow) -> str:
     return f"{row.operation} {row.variant}"
 
 
-PHASES = {"control": ORANGE, "schedule": VERMILLION, "copy": BLUE, "sync": GREEN}
+PHASES = ("control", "schedule", "copy", "sync")
 
 
 def draw_phases(rows: Sequence[PhaseRow], where: str, directory: Path) -> list[Picture]:
     """Stacked bars over size: shares of the phases, the time above each bar; a panel a launch, and one predicted."""
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness.drawing import file_name, save
+
     pictures = []
     timed = [row for row in rows if row.total_us]
     for name, alike in grouped(timed, phase_title, ordered=False):
@@ -116,8 +191,10 @@ def draw_phases(rows: Sequence[PhaseRow], where: str, directory: Path) -> list[P
 
 
 def _stack(axes: Axes, rows: Sequence[PhaseRow]) -> None:
+    from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION
+
     bottom = [0.0] * len(rows)
-    for phase, colour in PHASES.items():
+    for phase, colour in zip(PHASES, (ORANGE, VERMILLION, BLUE, GREEN), strict=True):
         shares = [100 * getattr(row, f"{phase}_us") / (row.total_us or 1.0) for row in rows]
         axes.bar(
             range(len(rows)), shares, 0.72, bottom=bottom, color=colour, label=phase, edgecolor="white", linewidth=0.6

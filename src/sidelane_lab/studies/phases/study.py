@@ -6,33 +6,41 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from sidelane.machine.inventory import machine_name
-from sidelane.program.batch import Definition
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import check_asked
-from sidelane_lab.cli.collectives import PhasesOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
+from sidelane_lab.harness.ways import Rounds, Way
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.phases.predict import phase_row, predicted_row, predicted_rows
-from sidelane_lab.studies.phases.programs import GRAPH, TRANSFERS, Operation, operations
-from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
-from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
-from sidelane_lab.studies.phases.split import FIELDS, slowest, split
+from sidelane_lab.studies.phases.programs import (
+    GRAPH,
+    TRANSFERS,
+    Operation,
+    operations,
+    phase_row,
+    predicted_row,
+    predicted_rows,
+)
+from sidelane_lab.studies.phases.rig import Rig, error, fill
+from sidelane_lab.studies.phases.rows import PhaseRow, PhasesOptions, draw_phases, phase_tables
+from sidelane_lab.studies.phases.split import FIELDS, Sample, slowest, split
 
 FALLBACK_MACHINE = "h200x4"
 """Predicted next to measurements on a machine that the catalogue does not have."""
@@ -55,28 +63,74 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
     on_cpu = rank.device.type == "cpu"
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
+    launches = [name for name in LAUNCHES if not (on_cpu and name == GRAPH)]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
     by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
     sender.steps = len(sizes)
     machine, note = _described(rank, options)
-    if machine.world_size < rank.world_size:
+    is_predicted = machine.world_size >= rank.world_size
+    if not is_predicted:
         sender.note(f"nothing is predicted: {machine.title} has fewer GPUs than there are ranks")
-    study = _Study(rank, options)
-    with study.meter.on_stream():
-        rig = study.open([operation for chosen in by_size for operation in chosen])
-        if rig.notice:
-            sender.note(rig.notice)
-        for nbytes, chosen in zip(sizes, by_size, strict=True):
-            sender.step(f"phases {format_bytes(nbytes)}")
-            ways = [(operation, launch) for operation in chosen for launch in launches]
-            jobs = [_Job(*way) for way in ways if way[1] in way[0].launches]
-            rows = study.rows(nbytes, jobs)
-            if machine.world_size >= rank.world_size:
-                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in chosen]
-            yield from rows
-        rig.close()
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    # Its device barrier stays unused: ranks begin by the clock.
+    meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s, group=control)
+    seeds = itertools.count(options.seed + 1)
+    with meter.on_stream():
+        rig = Rig(rank, options.step_s)
+        native = rig.executor.capabilities.moves
+        rig.reserve([one.program(rank.world_size, native=native) for chosen in by_size for one in chosen])
+    if rig.notice:
+        sender.note(rig.notice)
+    for nbytes, chosen in zip(sizes, by_size, strict=True):
+        sender.step(f"phases {format_bytes(nbytes)}")
+        ways = [(operation, launch) for operation in chosen for launch in launches if launch in operation.launches]
+        yield from measured_rows(meter, rig, options, nbytes, ways, seeds)
+        if is_predicted:
+            yield from (predicted_row(machine, operation, rank.world_size, note) for operation in chosen)
+    rig.close()
+
+
+def measured_rows(
+    meter: Meter,
+    rig: Rig,
+    options: PhasesOptions,
+    nbytes: int,
+    ways: Sequence[tuple[Operation, str]],
+    seeds: Iterator[int],
+) -> Iterator[PhaseRow]:
+    """Check and time operations of one size, each launched in one way, with stamps and without. Collective."""
+    samples: dict[tuple[Operation, str, bool], tuple[Sample, bool]] = {}
+
+    def timed(ready: dict[tuple[Operation, str, bool], PhaseWay]) -> dict[Any, Rounds]:
+        if ready:
+            calls, in_step = Pacer(meter).run(
+                list(ready.values()),
+                warmup=options.warmup,
+                repeats=min(options.calls, FEW_CALLS) if nbytes >= FEW_CALLS_FROM_BYTES else options.calls,
+                gap_us=2_000.0 + nbytes * rig.rank.world_size / (1e3 if meter.device.type == "cpu" else 200e3),
+            )
+            for at, key in enumerate(ready):
+                samples[key] = slowest(calls[:, at], in_step[at]), in_step[at].mean() >= 0.5
+        return {key: Rounds((sample.total_us,)) for key, (sample, _) in samples.items()}
+
+    makers = {
+        (*way, stamped): functools.partial(PhaseWay, meter, rig, *way, stamped=stamped)
+        for way in ways
+        for stamped in (True, False)
+    }
+    problems = {one.key: one.problem for one in meter.compare(makers, seeds, timed)}
+    for operation, launch in ways:
+        problem = problems[operation, launch, True] or problems[operation, launch, False]
+        if problem is not None:
+            correct = False if problem.wrong else None
+            yield phase_row(operation, launch, MEASURED, None, correct=correct, note=problem.text)
+            continue
+        (stamped, in_step), (plain, _) = (samples[operation, launch, has_stamps] for has_stamps in (True, False))
+        note = "" if in_step else "in most calls some rank began late"
+        row = phase_row(operation, launch, MEASURED, split(stamped), correct=True, note=note)
+        yield dataclasses.replace(row, total_unstamped_us=plain.total_us, host_us=plain.host_us)
 
 
 def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
@@ -90,108 +144,66 @@ def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
     return machine, f"predicted for {ranks}{machine.title}"
 
 
-@dataclasses.dataclass(slots=True)
-class _Job:
-    """One way to call an operation: with stamps and without. ``problem``: why it has no times."""
+class PhaseWay(Way):
+    """An operation that a rank calls one by one.
 
-    operation: Operation
-    launch: str
-    calls: tuple[TimedCall | None, ...] = ()
-    problem: str = ""
-    wrong: bool = False
+    Args:
+        meter: of this rank.
+        rig: its executor and memory.
+        operation: what it does.
+        launch: eager or graph.
+        stamped: with stamps around the copies.
 
+    Attributes:
+        call: the program; None where this rank has no part.
+    """
 
-class _Study:
-    """The part of one rank in the study."""
+    def __init__(self, meter: Meter, rig: Rig, operation: Operation, launch: str, *, stamped: bool) -> None:
+        native, ranks = rig.executor.capabilities.moves, rig.rank.world_size
+        program = operation.program(ranks, stamped=stamped, native=native, frozen=launch == GRAPH)
+        self._has_flags = operation.name not in TRANSFERS  # those have none: the host orders them
+        if self._has_flags:
+            verify(program)
+        assert isinstance(program.collective, Collective), "programs of this study hold one collective"
+        self.label, self.call = f"{operation} {launch}", rig.prepare(program, launch)
+        self._meter, self._rig, self._collective = meter, rig, program.collective
 
-    def __init__(self, rank: Rank, options: PhasesOptions) -> None:
-        self._rank, self._options = rank, options
-        control = dist.new_group(backend="gloo")
-        assert isinstance(control, dist.ProcessGroup)
-        # Its device barrier stays unused: ranks begin by the clock.
-        self.meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s, group=control)
-        self._pacer = Pacer(self.meter)
-        self._epoch = 0
-
-    def open(self, chosen: Sequence[Operation]) -> Rig:
-        """Make the rig, with room for these. Collective."""
-        self._rig, ranks = Rig(self._rank, self._options.step_s), self._rank.world_size
-        self._native = self._rig.executor.capabilities.moves
-        self._rig.reserve([operation.program(ranks, native=self._native) for operation in chosen])
-        return self._rig
-
-    def rows(self, nbytes: int, jobs: Sequence[_Job]) -> list[PhaseRow]:
-        """Prepare, check and time all ways to call; a row for each. Collective."""
-        for job in jobs:
-            self._prepare(job)
-        good = [job for job in jobs if not job.problem]
-        few = nbytes >= FEW_CALLS_FROM_BYTES
-        options = self._options
-        if good:
-            calls, in_step = self._pacer.run(
-                [call for job in good for call in job.calls],
-                self._next_epoch,
-                warmup=options.warmup,
-                repeats=min(options.calls, FEW_CALLS) if few else options.calls,
-                gap_us=2_000.0 + nbytes * self._rank.world_size / (1e3 if self._rank.device.type == "cpu" else 200e3),
-            )
-        rows = []
-        for job in jobs:
-            if job.problem:
-                correct = False if job.wrong else None
-                rows.append(phase_row(job.operation, job.launch, MEASURED, None, correct=correct, note=job.problem))
-                continue
-            index = 2 * good.index(job)
-            stamp, plain = (slowest(calls[:, at], in_step[at]) for at in (index, index + 1))
-            note = "" if in_step[index].mean() >= 0.5 else "in most calls some rank began late"
-            phases = split(stamp)
-            row = phase_row(job.operation, job.launch, MEASURED, phases, correct=True, note=note)
-            rows.append(dataclasses.replace(row, total_unstamped_us=plain.total_us, host_us=plain.host_us))
-        return rows
-
-    def _prepare(self, job: _Job) -> None:
-        """Load both programs, run each once and check its bytes. Collective."""
-        operation = job.operation
-        ranks, frozen = self._rank.world_size, job.launch == GRAPH
-        programs = [operation.program(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
-        calls: list[TimedCall | None] = []
-
-        def load() -> None:
-            for program in programs:
-                if operation.name not in TRANSFERS:  # those have no flags: the host orders them
-                    verify(program)
-                calls.append(self._rig.prepare(program, job.launch))
-
-        job.problem = self.meter.attempt(load) or ""
-        for call in calls:
-            if not job.problem:
-                self._check(job, call, programs[0].collective)
-        job.calls = tuple(calls)
-
-    def _check(self, job: _Job, call: TimedCall | None, collective: Definition) -> None:
-        assert isinstance(collective, Collective), "programs of this study hold one collective"
-        epoch, rank, views = self._next_epoch(), self._rank.rank, self._rig.tensor
-        seed = self._options.seed + epoch
+    def fill(self, seed: int) -> None:
+        """Put in fresh inputs and poison the outputs, on all ranks before one goes on. Collective."""
 
         def write() -> None:
-            fill(collective, rank, views, seed)
-            self.meter.finish("filling the buffers")
+            fill(self._collective, self._rig.rank.rank, self._rig.tensor, seed)
+            self._meter.finish("filling the buffers")
 
-        def run() -> None:
-            if call is not None:
-                call.arm(epoch)
-                call.begin(epoch)
-                call.finish()
+        if (refused := self._meter.attempt(write)) is not None:
+            raise RuntimeError(refused)
 
-        own = job.operation.name not in TRANSFERS
-        job.problem = self.meter.attempt(write) or self.meter.attempt(run) or ""
-        if not job.problem:
-            wrong = self.meter.attempt(lambda: error(collective, rank, views, seed, own_chunk=own))
-            job.problem, job.wrong = wrong or "", wrong is not None
+    def run(self) -> None:
+        epoch = self._rig.next_epoch()
+        if self.call is not None:
+            self.call.arm(epoch)
+            self.call.begin(epoch)
+            self.call.finish()
 
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
+    def sampled(self, at_ns: int) -> tuple[Sample, int]:
+        """Call it at a moment. Returns what was seen, and by how many nanoseconds the call was late."""
+        epoch, call = self._rig.next_epoch(), self.call
+        if call is None:
+            return NO_PART, 0
+        call.arm(epoch)
+        _wait_until(at_ns)
+        begin = time.perf_counter_ns()
+        call.begin(epoch)
+        returned = time.perf_counter_ns()
+        call.finish()
+        return call.sample(begin, returned, time.perf_counter_ns()), begin - at_ns
+
+    def error(self, seed: int) -> str | None:
+        return error(self._collective, self._rig.rank.rank, self._rig.tensor, seed, own_chunk=self._has_flags)
+
+
+NO_PART = Sample(*[float("nan")] * FIELDS)
+"""The sample of a rank that has no part in a call."""
 
 
 # Single calls on ranks that begin together, at moments that they have agreed on: all processes of a machine share one
@@ -219,8 +231,7 @@ class Pacer:
 
     def run(
         self,
-        calls: Sequence[TimedCall | None],
-        next_epoch: Callable[[], int],
+        calls: Sequence[PhaseWay],
         *,
         warmup: int,
         repeats: int,
@@ -229,8 +240,7 @@ class Pacer:
         """Time every call ``repeats`` times. Collective.
 
         Args:
-            calls: the same number on every rank, in the same order; None where a rank has no part.
-            next_epoch: number of the next call, the same on every rank.
+            calls: the same on every rank, in the same order.
             warmup: rounds before the measured ones, which also tell how far apart the calls have to be.
             repeats: measured rounds.
             gap_us: between calls in the warm-up.
@@ -240,32 +250,22 @@ class Pacer:
             true where every rank began in time.
         """
         with _without_collections():
-            first, _ = self._rounds(calls, next_epoch, warmup, [gap_us] * len(calls))
+            first, _ = self._rounds(calls, warmup, [gap_us] * len(calls))
             totals = first[:, :, 1] if warmup else np.full((len(calls), 1), gap_us)
             worst = self._of_all_ranks(np.nan_to_num(np.median(totals, axis=1))).max(axis=0)
             gaps = [1.3 * float(us) + SPARE_US[self._kind] for us in worst]
-            values, late = self._rounds(calls, next_epoch, repeats, gaps)
+            values, late = self._rounds(calls, repeats, gaps)
         return self._of_all_ranks(values), self._of_all_ranks(late).max(axis=0) == 0
 
-    def _rounds(
-        self, calls: Sequence[TimedCall | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _rounds(self, calls: Sequence[PhaseWay], count: int, gaps: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         values = np.full((len(calls), count, FIELDS), np.nan)
         late = np.zeros((len(calls), count), dtype=bool)
         at = int(self._of_all_ranks(np.array([time.perf_counter_ns() + _LEAD_NS], dtype=np.float64)).max())
         for number in range(count):
             for index, call in enumerate(calls):
-                epoch = next_epoch()
-                if call is not None:
-                    call.arm(epoch)
-                    _wait_until(at)
-                    begin = time.perf_counter_ns()
-                    call.begin(epoch)
-                    returned = time.perf_counter_ns()
-                    call.finish()
-                    known = time.perf_counter_ns()
-                    values[index, number] = call.sample(begin, returned, known).values()
-                    late[index, number] = begin - at > 1e3 * LATE_US[self._kind]
+                sample, late_ns = call.sampled(at)
+                values[index, number] = sample.values()
+                late[index, number] = late_ns > 1e3 * LATE_US[self._kind]
                 at += int(1e3 * gaps[index])
         return values, late
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidelane.errors import SidelaneError
+from sidelane_lab.studies.power.rows import SETTLE_S
 from sidelane_lab.studies.power.sensors import PowerSensor
+
+if TYPE_CHECKING:
+    from sidelane_lab.harness.measure import Meter
 
 INTERVAL_S = 0.005
 """Seconds between looks at the counters. The energy counter moves every 20 to 100 ms: its steps are known to 5 ms."""
@@ -140,6 +145,67 @@ class PowerRound:
     def energy_mj(self) -> float:
         """Energy of all GPUs for one call: a GPU that waits for the slowest one draws power, too."""
         return sum(self.watts) * self.time_us / 1e3
+
+
+def power_of(meter: Meter, recorder: Recorder, work: Callable[[], float]) -> PowerRound:
+    """Do something on all ranks at once, and read the counters meanwhile. Collective.
+
+    Args:
+        meter: of this rank.
+        recorder: of this rank's GPU.
+        work: takes a while, and returns the microseconds of one call on this rank.
+    """
+    meter.agree(None)  # the ranks begin together, to a fraction of a millisecond
+    begin = time.perf_counter()
+    time_us = work()
+    end = time.perf_counter()
+    draw = recorder.draw(begin + min(SETTLE_S, (end - begin) / 4), end)
+    counted = math.nan if draw.counted_w is None else draw.counted_w
+    times, counts, samples = zip(*meter.of_all_ranks([time_us, counted, draw.sampled_w]), strict=True)
+    return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
+
+
+class PairPower:
+    """Measures on one rank, together with the others. All ranks make the same calls.
+
+    Args:
+        meter: how the ranks agree.
+        recorder: of this rank's GPU; :meth:`close` closes it.
+        seconds: for which each strategy runs.
+
+    Attributes:
+        found: mean watts of a GPU, and energy of all GPUs for one run of the pair in mJ, by strategy, of the pair that
+            was measured last.
+    """
+
+    def __init__(self, meter: Meter, recorder: Recorder, seconds: float) -> None:
+        self._meter, self._recorder, self._seconds = meter, recorder, seconds
+        self.found: dict[str, tuple[float, float]] = {}
+
+    def measure(self, strategy: str, launch: Callable[[], None], time_us: float) -> None:
+        """Run a pair for the time that was asked for, and read the counters. Collective.
+
+        Args:
+            strategy: its name.
+            launch: function that launches the pair on this rank.
+            time_us: time of the pair, about, from which the number of runs follows.
+        """
+        runs = max(2, math.ceil(self._seconds * 1e6 / time_us))
+        self._meter.finish("the pair before")
+
+        def work() -> float:
+            begin = time.perf_counter()
+            for _ in range(runs):
+                launch()
+            self._meter.finish(f"{strategy}, again and again")
+            return (time.perf_counter() - begin) * 1e6 / runs
+
+        point = power_of(self._meter, self._recorder, work)
+        self.found[strategy] = sum(point.watts) / len(point.watts), point.energy_mj
+
+    def close(self) -> None:
+        """End the thread that reads the counters."""
+        self._recorder.close()
 
 
 def figures_of(points: Sequence[PowerRound], idle_w: Sequence[float]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib as mpl
 
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.table import Line, Table, number
@@ -37,7 +36,7 @@ from sidelane_lab.model.power import (
     powered,
 )
 from sidelane_lab.pairs.workload import Workload, parse_gemm
-from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power
+from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerOptions, PowerRow, draw_power
 
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 COLUMNS = (
@@ -114,6 +113,22 @@ def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     return rows
 
 
+def predict_row(machine: Machine, row: PowerRow) -> tuple[float, ...]:
+    """Return watts of one GPU, in the place that is predicted: all_gather and all_reduce in place, others out of place.
+
+    Nothing where the model does not speak to it.
+    """
+    kind = Kind(row.collective)
+    if machine.power is None or kind not in PREDICTED_VARIANTS or row.in_place != (kind in IN_PLACE):
+        return ()
+    if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
+        return (library_power(machine, kind, row.bytes).total_w,)
+    if row.implementation != "dma" or row.variant not in PREDICTED_VARIANTS[kind]:
+        return ()
+    draw = hybrid_power if kind in REDUCING else dma_power
+    return (draw(machine, kind, row.bytes, row.variant).total_w,)
+
+
 def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends]:
     """Least and most watts and energy of every row, over the plausible values of the watts by component."""
     asked = list(dict.fromkeys((Kind(row.collective), row.bytes) for row in rows))
@@ -143,11 +158,9 @@ def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant
         launch=MODEL,
         time_us=draw.time_us,
         watts=draw.total_w,
-        watts_sampled=None,
         idle_watts=idle_w,
         energy_mj=energy_mj,
         energy_above_idle_mj=energy_mj - idle_w * machine.gpus * draw.time_us / 1e3,
-        counters_agree_percent=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of power and energy, as tables and as pictures."""
+"""The command ``sidelane power``: its options, and its rows as tables and as pictures."""
 
 from __future__ import annotations
 
@@ -7,24 +7,90 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from sidelane_lab.harness.drawing import (
-    COLOURS,
-    GREY,
-    STYLES,
-    file_name,
-    label_ends,
-    plain_name,
-    save,
-    size_axis,
+from sidelane.program.collective import Kind
+from sidelane_lab.harness.help import HOW
+from sidelane_lab.harness.options import (
+    LAUNCHES,
+    SPAN,
+    WRITTEN,
+    StudyOptions,
+    count,
+    implementations,
+    kinds,
+    loaded,
+    names,
+    option,
+    places,
+    size_span,
+    study_command,
+    word,
 )
-from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.parameters import KINDS
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import IMPLEMENTATIONS, MODEL, FlatRow, Picture
 from sidelane_lab.harness.table import Table, grouped, place_of, verdict
+from sidelane_lab.pairs.workload import TABLE_I
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SETTLE_S = 0.15
+"""Seconds at the beginning of a run that do not count: power follows load with a delay, and readings follow power."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerOptions(StudyOptions):
+    """Measure power and energy of collectives, by the GPUs' counters.
+
+    With --machine: predict them for a machine that need not be here: as the DMA collectives paper ran its variants, and
+    reductions as Sidelane runs them on copy engines; with --gemm next to a GEMM, as `sidelane c3` has it.
+    """
+
+    study = "power"
+    examples = (
+        ("sidelane power --min-bytes 1G", "watts and energy at one size"),
+        ("sidelane power --collective all_reduce --machine mi300x8", "predicted, for eight MI300X"),
+        ("sidelane power --gemm cb1 --machine h200x4", "predicted, next to a GEMM under each strategy"),
+    )
+
+    collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS)
+    gemms: tuple[str, ...] = option(
+        "--gemm",
+        (),
+        f"Next to it, predicted, with --machine: {', '.join(TABLE_I)} (ConCCL paper's Table I), or m,n,k. May be "
+        "repeated.",
+        multiple=True,
+        predicted=True,
+    )
+    sizes: tuple[int, ...] = size_span(gpus=("64M", "1G"))
+    variants: tuple[str, ...] = names(
+        "--variants",
+        ("b2b",),
+        "Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
+    )
+    launch: str = word("--launch", LAUNCHES, "graph", "Call by call, or in a CUDA graph.")
+    places: tuple[str, ...] = places()
+    seconds: float = option("--seconds", 0.7, "Seconds that each implementation runs in a round.", group=HOW)
+    rounds: int = count("--rounds", 2, "Rounds over all implementations.")
+    implementations: tuple[str, ...] = implementations()
+    idle_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.seconds <= 2 * SETTLE_S or self.idle_s < SETTLE_S:
+            raise ValueError(
+                f"PowerOptions: seconds and idle_s (value={self.seconds}, {self.idle_s}, "
+                f"allowed=more than {2 * SETTLE_S}, {SETTLE_S} and more)"
+            )
+
+
+def _predict(machine: str, options: PowerOptions) -> None:
+    loaded("studies.power.predict").main(machine, options)
+
+
+power = study_command("power", PowerOptions, _predict, ("gemms", "collectives", *SPAN, *WRITTEN))
 
 LIBRARY = "library"
 
@@ -57,13 +123,13 @@ class PowerRow(FlatRow):
     variant: str
     in_place: bool
     launch: str
-    time_us: float | None
-    watts: float | None
-    watts_sampled: float | None
-    idle_watts: float | None
-    energy_mj: float | None
-    energy_above_idle_mj: float | None
-    counters_agree_percent: float | None
+    time_us: float | None = None
+    watts: float | None = None
+    watts_sampled: float | None = None
+    idle_watts: float | None = None
+    energy_mj: float | None = None
+    energy_above_idle_mj: float | None = None
+    counters_agree_percent: float | None = None
     correct: bool | None = None
     note: str = ""
 
@@ -120,6 +186,10 @@ def draw_power(
         directory: for the pictures.
         around: of rows that are predicted, the plausible ends of watts and of energy in mJ.
     """
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness.drawing import COLOURS, GREY, STYLES, file_name, label_ends, plain_name, save, size_axis
+
     pictures = []
     for name, alike in grouped([row for row in rows if row.watts and row.energy_mj], power_title):
         lines = grouped(alike, lambda row: (row.implementation, row.variant))

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from sidelane.choice.candidate import DMA
@@ -17,17 +17,16 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import REDUCING
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
-from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.reference import Case, cases_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
-from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Job, Problem, Rounds
 from sidelane_lab.studies.collectives import calls_per_sample
-from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
-from sidelane_lab.studies.power.predict import predicted_rows
-from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
+from sidelane_lab.studies.power.meter import PowerRound, Recorder, figures_of, power_of
+from sidelane_lab.studies.power.predict import predict_row, predicted_rows
+from sidelane_lab.studies.power.rows import PowerOptions, PowerRow, draw_power, power_tables
 from sidelane_lab.studies.power.sensors import power_problem, power_sensor
 
 OWN = ("dma", "sm", "auto")
@@ -49,10 +48,7 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    cases = [Case.on(rank, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    sender.steps = len(cases)
+    cases = cases_of(rank, options, sender, options.collectives)
     roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
@@ -77,12 +73,13 @@ class PowerBench:
         self._roster, self._meter, self._recorder, self._options = roster, roster.meter, recorder, options
         self._seeds = itertools.count(options.seed + 1)
         self._meter.finish("setting up")
-        self._meter.agree(None)
-        begin = time.perf_counter()
-        time.sleep(options.idle_s)
-        draw = recorder.draw(begin + SETTLE_S / 2, time.perf_counter())
-        self._idle = self._point(0.0, draw).watts
-        self.idle_w = float(np.mean(self._idle))
+
+        def rest() -> float:
+            time.sleep(options.idle_s)
+            return 0.0
+
+        self._idle = power_of(self._meter, recorder, rest).watts
+        self.idle_w = statistics.fmean(self._idle)
 
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
@@ -146,11 +143,11 @@ class PowerBench:
             self._meter.finish("filling the input")
             every = given.replays_between(prepared, job.calls) or replays
             again = functools.partial(given.put, prepared)
-        self._meter.agree(None)  # the ranks begin together, to a fraction of a millisecond
-        begin = time.perf_counter()
-        time_us = self._elapsed_us(job, replays, prepared.label, every, again) / (replays * job.calls)
-        end = time.perf_counter()
-        return self._point(time_us, self._recorder.draw(begin + min(SETTLE_S, (end - begin) / 4), end))
+
+        def work() -> float:
+            return self._elapsed_us(job, replays, prepared.label, every, again) / (replays * job.calls)
+
+        return power_of(self._meter, self._recorder, work)
 
     def _elapsed_us(self, job: Job, replays: int, label: str, every: int, again: Callable[[], object]) -> float:
         """Time of all replays, with ``again`` between every so many of them."""
@@ -170,12 +167,6 @@ class PowerBench:
         self._meter.finish(label)
         return float(start.elapsed_time(end)) * 1e3
 
-    def _point(self, time_us: float, draw: MeanPower) -> PowerRound:
-        """Return what all ranks have seen. Collective."""
-        counted = math.nan if draw.counted_w is None else draw.counted_w
-        times, counts, samples = zip(*self._meter.of_all_ranks([time_us, counted, draw.sampled_w]), strict=True)
-        return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
-
     def _row(
         self, case: Case, candidate: Entrant, variant: str, points: Sequence[PowerRound], problem: Problem | None
     ) -> PowerRow:
@@ -186,14 +177,7 @@ class PowerBench:
             variant=variant,
             in_place=candidate.in_place,
             launch=candidate.launch,
-            time_us=None,
-            watts=None,
-            watts_sampled=None,
             idle_watts=self.idle_w,
-            energy_mj=None,
-            energy_above_idle_mj=None,
-            counters_agree_percent=None,
-            correct=None,
             note=problem.text if problem is not None else "nothing was run",
         )
         if problem is not None:
@@ -262,6 +246,7 @@ STUDY = Study(
     plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
     measure=_measure,
     predict=predicted_rows,
+    predict_row=predict_row,
     check=_check,
     progress="power",
 )

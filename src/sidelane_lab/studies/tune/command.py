@@ -12,29 +12,169 @@ import datetime
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+import click
 
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.choice.key import CPU, SOFTWARE, MachineKey, key_here
 from sidelane.choice.store import InForce, in_force, read_profile, user_file
+from sidelane.cli.help import CHOOSE
 from sidelane.cli.output import write_text
 from sidelane.config import BUILTIN
-from sidelane.program.collective import Kind
+from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.program.shape import CallShape
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.cli.tuning import TuneOptions
-from sidelane_lab.harness import provenance
-from sidelane_lab.harness.launch import Rank, choose_target
-from sidelane_lab.harness.parameters import refuse_unwritable, required
-from sidelane_lab.harness.running import Sender, StudyFollower, follow
+from sidelane_lab.harness.files import Written
+from sidelane_lab.harness.help import HOW, OUTPUT, output, what
+from sidelane_lab.harness.options import StudyOptions, command, kinds, option, run, size_list, values_of, word
+from sidelane_lab.harness.parameters import ALL, KINDS, given, refuse_unwritable, required
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.harness.table import Line, Table
-from sidelane_lab.harness.terminal import progress_console, say, tables_console
-from sidelane_lab.studies.collectives import CollectiveRow, measure_case
+from sidelane_lab.pairs.workload import GEMM_DTYPES, parse_gemm
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
+
+if TYPE_CHECKING:
+    from sidelane_lab.baselines.reference import Case
+    from sidelane_lab.harness.launch import Rank
+    from sidelane_lab.harness.running import Sender
+
+OUTPUT_FILE: dict[str, Any] = {
+    "group": OUTPUT,
+    "type": Written(),
+    "metavar": "FILE",
+    "show_default": "where every communicator of this user finds it",
+}
+SECONDS: dict[str, Any] = {
+    "group": HOW,
+    "type": click.FloatRange(min=1),
+    "show_default": "75 on GPUs, 150 on CPUs; 240 and 60 with --study c3",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOptions(CollectiveOptions):
+    """Measure how each collective runs best on this machine, and keep it for `auto`.
+
+    Every candidate, eager and in graphs, in and out of place, 1K to 256M (16M on CPUs); outputs are checked before and
+    after they are timed. Says which choices change.
+    """
+
+    examples = (
+        ("sidelane tune", "measure this machine, and keep the times for every communicator"),
+        ("sidelane tune --quick --collective all_gather", "one collective, roughly"),
+        ("sidelane tune --study c3", "GEMMs and collectives alone, by the compute units that they have"),
+        ("sidelane tune --from-results collectives.json --output mine.json", "from what was measured already"),
+    )
+
+    collectives: tuple[Kind, ...] = kinds(
+        tuple(map(Kind, KINDS)), KINDS, "May be repeated. A profile keeps what it had of the others.", every=ALL
+    )
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
+    quick: bool = option(
+        *("--quick", False, "Wide steps between the sizes, few rounds: half a minute on GPUs."), group=HOW, is_flag=True
+    )
+    budget_s: float | None = option("--seconds", None, "Time for measuring; what is left out is named.", **SECONDS)
+    output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
+    # These are no options of the command: a profile needs them all.
+    sizes: tuple[int, ...] = ()
+    tensors: int = 1
+    variants: tuple[str, ...] = ()
+    launches: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    repeats: int = 7
+    warmup: int = 2
+    profile: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        CollectiveOptions.__post_init__(self)
+        if self.tensors != 1:
+            raise ValueError(f"TuneOptions: tensors (value={self.tensors}, allowed=1: no choice is made by lists)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IsolatedOptions(StudyOptions):
+    """Measure GEMMs and collectives alone, by the compute units that they have."""
+
+    study = "isolated"
+
+    gemms: tuple[str, ...] = option(
+        "--gemm",
+        (),
+        "With --study c3: as in sidelane c3. May be repeated.",
+        convert=lambda texts: tuple(text.replace(",", "x") for text in texts),
+        multiple=True,
+    )
+    sizes: tuple[int, ...] = size_list(
+        "--bytes", "With --study c3. May be repeated.", gpus=("64K", "1M", "16M", "128M", "896M"), cpus=("4K", "1M")
+    )
+    fresh: bool = option(
+        *("--fresh", False, "With --study c3: measure again what the file has."), group=HOW, is_flag=True
+    )
+    budget_s: float | None = option("--seconds", None, "Time for measuring; what is left out is named.", **SECONDS)
+    output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
+    dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "Type of the elements.")
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+    full_size: bool = False
+    warmup: int = 2
+    repeats: int = 5
+    timeout_s: float = 600.0
+    done: frozenset[Any] = frozenset()  # keys of rows that the file has: the study fills them in
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        for text in self.gemms:
+            parse_gemm(text, self.dtype)
+
+
+COLLECTIVES, C3 = "collectives", "c3"
+
+
+def _tune(study: str, from_results: Path | None, **parameters: Any) -> None:
+    if study == C3:
+        if from_results is not None or given("quick"):
+            raise ValueError("--from-results, --quick: not with --study c3")
+        values, chosen = values_of(IsolatedOptions, parameters), parameters["collectives"]
+        if ALL not in chosen:
+            values["collectives"] = tuple(map(Kind, chosen))
+        run(IsolatedOptions(**values))
+        return
+    if any(map(given, ("gemms", "sizes", "fresh", "report"))):
+        raise ValueError("--gemm, --bytes, --fresh, --report: only with --study c3")
+    options = TuneOptions(**values_of(TuneOptions, parameters))
+    if from_results is None:
+        main(options)
+    elif options.output is None:
+        raise ValueError("--from-results needs --output: it says nothing about this machine")
+    else:
+        make_profile(from_results, options.output, options.json)
+
+
+tune = command(
+    "tune",
+    _tune,
+    (TuneOptions, IsolatedOptions),
+    heading=CHOOSE,
+    besides=(
+        what(
+            "--study",
+            type=click.Choice((COLLECTIVES, C3)),
+            default=COLLECTIVES,
+            help="c3: GEMMs and collectives alone, by their compute units; goes on where an earlier run stopped. Has a "
+            "file of its own (<machine>-c3.json).",
+        ),
+        output(
+            "--from-results",
+            type=click.Path(dir_okay=False, exists=True, path_type=Path),
+            metavar="FILE",
+            help="Do not measure: take the times of this file of `sidelane collective --json`; needs --output.",
+        ),
+    ),
+)
+
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
 
@@ -162,6 +302,10 @@ def main(options: TuneOptions) -> Profile | None:
         RankFailedError: a rank failed; the profile is as it was.
         ValueError: options do not fit this machine, or nothing could be measured.
     """
+    from sidelane_lab.harness import provenance, running
+    from sidelane_lab.harness.launch import choose_target
+    from sidelane_lab.harness.terminal import progress_console, say, tables_console
+
     place = choose_target(options.ranks, options.device)
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or (QUICK_S if options.quick else BUDGET_S)[where]
@@ -179,8 +323,8 @@ def main(options: TuneOptions) -> Profile | None:
     key = key_here(place.device_type, place.world_size)
     path = options.output or required("tune", user_file(key), "--output, ")
     refuse_unwritable("tune", path)
-    follower = StudyFollower(CollectiveRow, progress)
-    if not follow(follower, _measure, options, place, "tuning"):
+    follower = running.StudyFollower(CollectiveRow, progress)
+    if not running.follow(follower, _measure, options, place, "tuning"):
         return None
     curves = curves_of(follower.rows, place.world_size)
     if not curves:
@@ -203,7 +347,7 @@ def main(options: TuneOptions) -> Profile | None:
     return profile
 
 
-def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
+def make_profile(file: Path, output: Path, json: Path | None = None) -> Profile:
     """Make a profile from a result file of ``sidelane collective`` instead of measuring: the built-in tables are such.
 
     Args:
@@ -214,6 +358,8 @@ def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
     Raises:
         ValueError: the file is no result file, or has no times of Sidelane's collectives.
     """
+    from sidelane_lab.harness.terminal import progress_console, say
+
     profile = profile_of(read(file))
     write_text(output, profile.to_text())
     if json is not None:
@@ -243,6 +389,11 @@ def passes(largest: int, *, quick: bool) -> list[tuple[int, ...]]:
 
 def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[CollectiveRow]:
     """Make the rows. Collective."""
+    import torch
+
+    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.roster import make_roster
+
     sizes = list(dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes))
     cases = [
         Case.on(rank, kind, nbytes, getattr(torch, options.dtype)) for nbytes in sizes for kind in options.collectives

@@ -14,7 +14,6 @@ from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.cli.tuning import IsolatedOptions
 from sidelane_lab.harness.launch import Rank, choose_target
 from sidelane_lab.harness.parameters import required
 from sidelane_lab.harness.running import Sender, rows_there, run_study
@@ -22,6 +21,7 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
 from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, LIBRARY, Gemm, parse_gemm
+from sidelane_lab.studies.tune.command import IsolatedOptions
 from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
 

@@ -184,7 +184,7 @@ class Bench:
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
         if means == GRID:
-            from sidelane_lab.shaping.launch import ShapedGemm
+            from sidelane_lab.shaping.gemm import ShapedGemm
 
             kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
             return kernel.bind((self._units - units) * max(1, kernel.resident))
