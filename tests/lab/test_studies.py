@@ -22,9 +22,9 @@ from marks import long
 
 from goldens import check_golden
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter

@@ -19,7 +19,7 @@ from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.explain import call as explain
 from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
