@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
-from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.options import (
     MOST_TENSORS,

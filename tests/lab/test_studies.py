@@ -22,9 +22,9 @@ from marks import long
 
 from goldens import check_golden
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
@@ -72,7 +72,7 @@ MEASURED = ("_us", "_ms", "gbps", "_mb", "tflops", "speedup", "ideal", "_percent
 MEASURED += ("max_rel_err", "difference", "loss", "grad_norm")
 """Ends of the names of figures that no two runs have alike."""
 
-LONG = ("lists", "gemms", "chain", "ordinary", "process_group", "fused", "fsdp")
+LONG = ("lists", "gemms", "chain", "layouts", "ordinary", "process_group", "fused", "fsdp")
 WITH_LIBRARY = ("fsdp", "e2e")
 UNCOMPARED = ("compute", "collective", "compute_only", "compute_only_straight", "none")
 READ_BYTES = {"embedding_all_to_all": 4 * 2 * 2 * 8 * 4, "gemv_all_reduce": 20 * 8 * 4}

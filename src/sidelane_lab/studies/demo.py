@@ -32,7 +32,7 @@ from sidelane.program.verify import Verification, verify
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.cli.explain import ExplainOptions
 from sidelane_lab.explain.call import explain
 from sidelane_lab.harness.drawing import (
     BLACK,
