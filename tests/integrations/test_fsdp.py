@@ -12,7 +12,7 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -228,17 +228,31 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
     "pickled": pickle.dumps,
     "state": _restored,
     "unsharded": _unsharded,
-    "compiled autograd, Python's reducer": _by_compiled_autograd,
 }
-"""Ways in which programs keep a model, or compile its backward."""
+"""Ways in which programs keep a model."""
 
 
 @on_ranks(2)
 @on_ranks(gpu=ON_NCCL, timeout_s=150)
 def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
     """As torch has it, while Sidelane is on or after it was. The handle cannot be copied or saved."""
+    _ends_as_without(group, KEEPERS)
+    with fsdp.enable(build(mesh_of(group)), config=CONFIG) as handle:
+        for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
+            with pytest.raises(TypeError, match="allowed=the handle itself"):
+                keep(handle)
+
+
+@on_ranks(long(2))
+@on_ranks(gpu=ON_NCCL, timeout_s=150)
+def test_compiled_autograd_ends_as_without(group: dist.ProcessGroup) -> None:
+    """With Python's reducer."""
+    _ends_as_without(group, {"compiled autograd": _by_compiled_autograd})
+
+
+def _ends_as_without(group: dist.ProcessGroup, keepers: Mapping[str, Callable[[Model], object]]) -> None:
     mesh = mesh_of(group)
-    for name, keep in KEEPERS.items():
+    for name, keep in keepers.items():
         outcomes: list[object] = []
         for how in ("without", "on", "off"):
             model = build(mesh)
@@ -257,10 +271,6 @@ def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(other, outcomes[0], rtol=1e-5, atol=1e-7)
             except (AssertionError, ValueError, TypeError):
                 assert outcomes[1:] == outcomes[:1] * 2, (name, outcomes)
-    with fsdp.enable(build(mesh), config=CONFIG) as handle:
-        for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
-            with pytest.raises(TypeError, match="allowed=the handle itself"):
-                keep(handle)
 
 
 @on_ranks(2)

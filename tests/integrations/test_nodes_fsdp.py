@@ -26,7 +26,7 @@ from sidelane.integrations.nodes import topology
 
 
 @on_ranks(4, layout=(0, 0, 1, 1), names=("mixed precision",))
-@on_ranks(4, layout=(0, 1, 1, 0), names=("resharded",))
+@on_ranks(long(4), layout=(0, 1, 1, 0), names=("resharded",))
 def test_shards_among_nodes(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[str]) -> None:
     """Loss and gradients are those of Gloo, of each set of options."""
     mesh = mesh_of(group)

@@ -21,7 +21,7 @@ from sidelane.program.ir import Program, Wait
 from sidelane.program.verify import Verification, verify
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.cli.explain import ExplainOptions
 from sidelane_lab.explain.call import explain
 from sidelane_lab.harness.launch import Rank, run_ranks
 from sidelane_lab.harness.report import STYLE, inline
