@@ -37,13 +37,11 @@ from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.figure_command import FIGURES, list_table, summary_table
 from sidelane_lab.papers.figures import ClaimPredictions
 from sidelane_lab.papers.results import compare
-from sidelane_lab.studies import machine_list
+from sidelane_lab.studies import demo, machine_list
 from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
 from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
 from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
 from sidelane_lab.studies.collectives import CollectiveOptions, collective_tables, predicted_rows
-from sidelane_lab.studies.demo import show
-from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
@@ -120,12 +118,12 @@ def predicted_among_nodes() -> list[Table]:
 
 
 def of_the_demo() -> list[Table]:
-    data = measured()
-    checked = [show.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
+    data = demo.measured()
+    checked = [demo.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
     return [
-        show.checked_table(checked, 4),
-        show.overlap_table(data, *overlap_percents(data)),
-        show.choice_table(show.choices_of()),
+        demo.checked_table(checked, 4),
+        demo.overlap_table(data, *demo.overlap_percents(data)),
+        demo.choice_table(demo.choices_of()),
     ]
 
 
