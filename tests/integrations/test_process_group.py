@@ -369,9 +369,10 @@ def test_callbacks(group: dist.ProcessGroup) -> None:
             time.sleep(0.01)
 
 
-def strided_elsewhere(members: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_strided_tensors_in_calls_that_gloo_makes(group: dist.ProcessGroup) -> None:
     """Columns of matrices in calls that Gloo makes: the right numbers, and nothing else written (pytorch 192920)."""
-    rank, size, n = members.rank(), members.size(), 5
+    rank, size, n = group.rank(), group.size(), 5
     own = [float(rank + each) for each in range(n)]
     summed = [float(sum(range(each, each + size))) for each in range(n)]
 
@@ -390,33 +391,33 @@ def strided_elsewhere(members: dist.ProcessGroup) -> None:
             if how in ("at once", "waited"):
                 work.wait()
 
-    with sidelane_group(members) as group:
+    with sidelane_group(group) as ours:
         for how in ("at once", "waited", "polled", "future"):
             matrices: list[torch.Tensor] = []
             a = how != "at once"
             total, product, at_root = column(own), column([2.0] * n, torch.float32), column(own)
-            end(dist.all_reduce(total, group=group, async_op=a))
-            end(dist.all_reduce(product, dist.ReduceOp.PRODUCT, group, a))
-            end(dist.reduce(at_root, group_dst=0, group=group, async_op=a))
+            end(dist.all_reduce(total, group=ours, async_op=a))
+            end(dist.all_reduce(product, dist.ReduceOp.PRODUCT, ours, a))
+            end(dist.reduce(at_root, group_dst=0, group=ours, async_op=a))
             assert (total.tolist(), product.tolist()) == (summed, [2.0**size] * n)
             assert rank > 0 or at_root.tolist() == summed
             assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
             if how in ("polled", "future"):  # in Gloo, what follows has neither an end without a wait nor a future
                 continue
             scattered, given = column([0.0] * n), torch.tensor(own * size, dtype=torch.float64).repeat(2, 1).T[:, 0]
-            end(dist.reduce_scatter_tensor(scattered, given, group=group, async_op=a))
+            end(dist.reduce_scatter_tensor(scattered, given, group=ours, async_op=a))
             assert scattered.tolist() == summed
             came = column([0.0] * n)
-            sent = dist.isend(column(own), group_dst=(rank + 1) % size, group=group)
-            end(dist.irecv(came, group_src=(rank - 1) % size, group=group), sent)
+            sent = dist.isend(column(own), group_dst=(rank + 1) % size, group=ours)
+            end(dist.irecv(came, group_src=(rank - 1) % size, group=ours), sent)
             assert came.tolist() == [float((rank - 1) % size + each) for each in range(n)]
             assert all(matrix[:, ::2].eq(-7).all() for matrix in matrices), matrices
         row = torch.arange(12, dtype=torch.float64).view(3, 4)
         mine = row.clone() if rank == 0 else row.T.clone().T  # of one shape, in memory of two orders
-        dist.all_reduce(mine, group=group)
+        dist.all_reduce(mine, group=ours)
         assert torch.equal(mine, row * size)
-        with dist._coalescing_manager(group):
-            dist.all_reduce(total, group=group)
+        with dist._coalescing_manager(ours):
+            dist.all_reduce(total, group=ours)
         assert total.tolist() == [size * each for each in summed]
 
 
