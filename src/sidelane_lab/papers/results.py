@@ -334,7 +334,7 @@ COLLECTIVES = RowJudge(
     limits=(0.07, 0.25),
     further=_winners,
 )
-OCCUPANCY = RowJudge(
+OCCUPANCY: RowJudge[OccupancyRow] = RowJudge(
     study="occupancy",
     name=lambda row: f"{_occupancy_words(row)}/time",
     measured=lambda row: row.time_us,
@@ -351,7 +351,7 @@ POWER = RowJudge(
     what="measured power of a GPU",
     unit="W",
 )
-CHAINS = RowJudge(
+CHAINS: RowJudge[ChainRow] = RowJudge(
     study="chain",
     name=lambda row: f"{_place(row)}/{row.implementation} {row.variant}".strip(),
     measured=lambda row: row.time_us,

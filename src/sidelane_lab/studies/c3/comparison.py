@@ -54,7 +54,9 @@ from sidelane_lab.pairs.workload import (
 )
 from sidelane_lab.studies.c3.rows import C3Row
 
-NO_TIMES = dict.fromkeys(("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal", "percent_of_ideal_nccl"))
+NO_TIMES: Mapping[str, Any] = dict.fromkeys(
+    ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal", "percent_of_ideal_nccl")
+)
 """Columns of a strategy that has no time."""
 
 WORTH = 1.15
@@ -432,8 +434,10 @@ def _timed(
         return Problem(f"not available: {(reasons or [absent])[0]}")
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
+    if timed:
+        return timed
     found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
-    return timed or next(filter(None, found), Problem("no configuration could run"))
+    return next(filter(None, found), Problem("no configuration could run"))
 
 
 def _with_units(picked: C3Row, units: int, time_us: float | None) -> C3Row:
