@@ -138,7 +138,7 @@ def test_the_table_is_printed_though_the_file_cannot_be_written(
         raise OSError("no space is left")
 
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks(row("all_reduce", 4096, False, 1.0)))
-    monkeypatch.setattr(nccl_tests, "write_json", refuse)
+    monkeypatch.setattr(running.result_files, "write", refuse)
     result = call("all_reduce", "-g", "2", "--json", str(tmp_path / "out.json"))
     assert result.exit_code != 0 and "        4096 " in result.stdout
 
@@ -158,7 +158,7 @@ def test_only_reasons_are_an_error_behind_the_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks(empty))
     result = call("all_reduce", "-g", "2", "--json", str(out))
     assert result.exit_code == 1 and "# Out of bounds values : N/A" in result.stdout
-    assert "Error: nccl-tests: nothing was measured (takes no part: 64 ranks)" in result.stderr
+    assert "Error: collectives: nothing was measured (takes no part: 64 ranks)" in result.stderr
     assert len(json.loads(out.read_text())["rows"]) == 1
     out.unlink()
     line = f"collective --ranks 2 --device cpu --collective all_reduce --max-bytes 4K --json {out}"

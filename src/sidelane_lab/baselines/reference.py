@@ -7,14 +7,19 @@ were given, so the reference depends on no collective.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.options import MOST_TENSORS
+
+if TYPE_CHECKING:
+    from sidelane_lab.harness.running import Sender
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
 ROOT = 0
@@ -137,6 +142,34 @@ def rounded_bytes(nbytes: int, world_size: int, tensors: int = 1) -> int:
     """
     step = world_size * GRANULE_BYTES * tensors
     return max(step, -(-nbytes // step) * step)
+
+
+def cases_of(
+    rank: Rank,
+    options: Any,
+    sender: Sender,
+    kinds: Sequence[Kind],
+    dtype: torch.dtype = torch.bfloat16,
+    tensors: int = 1,
+) -> list[Case]:
+    """Make the cases of a study, a step each: every collective at every size that its options ask for.
+
+    Args:
+        rank: of this process.
+        options: of the study, with ``sizes``.
+        sender: says which sizes are rounded.
+        kinds: collectives.
+        dtype: of the elements.
+        tensors: number of tensors that share each size.
+    """
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=tensors)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
+    sender.steps = len(kinds) * len(sizes)
+    return [
+        Case.on(rank, kind, nbytes, dtype, (nbytes // tensors,) * tensors if tensors > 1 else ())
+        for kind in kinds
+        for nbytes in sizes
+    ]
 
 
 def fill_input(case: Case, input: torch.Tensor, seed: int) -> None:

@@ -29,6 +29,9 @@ from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
 from sidelane_lab.harness.terminal import progress_console, tables_console
 
+Show = Callable[[Results, rich.console.Console], None]
+"""Type of what shows results on the console for tables."""
+
 
 class Sender:
     """Rank 0's side of the channel to the user; on other ranks it does nothing.
@@ -139,6 +142,7 @@ def run_study(
     known: Sequence[R] = (),
     grows: Path | None = None,
     further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
+    show: Show = report.show,
 ) -> Results | None:
     """Let every rank measure, and publish the rows that rank 0 sends.
 
@@ -149,6 +153,7 @@ def run_study(
         known: rows that are there already; of what is measured again the new one counts (``Study.key``).
         grows: file that is written anew with every row; None writes none.
         further: puts pictures into the folder of the report that are drawn from no rows.
+        show: shows what was measured.
 
     Returns:
         The results; None on the other ranks under torchrun.
@@ -191,7 +196,8 @@ def run_study(
     if not found.rows:
         raise ValueError(f"{study.name}: nothing that was asked for can run here ({selection_of(options)})")
     rows = study.rows_of(found)
-    publish(found, options, tables, () if further is None or options.report is None else further(rows, options.report))
+    pictures = () if further is None or options.report is None else further(rows, options.report)
+    publish(found, options, tables, pictures, show)
     if progress is not None and options.report is not None:
         progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
@@ -310,15 +316,21 @@ def check_targets(options: StudyOptions) -> None:
 
 
 def publish(
-    results: Results, options: StudyOptions, tables: rich.console.Console | None, further: Sequence[Picture] = ()
+    results: Results,
+    options: StudyOptions,
+    tables: rich.console.Console | None,
+    further: Sequence[Picture] = (),
+    show: Show = report.show,
 ) -> None:
-    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end.
+    """Show the tables, and write what the options ask for; neither is lost because the other fails.
 
     ``further``: pictures that lie in the folder of the report.
     """
-    if options.json is not None:
-        result_files.write(options.json, results)
-    if tables is not None:
-        report.show(results, tables)
+    try:
+        if tables is not None:
+            show(results, tables)
+    finally:
+        if options.json is not None:
+            result_files.write(options.json, results)
     if options.report is not None:
         report.write(options.report, results, further)

@@ -328,26 +328,18 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
     """Make the rows. Collective."""
     import torch
 
-    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.reference import cases_of
     from sidelane_lab.baselines.roster import make_roster
 
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    sender.steps = len(sizes) * len(options.collectives)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
-    tensors, dtype = options.tensors, getattr(torch, options.dtype)
-    cases = [
-        Case.on(rank, kind, nbytes, dtype, (nbytes // tensors,) * tensors if tensors > 1 else ())
-        for kind in options.collectives
-        for nbytes in sizes
-    ]
+    cases = cases_of(rank, options, sender, options.collectives, getattr(torch, options.dtype), options.tensors)
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:
         calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
         spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
-        absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
+        absent = absent_rows(roster, case) if case.nbytes == cases[0].nbytes else []
         yield from itertools.chain(absent, measure_case(roster, case, options, seeds))
     if options.profile and roster.kernels_of is not None:
         for line in _kernels(roster, cases, options, next(seeds)):

@@ -107,7 +107,7 @@ class HostRow(FlatRow):
 
 def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
     """Make the rows. Collective."""
-    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.reference import cases_of
     from sidelane_lab.baselines.roster import make_roster
 
     on_cpu = rank.device.type == "cpu"
@@ -116,10 +116,7 @@ def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostR
     # What blocks anyway has nothing to be compared with.
     wanted = options.implementations or (("dma", "auto") if on_cpu else ())
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    sender.steps = len(sizes)
-    cases = [Case.on(rank, Kind.ALL_GATHER, size) for size in sizes]
+    cases = cases_of(rank, options, sender, (Kind.ALL_GATHER,))
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:

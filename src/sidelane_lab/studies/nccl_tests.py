@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from sidelane.cli.help import MEASURE
-from sidelane.cli.output import STDOUT, plain_errors, write_json
+from sidelane.cli.output import STDOUT, plain_errors
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import parse_bytes
 from sidelane_lab.harness.help import GroupedCommand, how, json_option, what, where
 from sidelane_lab.harness.parameters import NameChoice, names, size, timeout_option
-from sidelane_lab.harness.study import Results, collect
+from sidelane_lab.harness.study import Results
 from sidelane_lab.harness.table import grouped
 from sidelane_lab.studies.collectives import STUDY, CollectiveOptions, CollectiveRow
-
-if TYPE_CHECKING:
-    from sidelane_lab.harness.running import StudyFollower
 
 COLLECTIVES = {
     "all_gather": "all_gather",
@@ -157,13 +154,10 @@ def main(
         ValueError: sizes or names are not allowed, or nothing of them can be measured here.
     """
     from sidelane_lab.harness import running
-    from sidelane_lab.harness.launch import choose_target
-    from sidelane_lab.harness.terminal import progress_console
 
-    sizes = tuple(sizes_of(minbytes, maxbytes, stepfactor, stepbytes))
     options = CollectiveOptions(
         collectives=(Kind(collective),),
-        sizes=sizes,
+        sizes=tuple(sizes_of(minbytes, maxbytes, stepfactor, stepbytes)),
         dtype=dtype,
         launches=("graph" if cudagraph else "eager",),
         repeats=iters,
@@ -174,33 +168,13 @@ def main(
         timeout_s=timeout_s,
         json=json,
     )
-    place = choose_target(options.ranks, options.device)
-    STUDY.check(options, place)
-    follower: StudyFollower[CollectiveRow] = running.StudyFollower(STUDY.row, progress_console())
-    assert STUDY.measure is not None
-    try:
-        with running.interrupted_by_sigterm():
-            is_first = running.follow(follower, STUDY.measure, options, place, STUDY.progress)
-    finally:  # what was measured before a rank failed counts
-        if follower.rows:
-            found = collect(STUDY.name, follower.rows, device_type=place.device_type, ranks=place.world_size)
-            _publish(found, follower.rows, shown_dtype, json)
-    if is_first and not follower.rows:
-        raise ValueError(f"nccl-tests: nothing that was asked for can run here ({running.selection_of(options)})")
-    if any(row.correct is False for row in follower.rows):
-        return 1
-    running.require_measured("nccl-tests", follower.rows)
-    return 0
 
-
-def _publish(found: Results, rows: Sequence[CollectiveRow], dtype: str, json: Path | None) -> None:
-    """Print the table, and write the file; neither is lost because the other could not be written."""
-    try:
+    def show(found: Results, console: object) -> None:
         if json != STDOUT:
-            click.echo("\n".join(lines_of(found, rows, dtype)))
-    finally:
-        if json is not None:
-            write_json(json, found.to_dict())
+            click.echo("\n".join(lines_of(found, STUDY.rows_of(found), shown_dtype)))
+
+    found = running.run_study(STUDY, options, show=show)
+    return int(found is not None and any(row.correct is False for row in STUDY.rows_of(found)))
 
 
 def sizes_of(smallest: int, largest: int, factor: int | None, step: int | None) -> Iterator[int]:

@@ -154,48 +154,37 @@ PAIRS = {"cpu": ("8192x8192x8192_97M",), "cuda": tuple(f"8192x8192x8192_{size}" 
 """Pairs where nobody says."""
 
 
-def plan_of(rank: Rank, options: OrdinaryOptions) -> tuple[list[Case], list[tuple[Workload, Case]]]:
-    """Return all cases that run alone, and all pairs, with the case of each."""
-    from sidelane_lab.baselines.reference import Case, rounded_bytes
-    from sidelane_lab.studies.c3.bench import case_of, scaled_workload
-
-    device_type, alone, pairs = rank.device.type, [], []
-    if ALONE in options.parts:
-        sizes = sorted({rounded_bytes(size, rank.world_size) for size in options.sizes_on(device_type)})
-        alone = [Case.on(rank, kind, size) for kind in options.collectives for size in sizes]
-    if BESIDE in options.parts:
-        pairs = [
-            scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank)
-            for kind in options.collectives
-            if kind in MOVING
-            for text in options.pairs or PAIRS[device_type]
-        ]
-    return alone, [(workload, case_of(rank, workload)) for workload in pairs]
-
-
 def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[OrdinaryRow]:
     """Make the rows. Collective."""
     import torch
 
-    from sidelane_lab.baselines.reference import rounded_bytes
+    from sidelane_lab.baselines.reference import cases_of
     from sidelane_lab.baselines.roster import make_meter
+    from sidelane_lab.studies.c3.bench import case_of, scaled_workload
     from sidelane_lab.studies.memory_ways import make_ways
 
-    if rank.device.type == "cpu":
+    device_type, kinds = rank.device.type, options.collectives
+    if device_type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
-    alone, pairs = plan_of(rank, options)
+    alone = cases_of(rank, options, sender, kinds if ALONE in options.parts else ())
+    pairs = [
+        scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank)
+        for kind in kinds
+        if BESIDE in options.parts and kind in MOVING
+        for text in options.pairs or PAIRS[device_type]
+    ]
     if not alone and not pairs:
         return
     sender.steps = len(alone) + len(pairs)
-    sender.rounded(options.sizes, functools.partial(rounded_bytes, world_size=rank.world_size))
+    beside = [(workload, case_of(rank, workload)) for workload in pairs]
     roster, ways = make_ways(rank, make_meter(rank, options.step_s), options.step_s)
-    roster.reserve_for([*alone, *(case for _, case in pairs)], sender.note)
+    roster.reserve_for([*alone, *(case for _, case in beside)], sender.note)
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     seeds = itertools.count(options.seed + 1)
     for case in alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
         yield from alone_rows(roster.meter, ways, options, case, seeds)
-    for workload, case in pairs:
+    for workload, case in beside:
         sender.step(workload.name)
         yield from beside_rows(roster.meter, ways, options, workload, case, seeds)
     roster.close()

@@ -232,16 +232,13 @@ _kept: list[torch.Tensor] = []
 
 def _measure(rank: Rank, options: PrelaunchOptions, sender: Sender) -> Iterator[PrelaunchRow]:
     """Make the rows. Collective."""
-    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.reference import cases_of
     from sidelane_lab.baselines.roster import make_roster
 
     on_cpu = rank.device.type == "cpu"
     wanted = options.implementations or (("dma",) if on_cpu else ("nccl", "nccl_ce", "symm_mem", "dma"))
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    sender.steps = len(sizes) * len(options.collectives)
-    cases = [Case.on(rank, kind, size) for kind in options.collectives for size in sizes]
+    cases = cases_of(rank, options, sender, options.collectives)
     roster.reserve_for(cases, sender.note)
     triggers = [one for one in options.triggers if not (on_cpu and one == KERNEL)]
     if on_cpu and KERNEL in options.triggers:

@@ -47,6 +47,7 @@ KINDS = {
 """Calls of ``torch.distributed``, each with its collective."""
 
 OPERATIONS = tuple(KINDS)
+OPERATION_OF = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,35 +156,30 @@ def _check(options: GroupOptions, place: LaunchTarget) -> None:
 
 def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[GroupRow]:
     """Make the rows. Collective."""
-    import torch
-
-    from sidelane_lab.baselines.reference import Case, rounded_bytes
+    from sidelane_lab.baselines.reference import cases_of
     from sidelane_lab.baselines.roster import make_meter
     from sidelane_lab.studies.torch_groups import StudyGroups
 
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    operations = [name for name in OPERATIONS if name in options.operations]
-    cases = [(name, Case.on(rank, KINDS[name], nbytes, torch.bfloat16)) for name in operations for nbytes in sizes]
-    sender.steps = len(cases) + options.first
+    cases = cases_of(rank, options, sender, [kind for name, kind in KINDS.items() if name in options.operations])
+    sender.steps += options.first
     meter, groups = make_meter(rank, options.step_s), StudyGroups(rank)
-    groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
+    groups.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     if options.first:
         sender.step("first use")
-        yield from first_uses(rank, meter, groups, [case for _, case in cases], options.seed)
+        yield from first_uses(rank, meter, groups, cases, options.seed)
     seeds = itertools.count(options.seed + 1)
-    for name, case in cases:
-        sender.step(f"{name} of {format_bytes(case.nbytes)}")
-        yield from rows_of(meter, groups, options, name, case, seeds)
+    for case in cases:
+        sender.step(f"{OPERATION_OF[case.kind]} of {format_bytes(case.nbytes)}")
+        yield from rows_of(meter, groups, options, case, seeds)
     meter.finish("process groups")
     groups.close()
 
 
 def rows_of(
-    meter: Meter, groups: StudyGroups, options: GroupOptions, operation: str, case: Case, seeds: Iterator[int]
+    meter: Meter, groups: StudyGroups, options: GroupOptions, case: Case, seeds: Iterator[int]
 ) -> Iterator[GroupRow]:
     """Measure every group, memory and launch of one call. Collective."""
-    on_cpu = case.device.type == "cpu"
+    on_cpu, operation = case.device.type == "cpu", OPERATION_OF[case.kind]
 
     def make(implementation: str, tensors: str, launch: str) -> GroupProgram:
         return GroupProgram(operation, case, groups.way(implementation, pooled=tensors == POOLED), launch)
@@ -327,8 +323,7 @@ def _first_calls(rank: Rank, meter: Meter, groups: StudyGroups, name: str, cases
     def use() -> None:
         made.append(groups.make(name))
         for case, buffers in zip(cases, tensors, strict=True):
-            operation = next(one for one, kind in KINDS.items() if kind is case.kind)
-            plain_call(operation, made[0], buffers)()
+            plain_call(OPERATION_OF[case.kind], made[0], buffers)()
 
     took_us = _slowest(rank, meter, f"first calls of {name}", use)
     held = groups.communicator_of(made[0]).memory() if name == SIDELANE else None

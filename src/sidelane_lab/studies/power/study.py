@@ -17,7 +17,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import REDUCING
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
-from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.reference import Case, cases_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.running import Sender
@@ -48,10 +48,7 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    cases = [Case.on(rank, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    sender.steps = len(cases)
+    cases = cases_of(rank, options, sender, options.collectives)
     roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
