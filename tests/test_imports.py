@@ -21,9 +21,8 @@ PACKAGES = ("sidelane", "sidelane_lab")
 # Rooms by layer, highest first. A module imports from its own room and from lower layers. The laboratory stands on the
 # library, which imports nothing of it.
 LAYERS = (
-    ("sidelane_lab.comparisons",),
-    ("sidelane_lab.traces",),
     ("sidelane_lab.papers",),
+    ("sidelane_lab.traces",),
     ("sidelane_lab.studies",),
     ("sidelane_lab.explain", "sidelane_lab.baselines"),
     ("sidelane_lab.model",),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 
 import sidelane
 from interpreter import Interpreter
@@ -33,9 +33,10 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def summed(group: dist.ProcessGroup, folder: str) -> tuple[str, list[CallMetrics]]:
+@on_ranks(2)
+def test_calls_are_summed_up(group: dist.ProcessGroup, tmp_path: Path) -> None:
     rank, calls = dist.get_rank(group), []
-    metrics.start(f"{folder}/calls-{{rank}}.prom")
+    metrics.start(f"{tmp_path}/calls-{{rank}}.prom")
     leave = metrics.subscribe(calls.append)
     try:
         with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
@@ -62,38 +63,33 @@ def summed(group: dist.ProcessGroup, folder: str) -> tuple[str, list[CallMetrics
         leave()
         metrics.stop()
     assert not metrics.text()
-    return Path(folder, f"calls-{dist.get_rank()}.prom").read_text(), calls
+    found = samples((tmp_path / f"calls-{dist.get_rank()}.prom").read_text())
 
+    def total(name: str, *labels: str) -> float:
+        rows = [value for key, value in found.items() if key.startswith(f"sidelane_{name}{{")]
+        assert rows, name
+        return sum(
+            value
+            for key, value in found.items()
+            if key.startswith(f"sidelane_{name}{{") and all(label in key for label in labels)
+        )
 
-def test_calls_are_summed_up(pool: RankPool, tmp_path: Path) -> None:
-    for rank, (text, calls) in enumerate(pool.run(summed, 2, str(tmp_path))):
-        found = samples(text)
-
-        def total(name: str, *labels: str, found: dict[str, float] = found) -> float:
-            rows = [value for key, value in found.items() if key.startswith(f"sidelane_{name}{{")]
-            assert rows, name
-            return sum(
-                value
-                for key, value in found.items()
-                if key.startswith(f"sidelane_{name}{{") and all(label in key for label in labels)
-            )
-
-        gathers = ('collective="all_gather"', 'dtype="float32"', 'device="cpu"', f'rank="{rank}"')
-        assert total("calls_total", *gathers) == total("timed_calls_total", *gathers) == 3
-        assert total("bytes_total", *gathers) == 3 * 2 * 7 * 4
-        assert 0 < total("host_microseconds_total", *gathers) == total("duration_microseconds_total", *gathers) < 60e6
-        assert total("calls_total", 'collective="all_reduce"', 'dtype="int32"') == 1
-        assert total("calls_total", 'group="communicator ', 'collective="barrier"') == 1
-        assert total("errors_total", 'collective="broadcast"', 'error="ValueError"') == 1
-        assert total("fallbacks_total", 'collective="all_reduce"', 'backend="gloo"') == 1
-        if not rank:
-            assert total("late_peer_waits_total", 'peer="1"') >= 1
-            assert total("late_peer_microseconds_total", 'peer="1"') > 1e5
-        names = [call.collective for call in calls]
-        assert names == [*["all_gather"] * 3, "all_reduce", "barrier", "batch", "broadcast", "all_reduce", "all_reduce"]
-        assert [call.duration_us is None for call in calls] == [*[False] * 6, True, False, True]  # an error; Gloo's
-        assert calls[3].duration_us is not None and calls[3].duration_us > 0
-        assert calls[6].error == "ValueError"
+    gathers = ('collective="all_gather"', 'dtype="float32"', 'device="cpu"', f'rank="{rank}"')
+    assert total("calls_total", *gathers) == total("timed_calls_total", *gathers) == 3
+    assert total("bytes_total", *gathers) == 3 * 2 * 7 * 4
+    assert 0 < total("host_microseconds_total", *gathers) == total("duration_microseconds_total", *gathers) < 60e6
+    assert total("calls_total", 'collective="all_reduce"', 'dtype="int32"') == 1
+    assert total("calls_total", 'group="communicator ', 'collective="barrier"') == 1
+    assert total("errors_total", 'collective="broadcast"', 'error="ValueError"') == 1
+    assert total("fallbacks_total", 'collective="all_reduce"', 'backend="gloo"') == 1
+    if not rank:
+        assert total("late_peer_waits_total", 'peer="1"') >= 1
+        assert total("late_peer_microseconds_total", 'peer="1"') > 1e5
+    names = [call.collective for call in calls]
+    assert names == [*["all_gather"] * 3, "all_reduce", "barrier", "batch", "broadcast", "all_reduce", "all_reduce"]
+    assert [call.duration_us is None for call in calls] == [*[False] * 6, True, False, True]  # an error; Gloo's
+    assert calls[3].duration_us is not None and calls[3].duration_us > 0
+    assert calls[6].error == "ValueError"
 
 
 def test_a_subscriber_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from on_ranks import on_ranks
 from torch.overrides import TorchFunctionMode
 
 import sidelane
@@ -31,8 +31,8 @@ class Refusing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
-    """The ranges of some calls in a trace, with their fields."""
+@on_ranks(2)
+def test_each_call_is_one_range(group: dist.ProcessGroup) -> None:
     with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
         n = comm.world_size
         with torch.profiler.profile(record_shapes=True) as profiler:
@@ -62,24 +62,19 @@ def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
             one.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
             found += [(event["name"], event["args"]) for event in events if "sidelane:" in str(event.get("name"))]
-    return found
-
-
-def test_each_call_is_one_range(pool: RankPool) -> None:
-    for found in pool.run(recorded, 2):
-        names = [name.removeprefix("sidelane:") for name, _ in found]
-        some = ["all_gather", "all_gather", "all_to_all", "all_reduce", "all_gather", "batch", "broadcast", "barrier"]
-        assert names == [*some, "all_reduce", "all_reduce"]
-        keys = ("dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Ranks")
-        fields = [tuple(said[key] for key in keys) for _, said in found[:5]]
-        assert fields == [
-            ("Float", 7, 14, 2, "[0, 1]"),
-            ("Float", 7, 14, 2, "[0, 1]"),
-            ("Float", 6, 6, 2, "[0, 1]"),
-            ("Int", 5, 5, 2, "[0, 1]"),
-            ("Float", 3, 6, 2, "[0, 1]"),
-        ]
-        assert found[0][1]["Input Dims"] == [[2, 7], [7]]
+    names = [name.removeprefix("sidelane:") for name, _ in found]
+    some = ["all_gather", "all_gather", "all_to_all", "all_reduce", "all_gather", "batch", "broadcast", "barrier"]
+    assert names == [*some, "all_reduce", "all_reduce"]
+    keys = ("dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Ranks")
+    fields = [tuple(said[key] for key in keys) for _, said in found[:5]]
+    assert fields == [
+        ("Float", 7, 14, 2, "[0, 1]"),
+        ("Float", 7, 14, 2, "[0, 1]"),
+        ("Float", 6, 6, 2, "[0, 1]"),
+        ("Int", 5, 5, 2, "[0, 1]"),
+        ("Float", 3, 6, 2, "[0, 1]"),
+    ]
+    assert found[0][1]["Input Dims"] == [[2, 7], [7]]
 
 
 class Domain:

@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import (
-    Broadcast,
-    Command,
-    Copy,
-    EngineKind,
-    Flag,
-    Program,
-    Reduce,
-    Signal,
-    Swap,
-    Value,
-    Wait,
-)
+from sidelane.program.ir import Broadcast, Command, Copy, EngineKind, Flag, Program, Reduce, Signal, Swap, Value, Wait
 
 Place = tuple[int, int]
 """Index of a queue, index of a command in it."""

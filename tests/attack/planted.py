@@ -20,19 +20,7 @@ from sidelane.program.collective import (
     broadcast,
     reduce_scatter,
 )
-from sidelane.program.ir import (
-    Comparison,
-    Copy,
-    EngineKind,
-    Flag,
-    Program,
-    Reduce,
-    Signal,
-    SignalOp,
-    Swap,
-    Value,
-    Wait,
-)
+from sidelane.program.ir import Comparison, Copy, EngineKind, Flag, Program, Reduce, Signal, SignalOp, Swap, Value, Wait
 from sidelane.program.transform import freeze
 from sidelane_lab.sim.prelaunch import prelaunch
 

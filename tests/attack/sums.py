@@ -10,15 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from sidelane.program.collective import (
-    ELEMENT_BYTES,
-    SLOT_ALIGNMENT,
-    Buffer,
-    ReduceOp,
-    Reduction,
-    Span,
-    all_reduce,
-)
+from sidelane.program.collective import ELEMENT_BYTES, SLOT_ALIGNMENT, Buffer, ReduceOp, Reduction, Span, all_reduce
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
 SLOTS = 24

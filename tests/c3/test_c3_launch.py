@@ -65,7 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     current = torch.cuda.current_stream
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *d: caller if fake.current == "caller" else current())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch, "_side_stream", side)
+    monkeypatch.setattr(launch, "side_stream", side)
     monkeypatch.setattr(launch, "partitions_of", lambda device: (Parts(fake), ""))
     return fake
 

@@ -10,9 +10,7 @@ from choices import B2B, BCST, CROSSING, ONE_SHOT, PCPY, calls_of_all_kinds, cur
 from sidelane.choice import Abilities, Candidate, candidates, choose
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.profile import parse
-from sidelane.choice.store import (
-    builtin,
-)
+from sidelane.choice.store import builtin
 from sidelane.config import COMPUTE
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation

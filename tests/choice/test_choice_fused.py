@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 from choices import keep
 
-from sidelane.choice.fused import (
-    FUSED,
-    SPLIT,
-    UNFUSED,
-    FusedTime,
-    choose_method,
-)
+from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, choose_method
 from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import builtin_fused, fused_times

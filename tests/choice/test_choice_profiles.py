@@ -19,15 +19,7 @@ from sidelane.choice.candidate import find
 from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
-from sidelane.choice.store import (
-    InForce,
-    builtin,
-    builtin_for,
-    builtin_names,
-    in_force,
-    read_profile,
-    user_file,
-)
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile, user_file
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape

@@ -78,13 +78,13 @@ class FakeDriver:
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
         self.is_copy = False  # this process is a forked one
-        self._graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
+        self.graphs: dict[int, tuple[list[Callable[[], None]], int]] = {}
         self._all_channels: list[_Channel] = []
         self._channels = [self.new_channel() for _ in range(channels)] if channels else None
         self.streams: dict[int, _Channel] = {}
         self.pending: dict[int, int] = {}
         self.events: dict[int, threading.Event] = {}
-        self._reached_ns: dict[int, int] = {}
+        self.reached_ns: dict[int, int] = {}
         self.numbers = iter(range(100, 1_000_000))
         self._lock = threading.Lock()
         self._add_stream(LEGACY)
@@ -189,7 +189,7 @@ class FakeDriver:
             reached = self.events[event] = threading.Event()
 
             def run() -> None:
-                self._reached_ns[event] = time.perf_counter_ns()
+                self.reached_ns[event] = time.perf_counter_ns()
                 reached.set()
 
             self.put("record", stream, run)
@@ -212,11 +212,11 @@ class FakeDriver:
         self.begin_capture()
         self.submit(calls)
         handle = next(self.numbers)
-        self._graphs[handle] = (self.end_capture(), stream)
+        self.graphs[handle] = (self.end_capture(), stream)
         return handle
 
     def destroy_graph(self, graph: int) -> None:
-        del self._graphs[graph]
+        del self.graphs[graph]
 
     def has_normal_priority(self, stream: int) -> bool:
         return stream not in self.urgent
@@ -230,7 +230,7 @@ class FakeDriver:
 
     def bind_graph(self, graph: int, stream: int, *, owner: object = None) -> Bound:
         """The recorded calls run on the stream of their recording, between two events of the launching stream."""
-        calls, inner = self._graphs[graph]
+        calls, inner = self.graphs[graph]
 
         def submit(kept: object = owner) -> None:
             self.submitted.append(("graph", stream))
@@ -275,7 +275,7 @@ class FakeDriver:
         self.device_is_current = before
 
     def elapsed_us(self, first: int, second: int) -> float:
-        return (self._reached_ns[second] - self._reached_ns[first]) / 1e3
+        return (self.reached_ns[second] - self.reached_ns[first]) / 1e3
 
     def relaxed_capture(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

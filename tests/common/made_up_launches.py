@@ -75,7 +75,7 @@ class LaunchingDriver(FakeDriver):
         generation = ctypes.c_uint32.from_address(context[REGIONS + context[RANK]] + 4 * GENERATION)
         generation.value += 1
         self.launches.append(Launch(by, self.names[function], function, words, stream))
-        self._put("launch", stream, lambda: None)
+        self.put("launch", stream, lambda: None)
 
 
 class _BoundLaunch:

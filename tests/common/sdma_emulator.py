@@ -140,7 +140,7 @@ class Engine:
             return False
         head = self._word(0)
         operation, suboperation = head & 0xFF, head >> 8 & 0xFF
-        execute = _HANDLERS.get((operation, suboperation))
+        execute = HANDLERS.get((operation, suboperation))
         if execute is None:
             raise self._wrong(f"unknown operation {operation}/{suboperation}")
         length = execute(self, head)
@@ -163,7 +163,7 @@ class Engine:
         self.flying.append(move)
         return length
 
-    def _copy(self, head: int) -> int:
+    def copy(self, head: int) -> int:
         broadcast = head >> 27 & 1
         length = 9 if broadcast else 7
         self._demand(head & 0xF7FF0000 == 0, "reserved bits of a copy's header")
@@ -174,7 +174,7 @@ class Engine:
         self._demand(len({target % 32 for target in targets}) == 1, "destinations that lie differently in 32 bytes")
         return self._begin(self._copies(source, targets, nbytes), length)
 
-    def _swap(self, head: int) -> int:
+    def swap(self, head: int) -> int:
         self._demand(head >> 16 == 0 and self._word(2) == 0, "parameters of a swap")
         nbytes, a, b = self._count(SWAP_LIMIT), self._long(3), self._long(5)
         self._demand(a % 64 == b % 64 == nbytes % 64 == 0, "a swap that is not aligned to 64 bytes")
@@ -228,7 +228,7 @@ class Engine:
 
     # What waits for every move before it.
 
-    def _fence(self, head: int) -> int:
+    def fence(self, head: int) -> int:
         self._demand(head >> 16 == 0, "reserved bits of a fence")
         address, value = self._long(1), self._word(3)
         self._demand(address % 4 == 0, "a fence that is not aligned to 4 bytes")
@@ -239,7 +239,7 @@ class Engine:
         self.memory.store(address, value)
         return 4
 
-    def _atomic(self, head: int) -> int:
+    def atomic(self, head: int) -> int:
         self._demand(head >> 16 == 47 << 9, "an atomic that does not add to 64 bits")
         address, value = self._long(1), self._long(3)
         self._demand(self._long(5) == 0 and self._word(7) == 0, "operands of an atomic that adds")
@@ -251,7 +251,7 @@ class Engine:
         counter[0] = (int(counter[0]) + value) % (1 << 64)
         return 8
 
-    def _timestamp(self, head: int) -> int:
+    def timestamp(self, head: int) -> int:
         self._demand(head >> 16 == 0, "reserved bits of a timestamp")
         address = self._long(1)
         self._demand(address % 32 == 0, "a timestamp that is not aligned to 32 bytes")
@@ -263,7 +263,7 @@ class Engine:
 
     # What waits for no move.
 
-    def _poll(self, head: int) -> int:
+    def poll(self, head: int) -> int:
         self._demand(head >> 31 == 1, "a poll of a register")
         self._demand(head >> 16 & 0xFFF == 0, "reserved bits of a poll")
         self._demand(self._word(5) >> 16 == 0xFFF, "a poll that gives up")
@@ -279,20 +279,20 @@ class Engine:
         full_fence()
         return 6
 
-    def _nothing(self, head: int) -> int:
+    def nothing(self, head: int) -> int:
         self._demand(head >> 30 == 0, "reserved bits of a nop")
         self._word(head >> 16)
         return 1 + (head >> 16)
 
 
-_HANDLERS: dict[tuple[int, int], Callable[[Engine, int], int]] = {
-    (0, 0): Engine._nothing,
-    (1, 0): Engine._copy,
-    (1, 9): Engine._swap,
-    (5, 0): Engine._fence,
-    (8, 0): Engine._poll,
-    (10, 0): Engine._atomic,
-    (13, 2): Engine._timestamp,
+HANDLERS: dict[tuple[int, int], Callable[[Engine, int], int]] = {
+    (0, 0): Engine.nothing,
+    (1, 0): Engine.copy,
+    (1, 9): Engine.swap,
+    (5, 0): Engine.fence,
+    (8, 0): Engine.poll,
+    (10, 0): Engine.atomic,
+    (13, 2): Engine.timestamp,
 }
 
 

@@ -33,7 +33,7 @@ class Started:
 
 def start(loaded: Any, epoch: int, stream: Any) -> Started:
     """Run a loaded program or kernel on a stream."""
-    executor, handle = loaded._executor, int(stream.cuda_stream)
+    executor, handle = loaded.executor, int(stream.cuda_stream)
     with executor.driver.current():
         captured = executor.driver.is_capturing(handle)
     loaded.run(epoch, (handle, captured))

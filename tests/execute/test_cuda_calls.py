@@ -7,15 +7,7 @@ import dataclasses
 import pytest
 from small_programs import SUM, all_gather, programs
 
-from sidelane.execute.cuda.calls import (
-    LaunchReduce,
-    Memcpy,
-    MemcpyBatch,
-    MemOps,
-    Route,
-    StreamPlan,
-    choose_route,
-)
+from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOps, Route, StreamPlan, choose_route
 from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program import collective as define

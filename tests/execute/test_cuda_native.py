@@ -76,10 +76,17 @@ def test_a_launch_is_described_as_the_driver_reads_it() -> None:
     assert struct.unpack("<7I4xQQI4x", bytes(config)) == (3, 1, 1, 128, 1, 1, 64, 5, 0, 0)
 
 
+def referred(form: str, argument: object) -> tuple[int, ...]:
+    """Return the words that an argument refers to."""
+    address = ctypes.cast(argument, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+
+
 @pytest.mark.usefixtures("library")
 def test_rows_are_described_as_the_driver_reads_them() -> None:
     _, (copy, stream) = bind_rows(1000, 2000, (16, 512), 12, 4, 5)
-    words = struct.unpack("<2QI4x4Q2QI4x4Q2Q", bytes(copy._obj))
+    words = referred("<2QI4x4Q2QI4x4Q2Q", copy)
     source, destination = (0, 0, 2, 0, 2000, 0, 512), (0, 0, 2, 0, 1000, 0, 16)
     assert words == (*source, *destination, 12, 4)
     assert stream.value == 5
@@ -88,7 +95,7 @@ def test_rows_are_described_as_the_driver_reads_them() -> None:
 @pytest.mark.usefixtures("library")
 def test_planes_are_described_as_the_driver_reads_them() -> None:
     _, (copy, stream) = bind_planes(Box(1000, 2000, 12, 4, (16, 512), 3, (64, 5120)), 5)
-    words = struct.unpack("<4QI4x4Q2Q4QI4x4Q2Q3Q", bytes(copy._obj))
+    words = referred("<4QI4x4Q2Q4QI4x4Q2Q3Q", copy)
     source, destination = (*[0] * 4, 2, 0, 2000, 0, 0, 512, 10), (*[0] * 4, 2, 0, 1000, 0, 0, 16, 4)
     assert words == (*source, *destination, 12, 4, 3)
     assert stream.value == 5

@@ -18,9 +18,9 @@ from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.order import _triggers, submission_order
+from sidelane.execute.cuda.order import submission_order
 from sidelane.execute.cuda.trigger import CUDA_CHANNELS, require_free_channel
-from sidelane.program.ir import Flag, Program, has_epochs
+from sidelane.program.ir import Program, has_epochs
 from sidelane.program.pieces import gathering_program, row_slices
 from sidelane.program.transform import arrivals_of, flags_of_callers, freeze, triggers_of, without_callers
 from sidelane.program.verify import verify
@@ -118,7 +118,6 @@ def test_the_order_of_submission_is_that_of_an_execution() -> None:
     for rank, order in enumerate(submission_order(program, lambda queue: True)):
         (queue,) = program.queues_of(rank)
         assert order == tuple((0, position) for position in range(len(queue.commands)))
-    assert _triggers(program) == {Flag(rank, number): 1 for rank in range(2) for number in range(3)}
 
 
 def test_a_trigger_that_nobody_fires_is_named() -> None:

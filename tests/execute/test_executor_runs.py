@@ -14,19 +14,7 @@ from worlds import POISON, LocalWorld, wrong_bytes
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, ProgramError
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Span, all_gather, all_to_all, broadcast
-from sidelane.program.ir import (
-    EPOCH,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    Value,
-    Wait,
-)
+from sidelane.program.ir import EPOCH, Comparison, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
 from sidelane.program.verify import verify
 
 DMA, LOCAL = Engine(EngineKind.DMA), Engine(EngineKind.LOCAL)

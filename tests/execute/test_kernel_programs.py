@@ -174,7 +174,7 @@ class KernelDriver(FakeDriver):
 
         def submit() -> None:
             self.launched.append((function, blocks))
-            self._put("kernel", stream, lambda: self.kernel(tuple(arguments)))
+            self.put("kernel", stream, lambda: self.kernel(tuple(arguments)))
 
         return submit, ()
 
@@ -241,7 +241,7 @@ def test_a_call_that_repeats_is_launched_as_a_graph(rank: Rank) -> None:
     loaded.run(1, place)
     rank.driver.synchronize()
     found = loaded.repetition(place)
-    assert len(rank.driver._graphs) == 1
+    assert len(rank.driver.graphs) == 1
     rank.driver.submitted.clear()
     for function, arguments, _ in found.steps:
         function(*arguments)
@@ -270,17 +270,17 @@ def test_a_refused_launch_raises_when_the_kernel_before_has_ended(rank: Rank) ->
 @needs_triton
 def test_a_graph_goes_with_what_launches_it(rank: Rank) -> None:
     found = rank.load(define.all_gather([KB] * 3)).repetition((rank.stream.cuda_stream, False))
-    assert len(rank.driver._graphs) == 1
+    assert len(rank.driver.graphs) == 1
     del found
     gc.collect()
-    assert rank.driver._graphs == {}
+    assert rank.driver.graphs == {}
 
 
 @needs_triton
 def test_a_call_from_an_urgent_stream_is_launched_as_it_is(rank: Rank) -> None:
     urgent = rank.driver.create_stream(urgent=True)
     found = rank.load(define.all_gather([KB] * 3)).repetition((urgent, False))
-    assert rank.driver._graphs == {}, "its node would have the priority of another stream"
+    assert rank.driver.graphs == {}, "its node would have the priority of another stream"
     ((function, arguments, _),) = found.steps
     function(*arguments)
     rank.driver.synchronize()

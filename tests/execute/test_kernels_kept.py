@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -20,9 +21,11 @@ from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
 from sidelane.execute.cuda.kernel_launch import KernelBinary, KernelTarget, compiled
-from sidelane.kernels import broadcast, direct, ll
+from sidelane.kernels import direct, ll
 
 CONSTANTS = {"N": 2, "CELLS": 512}
+LL, LL_BROADCAST = ll.KERNELS
+IMAGE = b"\x7fELF\n" + bytes(range(256)) * 400
 
 
 @pytest.fixture(autouse=True)
@@ -39,19 +42,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def compile_for(target: Any, function: Any, constants: Any, warps: int, stages: int | None) -> SimpleNamespace:
         found.append(f"{function.__name__} {sorted(constants.items())} {target.arch} {warps} {stages}")
         metadata = SimpleNamespace(name=function.__name__, num_warps=warps, shared=len(found))
-        return SimpleNamespace(asm={"cubin": b"\x7fELF\n" + bytes(range(256))}, metadata=metadata)
+        return SimpleNamespace(asm={"cubin": IMAGE}, metadata=metadata)
 
     monkeypatch.setattr(kernel_launch, "compile_for", compile_for)
     backends = SimpleNamespace(GPUTarget=lambda kind, arch, warp: SimpleNamespace(arch=arch))
     monkeypatch.setitem(sys.modules, "triton.backends.compiler", backends)
-    monkeypatch.setattr(kernel_launch, "_compiler", lambda: "3.6")
+    monkeypatch.setattr(kernel_launch, "compiler_digest", lambda: "3.6")
     return found
 
 
 def get(**changed: Any) -> KernelBinary:
     given = {
         "target": KernelTarget("cuda", 90, 32),
-        "function": ll._ll,
+        "function": LL,
         "constants": CONSTANTS,
         "warps": 8,
         "stages": None,
@@ -61,7 +64,7 @@ def get(**changed: Any) -> KernelBinary:
 
 def test_a_kernel_is_compiled_once(made: list[str], cache: Path) -> None:
     first = get()
-    assert get() == first and first.image == b"\x7fELF\n" + bytes(range(256))
+    assert get() == first and first.image == IMAGE
     assert len(made) == 1
     (file,) = cache.iterdir()
     assert file.name.startswith("ll-") and file.suffix == ".cubin"
@@ -74,7 +77,7 @@ def test_what_changes_the_binary_changes_its_file(
     others: list[dict[str, Any]] = [
         {"target": KernelTarget("cuda", 100, 32)},
         {"target": KernelTarget("hip", "gfx942", 64)},
-        {"function": ll._ll_broadcast},
+        {"function": LL_BROADCAST},
         {"constants": {**CONSTANTS, "N": 4}},
         {"warps": 4},
         {"stages": 3},
@@ -82,7 +85,7 @@ def test_what_changes_the_binary_changes_its_file(
     for changed in others:
         get(**changed)
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_launch, "_compiler", lambda: "3.7")
+        patch.setattr(kernel_launch, "compiler_digest", lambda: "3.7")
         get()
     with monkeypatch.context() as patch:
         patch.setenv("DISABLE_PTXAS_OPT", "1")
@@ -94,22 +97,23 @@ def test_what_changes_the_binary_changes_its_file(
         patch.setattr(flags, "POLLS", Constant(7))
         get()
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_launch, "_text_of", lambda path: "another source" if path == flags.__file__ else "")
+        patch.setattr(kernel_launch, "file_digest", lambda path: "another source" if path == flags.__file__ else "")
         get()
     assert len(made) == 1 + len(others) + 4 == len(list(cache.iterdir()))
     get()
     assert len(made) == 1 + len(others) + 4
 
 
-def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
-    own = kernel_launch._source_of(ll._ll)
-    assert kernel_launch._text_of(flags.__file__) in own
-    assert any(line.startswith("LL_SLOT_BYTES=") for line in own)
-    assert kernel_launch._source_of(broadcast._broadcast_relay) != own
-    reduces = kernel_launch._source_of(direct._direct_reduce)
-    assert kernel_launch._text_of(language.__file__) in reduces, "what it asks while it is compiled"
-    direct._direct_reduce.made()
-    assert kernel_launch._source_of(direct._direct_reduce) == reduces
+def test_a_kernels_source_is_that_of_all_that_it_calls(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, reduces, _), digest = direct.KERNELS, kernel_launch.file_digest
+    get(function=reduces)
+    with monkeypatch.context() as patch:  # what it asks while it is compiled
+        patch.setattr(kernel_launch, "file_digest", lambda path: digest(path) + "!" * (path == language.__file__))
+        get(function=reduces)
+    assert len(made) == 2
+    reduces.made()
+    get(function=reduces)
+    assert len(made) == 2, "Triton's kernel is made of the same source"
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head", "link", "pipe"])
@@ -158,33 +162,38 @@ def test_a_folder_that_cannot_be_written_is_no_error(made: list[str], monkeypatc
 
 
 def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> None:
-    place = kernel_launch._file_of(90, ll._ll, CONSTANTS, 8, None)
-    assert place is not None
-    binaries = [KernelBinary(f"kernel {number}", 8, number, bytes([number]) * 100_000) for number in range(8)]
+    get()
+    (place,) = cache.iterdir()
     torn: list[bytes] = []
     done = threading.Event()
 
     def read() -> None:
         while not done.is_set():
-            if place.exists() and kernel_launch._read_cached(place) not in binaries:
-                torn.append(place.read_bytes()[:100])
+            with contextlib.suppress(FileNotFoundError):
+                if KernelBinary.of_bytes(stored := place.read_bytes()) is None:
+                    torn.append(stored[:100])
+
+    def write() -> None:
+        for _ in range(4):
+            place.unlink(missing_ok=True)
+            get()
 
     reader = threading.Thread(target=read)
     reader.start()
-    writers = [threading.Thread(target=kernel_launch._write_cached, args=(place, one)) for one in binaries * 4]
+    writers = [threading.Thread(target=write) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(20)
     done.set()
     reader.join(20)
-    assert not torn
+    assert not torn and len(made) > 8
     assert [place] == list(cache.iterdir())
 
 
 def test_without_triton_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(kernel_launch, "_compiler", kernel_launch._compiler.__wrapped__)
+    monkeypatch.setattr(kernel_launch, "compiler_digest", kernel_launch.compiler_digest.__wrapped__)
     for name in [name for name in sys.modules if name.startswith("triton.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UnavailableError, match="kernels need Triton"):

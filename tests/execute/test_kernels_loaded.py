@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,10 +75,16 @@ def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: 
     assert len(found) == 2 and found[0] is found[1] is kernels.load("pull", {}, 4)
 
 
+class Constants(dict[str, int]):
+    """A dictionary that weak references may refer to."""
+
+
 def test_many_constants_are_known_by_what_they_are(loaded: list[str]) -> None:
-    kernels = kernels_of(1, Loader(loaded))
+    kernels, most, kept = kernels_of(1, Loader(loaded)), kernel_launch.MOST_CONSTANTS, []
     for _ in range(2):
-        for block in range(kernel_launch._MOST_CONSTANTS + 10):
-            kernels.load("push", {"BLOCK": block}, 4)
-    assert len(loaded) == kernel_launch._MOST_CONSTANTS + 10
-    assert len(kernels._by_identity) == kernel_launch._MOST_CONSTANTS
+        for block in range(most + 10):
+            kernels.load("push", constants := Constants(BLOCK=block), 4)
+            kept.append(weakref.ref(constants))
+            del constants
+    assert len(loaded) == most + 10
+    assert sum(each() is not None for each in kept) == most

@@ -97,9 +97,9 @@ def test_parameters_are_gathered_into_their_own_memory(group: dist.ProcessGroup)
             model = make()
             if name == "extension":
                 extend(model.frozen.bias)
-            asked, call = name != "not asked for", "no such call" if name == "torch 2.11" else storage._EXCHANGE
+            asked, call = name != "not asked for", "no such call" if name == "torch 2.11" else storage.EXCHANGE
             with (
-                mock.patch.object(storage, "_EXCHANGE", call),
+                mock.patch.object(storage, "EXCHANGE", call),
                 fsdp.enable(model, config=CONFIG, zero_copy=asked) if on else contextlib.nullcontext(),
                 CopiesOut() as copies,
             ):

@@ -25,7 +25,7 @@ def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(torch, "mm", wrong)
-    gemm = projections(("llama-70b/8",), "float32")[5].gemm.scaled(16)
+    gemm = projections(("llama-70b/8",))[5].gemm.for_cpu()
     layers = LinearLayers(gemm, torch.device("cpu"), 0)
     layers.run()
     assert layers.error(0) == "the result differs from that in float64"

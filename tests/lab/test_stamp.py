@@ -172,7 +172,7 @@ def test_the_executor_times_the_phases_and_moves_the_bytes(variant: str, capture
             loaded.start()
         for rank in range(2):
             begun = loaded.ranks[rank]._stamps[slots_of(program, rank)[0]]
-            while begun not in world.drivers[rank]._reached_ns:
+            while begun not in world.drivers[rank].reached_ns:
                 time.sleep(1e-4)
         time.sleep(0.01)
         late.set()

@@ -19,9 +19,6 @@ from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.collectives import FusedOptions
-from sidelane_lab.comparisons.catalogue import COMPARISONS
-from sidelane_lab.comparisons.command import list_table, summary_table
-from sidelane_lab.comparisons.figure import ClaimPredictions
 from sidelane_lab.explain import call as explain
 from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
@@ -34,8 +31,10 @@ from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import overlap, predictions
+from sidelane_lab.papers import dlrm, overlap, predictions
 from sidelane_lab.papers.command import Survival, sensitivity_table
+from sidelane_lab.papers.figure_command import FIGURES, list_table, summary_table
+from sidelane_lab.papers.figures import ClaimPredictions
 from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
@@ -51,7 +50,6 @@ from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary import OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
-from sidelane_lab.traces import dlrm_study as dlrm
 from sidelane_lab.traces import replay as replaying
 from sidelane_lab.traces.command import replay_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
@@ -141,9 +139,9 @@ def of_claims() -> list[Table]:
 
 
 def of_figures() -> list[Table]:
-    values = [COMPARISONS[number].evaluate([RESULTS]) for number in ("000/8", "000/T1", "003/13", "004/2")]
+    values = [FIGURES[number].evaluate([RESULTS]) for number in ("000/8", "000/T1", "003/13", "004/2")]
     predictions = ClaimPredictions()
-    tables = [table for one in values for table in one.tables(predictions.of(one.comparison.claims))]
+    tables = [table for one in values for table in one.tables(predictions.of(one.figure.claims))]
     return [*tables, list_table(), summary_table(values)]
 
 

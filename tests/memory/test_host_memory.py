@@ -230,11 +230,11 @@ def an_unsealed_memfd(folder: Path, nbytes: int) -> int:
 
 
 def a_small_memfd(folder: Path, nbytes: int) -> int:
-    return a_memfd(nbytes // 2, host_shared._SEALS)
+    return a_memfd(nbytes // 2, host_shared.SEALS)
 
 
 def a_memfd_of_another_library(folder: Path, nbytes: int) -> int:
-    return a_memfd(nbytes, host_shared._SEALS, "sidelanes")
+    return a_memfd(nbytes, host_shared.SEALS, "sidelanes")
 
 
 @on_ranks(2)

@@ -38,9 +38,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(torch.cuda, "device", entered)
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: done.append(f"stream of {index}") or stream)
-    made_apart._stream_of.cache_clear()
+    made_apart.stream_of.cache_clear()
     yield done
-    made_apart._stream_of.cache_clear()
+    made_apart.stream_of.cache_clear()
 
 
 def test_another_thread_makes_it_on_a_stream_of_its_own(streams: list[Any]) -> None:
@@ -82,5 +82,5 @@ def test_counts_of_the_host_are_kept_out_of_reach_of_a_pool(monkeypatch: pytest.
     monkeypatch.setattr(operands, "persistent", lambda device, make: made.append(make()) or made[-1])
     comm: Any = SimpleNamespace(cache={}, device=torch.device("cpu"))
     for _ in range(2):
-        found = operands._from_host("a test", comm, [[1, 2], [3, 4]])
+        found = operands.from_host("a test", comm, [[1, 2], [3, 4]])
         assert len(made) == 1 and found.copy is made[0] and found.sent == [3, 7]

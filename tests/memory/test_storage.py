@@ -12,7 +12,7 @@ from sidelane.memory.storage import exchange_memory, exchange_objection, storage
 @pytest.fixture(params=["torch's call", "words"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "words":
-        monkeypatch.setattr(storage, "_EXCHANGE", "no such call")
+        monkeypatch.setattr(storage, "EXCHANGE", "no such call")
     exchange_objection.cache_clear()
 
 
@@ -40,8 +40,8 @@ def test_views_see_the_other_memory() -> None:
 
 
 def test_another_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_EXCHANGE", "no such call")
-    monkeypatch.setattr(storage, "_SIZE", 3)
+    monkeypatch.setattr(storage, "EXCHANGE", "no such call")
+    monkeypatch.setattr(storage, "SIZE", 3)
     exchange_objection.cache_clear()
     assert "cannot exchange" in (exchange_objection() or "")
     exchange_objection.cache_clear()

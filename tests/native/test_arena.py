@@ -210,8 +210,8 @@ def region(start: int = START) -> Any:
 def test_a_pool_places_what_is_allocated_inside(cuda: FakeCuda) -> None:
     gone: list[str] = []
     placer = DevicePlacer("pool 1", region(), lambda: gone.append("gone"), 1.0)
-    pool = placer._pool
     with placer.active():
+        pool = cuda.active[-1]
         first = cuda.allocate(2 * MIB)
     with placer.active():
         second = cuda.allocate(20 * MIB)

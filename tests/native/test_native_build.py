@@ -22,7 +22,8 @@ from sidelane.native.build import Replays
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(build, "_FLAGS", ("-O0", *build._FLAGS[1:]))  # half the time; nobody runs what is made here
+    # Half the time; nobody runs what is made here.
+    monkeypatch.setattr(build, "COMPILER_FLAGS", ("-O0", *build.COMPILER_FLAGS[1:]))
     return tmp_path / "cache" / "sidelane"
 
 
@@ -116,7 +117,7 @@ AGAIN = """
 import sys
 from pathlib import Path
 from sidelane.native import build
-build._FLAGS = ("-O0", *build._FLAGS[1:])
+build.COMPILER_FLAGS = ("-O0", *build.COMPILER_FLAGS[1:])
 file, whole = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
 for length in map(int, sys.argv[2:]):
     file.unlink()  # this process has it loaded

@@ -25,13 +25,13 @@ RESULTS = Path(__file__).parents[2] / "results"
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tables were looked at, each time that any were."""
     found: list[int] = []
-    check = embedding_tables._check_tables
+    check = embedding_tables.check_tables
 
     def counting(comm: object, tables: list[torch.Tensor]) -> None:
         found.append(len(tables))
         check(comm, tables)
 
-    monkeypatch.setattr(embedding_tables, "_check_tables", counting)
+    monkeypatch.setattr(embedding_tables, "check_tables", counting)
     return found
 
 

@@ -19,10 +19,10 @@ from fused_ops import check_close, communicator, fused, noting
 from on_ranks import on_ranks
 from torch.nn import functional
 
-from sidelane import Communicator, ops
+from sidelane import Communicator, Config, UnavailableError, ops
 from sidelane.choice.fused import FusedTime
 from sidelane.choice.key import key_here
-from sidelane.ops import dispatch_gemm, gemm, gemv, pipelined_gemm, rms_norm
+from sidelane.ops import dispatch_gemm, gemm, gemv, operator, pipelined_gemm, rms_norm
 from sidelane.ops.gemm import TileSizes
 from sidelane.ops.gemv import Tiling
 from sidelane.ops.pipelined_gemm import GATHER, SCATTER, RoutedParts
@@ -304,3 +304,17 @@ def others_of(comm: Communicator) -> list[Callable[[], torch.Tensor]]:
         lambda: ops.embedding_all_to_all_backward(comm, grad, tables, *bags)[0][0],
         lambda: ops.all_to_all_gemm(comm, x, square, counts, most_rows=20 * n, tiles=tiles),
     ]
+
+
+@on_ranks(3)
+def test_all_ranks_have_what_rank_0_has_measured(group: dist.ProcessGroup) -> None:
+    """Rank 0 alone reads them, once."""
+    read = iter(({"é" * 1000: ()},) if dist.get_rank(group) == 0 else ())
+    with Communicator(group, config=Config(timeout_s=30)) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "fused_times", lambda *given: next(read))
+        with pytest.MonkeyPatch.context() as captured:
+            captured.setattr(operator, "is_captured", lambda comm: True)
+            with pytest.raises(UnavailableError, match="auto in a capture needs an eager call"):
+                operator.tables_of(comm)
+        for _ in range(2):
+            assert operator.tables_of(comm) == {"é" * 1000: ()}

@@ -54,9 +54,9 @@ def ordered(comm: Communicator, asked: str, captured: bool) -> str:
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
     handle = EmbeddingAllToAll(comm, [table], n, "sum")
-    launch = handle._kernel.launch
+    launch = handle.kernel.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        patch.setattr(handle.kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
         patch.setattr(operator, "is_captured", lambda _: captured)
         found = handle.run(asked, None, indices, offsets, None)
     pooled = [table[torch.arange(size * n) % 5].double().view(n, size, 4).sum(1) for size in sizes]

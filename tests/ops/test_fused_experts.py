@@ -388,7 +388,7 @@ def test_counts_of_the_host_in_captures(group: dist.ProcessGroup) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(operands, "MOST_CACHED", 16)
                 for rows in range(18):  # which only the device copy makes room for
-                    operands._from_host("a test", comm, [[rows, 0] + [0] * (n - 2)] * n)
+                    operands.from_host("a test", comm, [[rows, 0] + [0] * (n - 2)] * n)
             check_close(run(second, captured=True), expected[1].double(), "kept")
             with pytest.raises(UnavailableError, match="value=new ones"):
                 operands_in_a_capture(comm, [[0, 0] + [0] * (n - 2)] * n)
@@ -422,7 +422,7 @@ def operands_in_a_capture(comm: Communicator, counts: Any) -> None:
     """Counts that were there, and had to go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operands, "is_captured", lambda _: True)
-        operands._from_host("a test", comm, counts)
+        operands.from_host("a test", comm, counts)
 
 
 @on_ranks(2, interpreted=True)

@@ -183,7 +183,7 @@ def test_a_tiling_that_does_not_compile_is_named(group: dist.ProcessGroup) -> No
             (RuntimeError("a launch of a kernel, which was closed"), RuntimeError, "^a launch"),
         ):
             with (
-                mock.patch.object(handle._kernel, "launch", side_effect=error),
+                mock.patch.object(handle.kernel, "launch", side_effect=error),
                 pytest.raises(kind, match=words) as found,
             ):
                 handle.run(None, torch.ones(20, 8), torch.ones(8), None, None)

@@ -185,7 +185,7 @@ def test_a_program_that_waits_for_another_one_blames_nobody(group: dist.ProcessG
     with teams_of_programs(2):
         handle = AllReduceRmsNorm(comm, 1, 256, torch.float32, schedule="cells")
         if comm.rank == 0:
-            cells = handle._came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
+            cells = handle.came[: 4 * 256].view(2, 2, 256)  # of even and odd generations, and of each sender
             cells[1, 1, :128] = 1 << 32
             with pytest.raises(PeerTimeoutError) as error:
                 handle.run(None, torch.ones(1, 256), None, torch.ones(256), None, None, None, None, 1e-6)

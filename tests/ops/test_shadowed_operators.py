@@ -222,14 +222,14 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
     for tokens, tiling in ((1, Tiling(2, 16, 1, 1)), (3, Tiling(16, 16, 1, 1))):
         handle = GemvAllReduce(comm, rows, tokens, torch.float32, tiling=tiling)
         x, out = torch.ones(tokens, 16), torch.empty(tokens, rows)
-        sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
-        assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
+        sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle.padded}
+        assert handle.programs > 1 and (tokens == 1 or handle.rows_each * handle.padded > LANES)
         yield Launched(
             functools.partial(handle.run, None, weight, x, None, out),
-            handle._kernel,
+            handle.kernel,
             {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
-            fused_gemv.cells(n, rows, handle._rows_each, **sizes),
-            placed(comm, "cells", handle._cells),
+            fused_gemv.cells(n, rows, handle.rows_each, **sizes),
+            placed(comm, "cells", handle.cells),
         )
 
 
@@ -249,13 +249,13 @@ def rms_norm_of_teams(comm: Communicator) -> Iterator[Launched]:
 def norm_in_cells(comm: Communicator, rows: int, words: int) -> Launched:
     handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="cells")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
-    sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle._options["PARTS"]}
+    sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle.options["PARTS"]}
     return Launched(
         lambda: handle.run(None, x, None, weight, None, out, None, None, 1e-6),
-        handle._kernel,
+        handle.kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
-        fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False, **sizes),
-        placed(comm, "cells", handle._came),
+        fused_rms_norm.cells(comm.world_size, handle.programs, rows, words, counts=False, **sizes),
+        placed(comm, "cells", handle.came),
         fused_rms_norm.loaded_flags(comm.world_size, rows, words, SLICE_BYTES // 4),
     )
 
@@ -267,12 +267,12 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
     yield Launched(
         lambda: handle.run(None, x, None, weight, None, out, None, None, 1e-6),
-        handle._kernel,
+        handle.kernel,
         {
             (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),
-            **placed(comm, str(Buffer.STAGING), handle._came),
+            **placed(comm, str(Buffer.STAGING), handle.came),
         },
-        fused_rms_norm.pushed(comm.world_size, handle._programs, rows, 4 * words),
+        fused_rms_norm.pushed(comm.world_size, handle.programs, rows, 4 * words),
     )
 
 
@@ -285,13 +285,13 @@ def embedding(comm: Communicator) -> Iterator[Launched]:
     handle = EmbeddingAllToAll(comm, tables, batch, "sum")
     for order in ("remote_first", "oblivious"):
         shadow = fused_embedding.embedding_all_to_all(
-            counts, handle._programs, batch, 4 * dim, remote_first=order == "remote_first"
+            counts, handle.programs, batch, 4 * dim, remote_first=order == "remote_first"
         )
         yield Launched(
             lambda order=order: handle.run(order, None, indices, offsets, None),  # type: ignore[misc]
-            handle._kernel,
-            placed(comm, "output", handle._output, 4 * sum(counts) * 4 * dim),
-            [without_counters(shadow, handle._kernel.flags * n)],
+            handle.kernel,
+            placed(comm, "output", handle.output, 4 * sum(counts) * 4 * dim),
+            [without_counters(shadow, handle.kernel.flags * n)],
         )
 
 
@@ -304,9 +304,9 @@ def embedding_backward(comm: Communicator) -> Iterator[Launched]:
     grad = torch.ones(handle.tables.output_shape)
     yield Launched(
         lambda: handle.run(grad, indices, offsets, None, "sum", sparse=False),
-        handle._kernel,
-        placed(comm, str(Buffer.STAGING), handle._arrived),
-        [fused_embedding.backward(counts, handle._programs, batch, 4 * dim)],
+        handle.kernel,
+        placed(comm, str(Buffer.STAGING), handle.arrived),
+        [fused_embedding.backward(counts, handle.programs, batch, 4 * dim)],
     )
 
 
@@ -317,12 +317,12 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
     most = max(sum(row) for row in zip(*counts, strict=True))
     handle = GemmAllToAll(comm, most, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1, group=2))
     x, weight = torch.ones(sum(counts[comm.rank]), 8), torch.ones(columns, 8)
-    shadow = fused_gemm.gemm_all_to_all(counts, handle._programs, 16, 3, 64, group=2)
+    shadow = fused_gemm.gemm_all_to_all(counts, handle.programs, 16, 3, 64, group=2)
     yield Launched(
         lambda: handle.run(x, weight, torch.tensor(counts)),
-        handle._kernel,
-        placed(comm, "output", handle._output),
-        [without_counters(shadow, handle._kernel.flags * n)],
+        handle.kernel,
+        placed(comm, "output", handle.output),
+        [without_counters(shadow, handle.kernel.flags * n)],
     )
 
 
@@ -333,9 +333,9 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     most = max(sum(row) for row in zip(*counts, strict=True))
     handle = AllToAllGemm(comm, most, depth, columns, torch.float32, tiles=tiles)
     x, weight = torch.ones(sum(counts[comm.rank]), depth), torch.ones(columns, depth)
-    shadow = fused_dispatch_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2, by_one=True)
-    places = placed(comm, "gathered", handle._gathered)
-    yield Launched(lambda: handle.run(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
+    shadow = fused_dispatch_gemm.all_to_all_gemm(counts, handle.programs, 16, 3, 4 * depth, group=2, by_one=True)
+    places = placed(comm, "gathered", handle.gathered)
+    yield Launched(lambda: handle.run(x, weight, torch.tensor(counts)), handle.kernel, places, [shadow])
 
 
 def without_counters(program: Program, flags: int) -> Program:

@@ -27,7 +27,7 @@ SUM = Reduction(ReduceOp.SUM, "bfloat16")
 
 def _example() -> Callable[[Collective, Transport], Program]:
     """Take the ring of ``examples/own_algorithm.py``, which registers itself, without leaving it registered."""
-    with mock.patch.dict(registry._registered):
+    with mock.patch.dict(registry.registered):
         builder: Callable[[Collective, Transport], Program] = runpy.run_path(str(EXAMPLE))["ring"]
     return builder
 

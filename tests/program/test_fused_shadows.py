@@ -9,13 +9,7 @@ from collections.abc import Callable
 import pytest
 from contracts import map_spans
 from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
-from shadows import (
-    fused_dispatch_gemm,
-    fused_embedding,
-    fused_gemm,
-    fused_gemv,
-    fused_rms_norm,
-)
+from shadows import fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span

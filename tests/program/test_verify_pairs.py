@@ -18,15 +18,7 @@ from sidelane.errors import ProgramError
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relay import relay
-from sidelane.program.collective import (
-    REDUCING,
-    Kind,
-    ReduceOp,
-    Reduction,
-    all_reduce,
-    broadcast,
-    reduce_scatter,
-)
+from sidelane.program.collective import REDUCING, Kind, ReduceOp, Reduction, all_reduce, broadcast, reduce_scatter
 from sidelane.program.ir import Command, Copy, Flag, Program, Signal, Wait
 from sidelane.program.transform import freeze, lower
 from sidelane.program.verify import verify, verify_sequence

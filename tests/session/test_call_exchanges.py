@@ -258,7 +258,7 @@ def test_what_others_write_to_the_store_is_data(group: dist.ProcessGroup, tmp_pa
     for text in strange:
         if rank == 1:
             exchange = Exchange(group, 20.0)
-            exchange._store.set("1/1", text)  # type: ignore[union-attr]
+            exchange.own_store.set("1/1", text)  # type: ignore[union-attr]
         else:
             found.append(outcome(communicator, group, timeout_s=5.0))
         dist.barrier(group)
@@ -323,7 +323,7 @@ def test_the_store_does_not_fill_up(group: dist.ProcessGroup) -> None:
         exchange(f"step {k}", lambda: "x" * 1000)
     dist.barrier(group)
     keys = [f"{k}/{what}" for k in range(2, 31) for what in (exchange.rank, "outcome")]
-    assert sum(exchange._store.check([key]) for key in keys) == 2  # type: ignore[union-attr]
+    assert sum(exchange.own_store.check([key]) for key in keys) == 2  # type: ignore[union-attr]
 
 
 def test_a_group_without_a_store_is_refused() -> None:

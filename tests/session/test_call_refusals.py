@@ -158,6 +158,25 @@ def test_more_ranks_than_a_communicator_takes() -> None:
             Communicator(group, device="cpu")
 
 
+@on_ranks(2)
+def test_kernels_are_refused(group: dist.ProcessGroup) -> None:
+    """Variants that are kernels, before anything moves."""
+    with communicator(group) as comm:
+        n = comm.world_size
+        whole, part = torch.full((4 * n,), -1.0), torch.ones(4)
+        for call in (
+            lambda: comm.all_gather(whole, part, variant="one_shot"),
+            lambda: comm.all_to_all(whole, whole, variant="one_shot"),
+            lambda: comm.reduce_scatter(part, whole, variant="one_shot"),
+            lambda: comm.all_reduce(whole, variant="two_shot"),
+        ):
+            with pytest.raises(ValueError, match=r"variant \(value=.*allowed=auto, b2b"):
+                call()
+        assert whole.eq(-1).all() and part.eq(1).all()
+        comm.all_reduce(part)  # the ranks are still in step
+        assert part.eq(n).all()
+
+
 @on_ranks(3)
 def test_a_call_that_one_rank_refused_holds_nobody_up_later(group: dist.ProcessGroup) -> None:
     """Posts of a compared call are kept for who is late to compare it; who refused it never does."""

@@ -17,6 +17,13 @@ from sidelane import Communicator, PeerError
 from sidelane.program.ir import RENEWAL_CALLS
 
 
+def kept(comm: Communicator, name: str, *size: int) -> torch.Tensor:
+    """Symmetric memory of a communicator that its calls share."""
+    if name not in comm.cache:
+        comm.cache[name] = comm.empty(*size, dtype=torch.int32)
+    return comm.cache[name]
+
+
 def call_all(comm: Communicator, seed: int, *, late: int) -> None:
     """Every program that a rank could be let through early in: its peers are late."""
     n, rank = comm.world_size, comm.rank
@@ -25,15 +32,13 @@ def call_all(comm: Communicator, seed: int, *, late: int) -> None:
             time.sleep(0.02)
         value = 1000 * seed + 10 * number
         if variant == "relay":
-            tensor = comm.empty(3 * 1024, dtype=torch.int32) if not hasattr(comm, "_relayed") else comm._relayed
-            comm._relayed = tensor  # type: ignore[attr-defined]
+            tensor = kept(comm, variant, 3 * 1024)
             tensor.fill_(value if rank == 0 else -1)
             comm.broadcast(tensor, root=0, variant=variant)
             assert tensor.eq(value).all()
             continue
         if variant == "swap":
-            tensor = comm.empty(n, 5, dtype=torch.int32) if not hasattr(comm, "_swapped") else comm._swapped
-            comm._swapped = tensor  # type: ignore[attr-defined]
+            tensor = kept(comm, variant, n, 5)
             tensor[:] = torch.arange(n, dtype=torch.int32)[:, None] + value + 100 * rank
             comm.all_to_all(tensor, tensor, variant=variant)
             assert tensor[:, 0].tolist() == [value + rank + 100 * r for r in range(n)]

@@ -24,14 +24,7 @@ from sweeps import communicator
 
 from sidelane.errors import PeerError, ProgramError, UnavailableError
 from sidelane.program.builders import build
-from sidelane.program.collective import (
-    ReduceOp,
-    Reduction,
-    Span,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from sidelane.program.collective import ReduceOp, Reduction, Span, all_gather, all_reduce, reduce_scatter
 from sidelane.program.ir import Copy, Engine, EngineKind, Queue
 from sidelane_lab.model.engine_add import reduce_on_engines
 

@@ -181,7 +181,7 @@ def test_a_repeated_call_prepares_nothing(group: dist.ProcessGroup) -> None:
         counts = []
 
         def prepared() -> int:
-            return sum(entry.prepared is not None for entry in comm.path._cache)
+            return sum(entry.prepared is not None for entry in comm.preparer.cache)
 
         for _ in range(3):
             comm.all_to_all(output, given, scatter_dim=2, gather_dim=1)

@@ -15,18 +15,15 @@ from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.collectives import FusedOptions
-from sidelane_lab.harness import drawing
-from sidelane_lab.machines import numbers as machine_files
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.operators import ORDERS
-from sidelane_lab.model.panels import draw_all, mark_cut
+from sidelane_lab.model.panels import mark_cut
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import conccl, operator_results, overlap
-from sidelane_lab.papers import fused as fused_paper
+from sidelane_lab.papers import conccl, figures, operator_results, overlap
 from sidelane_lab.papers import predictions as sim_study
-from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.figure_command import FIGURES
 from sidelane_lab.papers.measurements import PairReadings
 from sidelane_lab.studies.collectives import CollectiveOptions
 from sidelane_lab.studies.fused import predict as sim_fused
@@ -52,23 +49,17 @@ def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
 
 
 @pytest.mark.long
-def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
-    # Without the variations that draw ranges: one study, not fifty.
-    certain = MACHINE
-    for path, quantity in MACHINE.quantities().items():
-        certain = certain.with_value(path, float(quantity))
-    monkeypatch.setattr(machine_files, "find", lambda name: certain)
+def test_c3_writes_a_report(tmp_path, capsys):
     sim_study.c3_main("mi300x8", C3Options(workloads=tuple(TABLE_II), report=tmp_path))
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
     assert len(content["rows"]) == 240
     assert content["numbers"]["dma.copy_us"][1] == "fitted"
-    for name in ("c3-compute-units", "c3-ideal", "c3-strategies", "c3-conccl", "c3-isolated", "timeline-c3_base"):
+    for name in ("c3-ideal", "c3-kernels", "c3-engines", "c3-all_to_all-4", "timeline-c3_base"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         assert (tmp_path / f"{name}.svg").stat().st_size > 5000
     assert json.loads((tmp_path / "timeline-conccl.trace.json").read_text())["traceEvents"]
-    check_axes(drawn)
 
 
 @pytest.fixture
@@ -82,35 +73,25 @@ def few_variations(monkeypatch):
     monkeypatch.setattr(ranges, "variations", few)
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """Every figure that is written, by its name."""
-    figures, write = {}, drawing.save_both
-
-    def record(figure, name, folder, **more):
-        figures[name] = figure
-        return write(figure, name, folder, **more)
-
-    monkeypatch.setattr(drawing, "save_both", record)
-    return figures
-
-
-def check_axes(figures):
+@pytest.mark.long
+@pytest.mark.parametrize("number", ["000/9", "001/13", "003/6", "003/13", "003/15"])
+def test_axes_have_names_and_curves_have_bands(number, few_variations, tmp_path, monkeypatch):
     """Every axis has a name, none that begins above 0 goes without a mark, and every curve has a band."""
-    for name, figure in figures.items():
-        if name.startswith("timeline"):
-            continue
-        for axes in figure.axes:
-            assert axes.get_xlabel() and (axes.get_ylabel() or axes is not figure.axes[0]), name
-            curves = [line for line in axes.lines if len(line.get_xdata()) > 2 and line.get_linestyle() != "None"]
-            assert len(axes.collections) >= len(curves), name
-            least = axes.get_ylim()[0]
-            marked = any(not line.get_clip_on() and len(line.get_xdata()) == 2 for line in axes.lines)
-            assert least <= 0 or marked, f"{name}: its axis begins at {least} without a mark"
+    drawn = []
+    monkeypatch.setattr(figures, "save_both", lambda figure, name, folder: drawn.append(figure))
+    FIGURES[number].evaluate([], ranges=True).draw(tmp_path)
+    (axes,) = drawn[0].axes
+    assert axes.get_xlabel() and axes.get_ylabel()
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2 and line.get_linestyle() != "None"]
+    assert len(axes.collections) >= len(curves)
+    assert any(band.get_paths()[0].get_extents().height > 0.01 for band in axes.collections)
+    least = axes.get_ylim()[0]
+    marked = any(not line.get_clip_on() and len(line.get_xdata()) == 2 for line in axes.lines)
+    assert least <= 0 or marked, f"its axis begins at {least} without a mark"
 
 
 @pytest.mark.long  # pictures; test_cli_json runs the command each day
-def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
+def test_collective_writes_a_report(tmp_path, capsys):
     sim_study.collective_main("mi300x8", CollectiveOptions(report=tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
@@ -118,11 +99,8 @@ def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
         ("nccl", ""),
         *(("dma", variant) for variant in ("pcpy", "bcst", "swap", "b2b")),
     }
-    for name in ("dma-phases", "dma-all_gather", "dma-all_to_all", "timeline-all_gather-b2b"):
+    for name in ("all_gather-bfloat16-out-of-place-model", "timeline-all_gather-b2b"):
         assert (tmp_path / f"{name}.png").exists()
-    check_axes(drawn)
-    bands_of = drawn["dma-all_gather"].axes[0].collections
-    assert len(bands_of) == 6 and any(band.get_paths()[0].get_extents().height > 0.01 for band in bands_of)
 
 
 def test_bands_are_squares_of_what_single_numbers_do():
@@ -151,7 +129,7 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     for path, quantity in MACHINE.quantities().items():
         if path != "interference.memory":
             only = only.with_value(path, float(quantity))
-    (panel,) = next(figure for figure in conccl.figures() if figure.name == "c3-conccl").panels(only, True)
+    (panel,) = FIGURES["000/10"].predict(only, True, "000")
     band = panel.curves["conccl"]
     assert all(low < mean < high for low, mean, high in zip(band.low, band.values, band.high, strict=True))
     assert band.values[-1] == pytest.approx(PairReadings.of(conccl.pair_rows(MACHINE)).mean_speedup("conccl"))
@@ -165,16 +143,12 @@ def test_an_axis_that_does_not_begin_at_0_is_marked(least, strokes):
     assert len(axes.lines) == strokes
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "there"), [("mi300x8", True), ("h200x4", False)])
-def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there, tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(drawing, "save_both", lambda figure, name, folder: drawn.setdefault(name, figure))
-    draw_all(conccl.figures(), named(name), tmp_path, ranges=False)
-    for figure in drawn.values():
-        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
-    words = [text.get_text() for text in drawn["c3-conccl"].axes[0].get_legend().get_texts()]
-    assert any("published" in word for word in words) == there
+def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there):
+    for number in ("000/5", "000/6", "000/7", "000/8", "000/9", "000/10"):
+        panels = FIGURES[number].predict(named(name), False, "000")
+        labels = [mark.label for panel in panels for mark in panel.marks]
+        assert any("published" in label for label in labels) == there, number
 
 
 @pytest.mark.long
@@ -188,17 +162,13 @@ def test_claims_write_a_report(tmp_path, capsys):
     assert (tmp_path / "claims.svg").exists()
 
 
-PANELS = ("base", "reduction", "overlap", "tiles-ar", "tiles-a2a")
-
-
 @pytest.mark.long
-def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
+def test_pipelines_print_and_write(tmp_path, capsys):
     overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
     assert "opt1  persistent     16        6" in shown and "mb1 (8192x57344x8192 bfloat16) with all_to_all" in shown
-    assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
+    assert (tmp_path / "occupancy-cb1-all_reduce-896m-nccl.png").is_file()
     assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
-    check_axes(drawn)
 
 
 def test_fused_operators_are_reported(tmp_path, capsys):
@@ -218,20 +188,6 @@ def test_fused_operators_are_reported(tmp_path, capsys):
     trace = json.loads((tmp_path / "timeline-fused-remote_first.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
     assert {path.stem for path in tmp_path.glob("*.png")} >= {"fused-predicted", "fused-occupancy", "fused-order"}
-
-
-def test_every_figure_of_the_papers_has_one_drawer():
-    figures = [(paper.numbers[0], number) for paper in claims.PAPERS for one in paper.figures for number in one.numbers]
-    assert len(figures) == len(set(figures)) and len(figures) == 6 + 6 + 5 + 6
-    names = [one.name for paper in claims.PAPERS for one in paper.figures]
-    assert len(names) == len(set(names))
-
-
-def test_published_and_predicted_values_of_fused_operators_are_drawn_together(tmp_path):
-    drawn = draw_all(fused_paper.PAPER.figures, named("mi210x4"), tmp_path, ranges=False)
-    assert len(drawn) == 7 and all(path.is_file() for path in drawn)
-    assert set(fused_paper.GAINS) <= set(published())
-    assert all("<!-- published" in path.with_suffix(".svg").read_text() for path in drawn)
 
 
 def test_a_late_rank_and_a_smaller_grid_are_asked_for():

@@ -15,8 +15,8 @@ from sidelane_lab.cli.model import plan as command
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import NetworkTopology
 from sidelane_lab.model.nodes import least_us
+from sidelane_lab.papers import dlrm
 from sidelane_lab.papers.claims import published
-from sidelane_lab.traces import dlrm_study as dlrm
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.dlrm import COMPUTES, NETWORK, DlrmPass, all_reduce_us, dlrm_graph, dlrm_times, scheduled
 from sidelane_lab.traces.graph import NodeKind, TraceNode

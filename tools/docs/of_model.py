@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from docs.measured import RESULTS, Cells
-from sidelane_lab.comparisons.catalogue import COMPARISONS
-from sidelane_lab.comparisons.figure import MEASURED, PREDICTED
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import parts_us
 from sidelane_lab.model.training import compute_us, sustained
+from sidelane_lab.papers.figure_command import FIGURES
+from sidelane_lab.papers.figures import MEASURED, PREDICTED
 from sidelane_lab.papers.files import BETWEEN_NODES, CLASSES, files_of
 from sidelane_lab.papers.results import STEPS as STEP_JUDGE
 from sidelane_lab.studies.fsdp.cases import FLOORS, step_of
@@ -72,7 +72,7 @@ MEASURED_BY = {
 def paper_figures() -> Cells:
     """Figures and tables of the papers: the command of each, who predicts it and who measures it."""
     cells = [["command", "what it shows", "predicted for", "measured by", "what is missing"]]
-    for one in COMPARISONS.values():
+    for one in FIGURES.values():
         by = [MEASURED_BY.get(study, study) for study in (one.fuller, one.study, one.further) if study]
         fuller = files_of(one.fuller, [RESULTS]) if one.fuller else []
         lacking = (one.missing.get(PREDICTED, ""), one.missing.get(MEASURED, ""), "" if fuller else one.lacking)

@@ -211,11 +211,11 @@ def test_a_trial_goes_through_on_made_up_gpus(gpus: int, capsys: pytest.CaptureF
 
 def test_a_trial_says_what_went_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MadeUpMachine(2)
-    monkeypatch.setitem(sdma_emulator._HANDLERS, (1, 9), lambda *_: 7)
+    monkeypatch.setitem(sdma_emulator.HANDLERS, (1, 9), lambda *_: 7)
     trial = module.Trial(machine, sizes=(192,))
     assert not trial.run()
     assert trial.rows[-1] == {"step": "a swap with a peer", "ok": False, "problem": "wrong bytes"}
-    monkeypatch.setitem(sdma_emulator._HANDLERS, (5, 0), lambda *_: 0)
+    monkeypatch.setitem(sdma_emulator.HANDLERS, (5, 0), lambda *_: 0)
     trial = module.Trial(machine, timeout_s=0.2)
     assert not trial.run()
     assert "not done after 0.2 s:\n0x0000  fence" in trial.rows[-1]["problem"]

@@ -226,7 +226,7 @@ def _streams_of(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream
     Raises:
         UnavailableError: no such units here, or no streams yet while a graph is captured, in which none are made.
     """
-    usual = PairStreams(caller, _side_stream(device, False), _side_stream(device, True))
+    usual = PairStreams(caller, side_stream(device, False), side_stream(device, True))
     if way.strategy.partition is None or not way.units:
         return usual
     partitions, absent = partitions_of(device)
@@ -238,7 +238,8 @@ def _streams_of(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream
 
 
 @functools.cache
-def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+def side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+    """Return the stream of a device for work next to the caller's, the same for every call."""
     return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 

@@ -94,7 +94,7 @@ class Exchange:
         self._timeout_s, self.warn_s, self._check_group = timeout_s, warn_s, getattr(group, "check", None)
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = dist.HashStore() if self.world_size == 1 else store_of(group)
-        self._store: dist.Store | None = None
+        self.own_store: dist.Store | None = None
         shared = dist.PrefixStore(f"sidelane/{self._group}", self.store)
         self.liveness: Liveness = liveness_of(group, shared, self.rank, self.ranks)
         with _counting:
@@ -126,7 +126,7 @@ class Exchange:
             if isinstance(error, Exception):
                 self._raise_if_over(what, error)
             raise
-        if self._store is None:
+        if self.own_store is None:
             return [item]
         # Ranks that meet say who they are, too.
         found = self._meet(what, (self.liveness.member, item) if self._number == 1 else item)
@@ -197,7 +197,7 @@ class Exchange:
         until = time.monotonic() + grace_s
         with contextlib.suppress(RuntimeError):  # a peer's failure, or the store has gone: this rank's own error counts
             self._refuse("", error)
-            while self._store is not None and time.monotonic() < until and self._decided() is None:
+            while self.own_store is not None and time.monotonic() < until and self._decided() is None:
                 time.sleep(_LONGEST_SLEEP_S)
             time.sleep(_NOTICE_S if grace_s else 0)
 
@@ -205,7 +205,7 @@ class Exchange:
         """Take the next slot among the communicators of this group."""
         self.name = f"{self._group}/{next(self._slots)}"
         if self.world_size > 1:
-            self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
+            self.own_store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
     def _meet(self, what: str, item: Any) -> list[Post]:
         """Run an exchange: the first one at the first slot where all ranks meet, later ones at that slot."""
@@ -255,20 +255,20 @@ class Exchange:
 
     def _decide(self, what: str, outcome: ExchangeOutcome) -> ExchangeOutcome:
         """Decide the outcome of this exchange, unless another rank has. Return the outcome that counts."""
-        assert self._store is not None
+        assert self.own_store is not None
         with self._reaching_the_store(what):
-            return ExchangeOutcome.of(self._store.compare_set(self._outcome_key, "", json.dumps(outcome)))
+            return ExchangeOutcome.of(self.own_store.compare_set(self._outcome_key, "", json.dumps(outcome)))
 
     def _decided(self) -> ExchangeOutcome | None:
         """Return the outcome of this exchange; None if it is not decided yet."""
-        assert self._store is not None
-        value = value_of(self._store, self._outcome_key)
+        assert self.own_store is not None
+        value = value_of(self.own_store, self._outcome_key)
         return None if value is None else ExchangeOutcome.of(value)
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
         """Raise the error of the others if they had given up a later exchange before this rank failed in it."""
         try:
-            if self._store is not None and self._number > 1:
+            if self.own_store is not None and self._number > 1:
                 with contextlib.suppress(RuntimeError):  # then this rank's own error is the one to see
                     decided = self._decided()
                     if decided is not None and not decided.met:
@@ -285,17 +285,17 @@ class Exchange:
                 self._go_on()
 
     def _refuse(self, what: str, error: BaseException) -> None:
-        if self._store is None:
+        if self.own_store is None:
             return
         if self._number == 1:  # a slot that the others gave up for want of this rank is the one that it refuses
             self._go_past(what, missed=False)
         self._post(Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
 
     def _post(self, post: Post) -> None:
-        if self._store is not None:
+        if self.own_store is not None:
             text = json.dumps(post)
             with self._reaching_the_store(post.what):
-                self._store.set(f"{self._number}/{self.rank}", text)
+                self.own_store.set(f"{self._number}/{self.rank}", text)
                 self._posted = post_of(text)
 
     def _collect(self, what: str) -> list[Post]:
@@ -315,7 +315,7 @@ class Exchange:
         Raises:
             PeerError: the value in the store is no post.
         """
-        store = self._store
+        store = self.own_store
         assert store is not None
         found = {self.rank: self._posted}
         absent = [rank for rank in range(self.world_size) if rank != self.rank and rank not in known]
@@ -351,13 +351,13 @@ class Exchange:
 
     def _forget(self, number: int) -> None:
         """Delete this rank's post; on rank 0 also the outcome of a later exchange."""
-        assert self._store is not None
+        assert self.own_store is not None
         if self.world_size > _MANY:
             return  # others may be reading all posts at once, which waits for a key that is deleted
         with contextlib.suppress(RuntimeError):  # stores that cannot delete keep it
-            self._store.delete_key(f"{number}/{self.rank}")
+            self.own_store.delete_key(f"{number}/{self.rank}")
             if self.rank == 0 and number > 1:
-                self._store.delete_key(f"{number}/{_OUTCOME}")
+                self.own_store.delete_key(f"{number}/{_OUTCOME}")
 
     @contextlib.contextmanager
     def _reaching_the_store(self, what: str) -> Iterator[None]:

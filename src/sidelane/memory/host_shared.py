@@ -33,7 +33,7 @@ from sidelane.user_files import open_regular
 _RESERVE_BYTES = 256 << 20
 _MEMFD = "sidelane"
 """Name of the anonymous files."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of an anonymous file: nobody can change its size, or its seals."""
 
 _LIMITS = {
@@ -181,7 +181,7 @@ class _Offer(NamedTuple):
         if (status.st_uid, status.st_size) != (os.geteuid(), nbytes):
             return f"owner and bytes (value={status.st_uid, status.st_size}, allowed={os.geteuid(), nbytes})"
         shown = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
-        if shown != f"/memfd:{_MEMFD}" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS:
+        if shown != f"/memfd:{_MEMFD}" or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != SEALS:
             return "it is no sealed memory of that name"
         return ""
 
@@ -196,7 +196,7 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: contextlib.ExitStac
         descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         forks.in_copies_of(opened.enter_context(io.FileIO(descriptor, "r+")), io.FileIO.close)
         os.ftruncate(descriptor, total_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         status = os.fstat(descriptor)
     except (OSError, OverflowError) as error:
         why = lacking(error) if isinstance(error, OSError) else str(error)

@@ -88,13 +88,13 @@ def tensor_of(described: MemoryBytes, address: int, device: torch.device) -> tor
 @functools.cache
 def exchange_objection() -> str | None:
     """Return the reason why :func:`exchange_memory` does not work with this torch; None if it works."""
-    if hasattr(torch.UntypedStorage, _EXCHANGE):
+    if hasattr(torch.UntypedStorage, EXCHANGE):
         return None
     first, second = torch.arange(24, dtype=torch.uint8), torch.full((40,), 7, dtype=torch.uint8)
     storages = first.untyped_storage(), second.untyped_storage()
     for storage in storages:
         words = _words(storage)
-        if words[0] != storage.data_ptr() or words[_SIZE] != storage.nbytes():
+        if words[0] != storage.data_ptr() or words[SIZE] != storage.nbytes():
             return f"storages of torch {torch.__version__} cannot exchange their memory"
     before = [storage.data_ptr() for storage in storages]
     _exchange_words(*storages)
@@ -115,22 +115,22 @@ def exchange_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> N
         one: on the device of ``other``; one of the two is empty, or both have the same size.
         other: see ``one``.
     """
-    if hasattr(torch.UntypedStorage, _EXCHANGE):
-        getattr(one, _EXCHANGE)(other)
+    if hasattr(torch.UntypedStorage, EXCHANGE):
+        getattr(one, EXCHANGE)(other)
     else:
         _exchange_words(one, other)
 
 
-_EXCHANGE = "_swap_data_ptr_"
+EXCHANGE = "_swap_data_ptr_"
 """Name of torch's own method for it, which torch 2.11 lacks: there the words of the two objects are exchanged."""
 
-_SIZE = 4
+SIZE = 4
 """Index of the word of the size, after address, context, deleter and device."""
 
 
 def _words(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_uint64]:
     # They follow the pointer to the virtual table and two reference counts (c10/core/StorageImpl.h).
-    return (ctypes.c_uint64 * (_SIZE + 1)).from_address(storage._cdata + 16)
+    return (ctypes.c_uint64 * (SIZE + 1)).from_address(storage._cdata + 16)
 
 
 def _exchange_words(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -160,7 +160,7 @@ def persistent(device: torch.device, make: Callable[[], T]) -> T:
     index = torch.cuda.current_device() if device.index is None else device.index
 
     def apart() -> T:
-        stream = _stream_of(index)
+        stream = stream_of(index)
         with torch.cuda.device(index), torch.cuda.stream(stream):
             made = make()
             stream.synchronize()
@@ -171,5 +171,6 @@ def persistent(device: torch.device, make: Callable[[], T]) -> T:
 
 
 @functools.cache
-def _stream_of(index: int) -> torch.cuda.Stream:
+def stream_of(index: int) -> torch.cuda.Stream:
+    """Return the stream on which other threads make memory of a device."""
     return torch.cuda.Stream(index)

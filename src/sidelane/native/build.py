@@ -41,7 +41,7 @@ from sidelane.user_files import open_regular, write_whole
 
 MODULE = "sidelane_replay"
 TIMEOUT_S = 60.0
-_FLAGS = ("-O2", "-shared", "-fPIC")
+COMPILER_FLAGS = ("-O2", "-shared", "-fPIC")
 _MOST_LETTERS = 300
 _DIGEST_BYTES = 32
 
@@ -188,7 +188,7 @@ def _compile(folder: Path, source: bytes, compiler: tuple[str, ...]) -> bytes:
     text, binary = folder / "source.c", folder / "binary"
     text.write_bytes(source)
     includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
-    _run([*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)])
+    _run([*compiler, *COMPILER_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)])
     return binary.read_bytes()
 
 

@@ -107,11 +107,11 @@ class AllToAllGemm(KernelHandle):
         self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-most_rows // tiles.rows)
         needed = (comm.world_size - 1 + row_tiles) * -(-columns // tiles.columns)
-        self._programs = programs_of(comm, needed, tiles.per_unit)
+        self.programs = programs_of(comm, needed, tiles.per_unit)
         self._counters = persistent(comm.device, lambda: torch.zeros(4, dtype=torch.int32, device=comm.device))
-        self._gathered = comm.empty(most_rows, depth, dtype=dtype)
-        self._addresses = comm.peers(self._gathered)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
+        self.gathered = comm.empty(most_rows, depth, dtype=dtype)
+        self._addresses = comm.peers(self.gathered)  # now, as the first launch may be captured
+        self.kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, repeated: RepeatedLaunch | None = None
@@ -123,12 +123,12 @@ class AllToAllGemm(KernelHandle):
         tensors = x, weight, counts, output
         if self._repeats(repeated, tensors):
             return output
-        stamps, stamped = stamps_of(comm, self._programs)
+        stamps, stamped = stamps_of(comm, self.programs)
         with refusing_tiles(NAME, tiles):
-            self._kernel.launch(
-                (self._programs,),
+            self.kernel.launch(
+                (self.programs,),
                 self._addresses,
-                self._gathered,
+                self.gathered,
                 self._counters,
                 x,
                 weight,

@@ -130,12 +130,12 @@ class EmbeddingAllToAll(KernelHandle):
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         samples, per_unit = self.tables.samples, per_unit or max(1, UNIT_WARPS // self._warps)
         self._order: str | None = None
-        self._programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
+        self.programs = programs_of(comm, max(self.tables.counts) * batch, per_unit)
         self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
-        self._output = whole[: samples[comm.rank]]
-        self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
+        self.output = whole[: samples[comm.rank]]
+        self._addresses = comm.peers(self.output)  # now, as the first launch may be captured
+        self.kernel = comm.load_kernel(_embedding_all_to_all, flags=2)
 
     def run(
         self,
@@ -149,13 +149,13 @@ class EmbeddingAllToAll(KernelHandle):
         comm, tables = self.comm, self.tables
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
         if self._repeats(repeated, tensors):
-            return self._output
+            return self.output
         if self._order is None:
             sizes = sizes_of(tables.tables, tables.batch, indices, offsets)
             self._order = choose_order(comm.world_size, sizes).candidate
-        stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
+        stamps, stamped = stamps_of(comm, self.programs)
+        self.kernel.launch(
+            (self.programs,),
             self._addresses,
             self._counters,
             tables.addresses,
@@ -177,7 +177,7 @@ class EmbeddingAllToAll(KernelHandle):
             WEIGHTED=per_sample_weights is not None,
             num_warps=self._warps,
         )
-        return self._output
+        return self.output
 
 
 def embedding_all_to_all(

@@ -78,10 +78,10 @@ class EmbeddingBackward(KernelHandle):
         self._rows = rows
         self._warps, self._rows_at_a_time = threads_of(self.tables.dim, self.tables.dtype.itemsize)
         per_unit = max(1, UNIT_WARPS // self._warps)
-        self._programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
-        self._arrived = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
-        self._addresses = comm.peers(self._arrived)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
+        self.programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
+        self.arrived = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
+        self._addresses = comm.peers(self.arrived)  # now, as the first launch may be captured
+        self.kernel = comm.load_kernel(_embedding_backward, flags=2 * self.programs)
 
     def run(
         self,
@@ -99,11 +99,11 @@ class EmbeddingBackward(KernelHandle):
         else:
             found = torch.zeros(self._rows[-1], tables.dim, dtype=torch.float32, device=grad.device)
         weight_grads = None if weights is None else torch.empty_like(weights)
-        stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
+        stamps, stamped = stamps_of(comm, self.programs)
+        self.kernel.launch(
+            (self.programs,),
             self._addresses,
-            self._arrived,
+            self.arrived,
             grad.contiguous(),
             indices,
             offsets,

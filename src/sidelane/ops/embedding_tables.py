@@ -135,7 +135,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
     before: dict[int, CheckedTables] = comm.cache.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):
-        _check_tables(comm, tables)
+        check_tables(comm, tables)
         if len(before) >= MOST_CHECKED:
             before.clear()
         addresses, shapes = [table.data_ptr() for table in tables], [table.shape for table in tables]
@@ -146,7 +146,8 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
     return known
 
 
-def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
+def check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
+    """Check each table by itself. Raises TypeError or ValueError."""
     for number, table in enumerate(tables):
         check_tensor(NAME, f"table {number}", table, comm.device, FLOATS, (2,))
         if (table.shape[1], table.dtype) != (tables[0].shape[1], tables[0].dtype):

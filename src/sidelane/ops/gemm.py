@@ -159,11 +159,11 @@ class GemmAllToAll(KernelHandle):
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
-        self._programs = programs_of(comm, needed, self._tiles.per_unit)
+        self.programs = programs_of(comm, needed, self._tiles.per_unit)
         self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
-        self._output = comm.empty(most_rows, columns, dtype=dtype)
-        self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
-        self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
+        self.output = comm.empty(most_rows, columns, dtype=dtype)
+        self._addresses = comm.peers(self.output)  # now, as the first launch may be captured
+        self.kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
     def run(
         self,
@@ -182,16 +182,16 @@ class GemmAllToAll(KernelHandle):
         """
         comm, experts = self.comm, experts_of(weight, counts)
         tensors = x, weight, counts, terms, factors
-        if (other := apart_from(self._output, x)) is not x:
+        if (other := apart_from(self.output, x)) is not x:
             x, repeated = other, None  # of another layout, maybe
         if self._repeats(repeated, tensors):
-            return self._output
+            return self.output
         summed = 0 if terms is None else terms.shape[1]
         tiles = SUM_TILES if summed > 1 else self._tiles
-        stamps, stamped = stamps_of(comm, self._programs)
+        stamps, stamped = stamps_of(comm, self.programs)
         with refusing_tiles(NAME, tiles):
-            self._kernel.launch(
-                (self._programs,),
+            self.kernel.launch(
+                (self.programs,),
                 self._addresses,
                 self._counters,
                 x,
@@ -215,7 +215,7 @@ class GemmAllToAll(KernelHandle):
                 TERMS=-summed if sends_zeros else summed,
                 **tiles.constants(self.columns, self.dtype),
             )
-        return self._output
+        return self.output
 
 
 def gemm_all_to_all(

@@ -224,18 +224,18 @@ class GemvAllReduce(KernelHandle):
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
         self.tiling = tiling = tiling or tiling_of(tokens)
-        self._padded = 1 if tokens == 1 else MOST_TOKENS
+        self.padded = 1 if tokens == 1 else MOST_TOKENS
         tiles = -(-rows // tiling.rows)
         programs = programs_of(comm, tiles, tiling.per_unit)
-        self._rows_each = -(-tiles // programs) * tiling.rows
-        self._programs = -(-rows // self._rows_each)
+        self.rows_each = -(-tiles // programs) * tiling.rows
+        self.programs = -(-rows // self.rows_each)
         self._stages = tiling.stages_in(
-            shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, dtype.itemsize, self._padded
+            shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, dtype.itemsize, self.padded
         )
-        self._cells = comm.empty(2 * comm.world_size * rows * self._padded, dtype=torch.int64)
-        self._cells.zero_()
-        self._kernel = comm.load_kernel(_gemv_cells, flags=0)
-        self._addresses = comm.peers(self._cells)  # now, as the first launch may be captured
+        self.cells = comm.empty(2 * comm.world_size * rows * self.padded, dtype=torch.int64)
+        self.cells.zero_()
+        self.kernel = comm.load_kernel(_gemv_cells, flags=0)
+        self._addresses = comm.peers(self.cells)  # now, as the first launch may be captured
         comm.barrier()  # all cells are 0 before any is written
 
     def run(
@@ -256,12 +256,12 @@ class GemvAllReduce(KernelHandle):
         if self._repeats(repeated, tensors):
             return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
-        stamps, stamped = stamps_of(comm, self._programs)
+        stamps, stamped = stamps_of(comm, self.programs)
         with refusing_tiles(NAME, tiling):
-            self._kernel.launch(
-                (self._programs,),
+            self.kernel.launch(
+                (self.programs,),
                 self._addresses,
-                self._cells,
+                self.cells,
                 out,
                 weight,
                 x,
@@ -272,14 +272,14 @@ class GemvAllReduce(KernelHandle):
                 x.stride(0) if x.dim() == 2 else 0,
                 tokens,
                 0 if scale is None or scale.numel() == 1 else 1,
-                self._rows_each,
+                self.rows_each,
                 stamps,
                 self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0 < weight.shape[1],  # EVEN, here
                 repeated=None if repeated is None or stamps is not None else (repeated, tensors),
                 alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
                 **tiling.constants(
                     ranks=comm.world_size,
-                    padded=self._padded,
+                    padded=self.padded,
                     wide=INTERPRETED or self.dtype == torch.float32,
                     stages=self._stages,
                 ),

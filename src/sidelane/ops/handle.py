@@ -50,17 +50,17 @@ class KernelHandle:
     """A kernel, and the other resources of an operator for a shape."""
 
     comm: Communicator
-    _kernel: OwnKernel
+    kernel: OwnKernel
 
     def _repeats(self, repeated: RepeatedLaunch | None, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make the cached launch on tensors. False without one, and while a timeline is recorded: nothing was done."""
         if repeated is None or not repeated.runs or Timeline in self.comm.cache:
             return False
-        return self._kernel.repeat(repeated, tensors)
+        return self.kernel.repeat(repeated, tensors)
 
     def close(self) -> None:
         """Release flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
+        self.kernel.close()
 
 
 class BufferLock:

@@ -121,7 +121,7 @@ def check_routed(
         ValueError, TypeError: an argument is wrong.
         UnavailableError: inside of a capture, counts of the host that no earlier call had.
     """
-    host = None if is_on_device(comm, counts) else _from_host(name, comm, counts)
+    host = None if is_on_device(comm, counts) else from_host(name, comm, counts)
     experts = experts_of(weight)
     if method == SPLIT and host is None:
         raise ValueError(f"{name}: method {SPLIT} needs counts on the host (value=on the device)")
@@ -178,7 +178,7 @@ def in_tuples(counts: object) -> tuple[Any, ...] | None:
     return None if None in found else tuple(found)
 
 
-def _from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
+def from_host(name: str, comm: Communicator, counts: RowCounts) -> HostCounts:
     """Return counts of the host, of which the last ones are kept on the device."""
     try:
         there = torch.as_tensor(counts, device="cpu")

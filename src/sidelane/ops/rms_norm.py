@@ -82,16 +82,16 @@ class AllReduceRmsNorm(KernelHandle):
             self._init_cells(slices)
         else:
             self._init_pushed(slices)
-        self._counters = self._kernel.counters
-        self._addresses = comm.peers(self._came)  # now, as the first launch may be captured
+        self._counters = self.kernel.counters
+        self._addresses = comm.peers(self.came)  # now, as the first launch may be captured
 
     def _init_cells(self, slices: int) -> None:
         comm, tokens, nbytes = self.comm, self.tokens, self.dtype.itemsize
         self._width, slice_words = self.hidden * nbytes // 4, rms_norm_kernels.SLICE_BYTES // 4
         parts = slices_of_a_program(comm, slices)
         self._team = -(-slices // parts)
-        self._programs = programs_of(comm, tokens * self._team, PROGRAMS_A_UNIT) // self._team * self._team
-        self._options: dict[str, Any] = {
+        self.programs = programs_of(comm, tokens * self._team, PROGRAMS_A_UNIT) // self._team * self._team
+        self.options: dict[str, Any] = {
             "N": comm.world_size,
             "W": slice_words,
             "SLICES": slices,
@@ -103,9 +103,9 @@ class AllReduceRmsNorm(KernelHandle):
             "num_warps": 1,
             **register_limit(128, 1, PROGRAMS_A_UNIT),
         }
-        self._came = comm.empty(2 * tokens * (comm.world_size * self._width + power_of_two(slices)), dtype=torch.int64)
-        self._came.zero_()
-        self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
+        self.came = comm.empty(2 * tokens * (comm.world_size * self._width + power_of_two(slices)), dtype=torch.int64)
+        self.came.zero_()
+        self.kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
         comm.barrier()  # all cells are 0 before any is written
 
     def _init_pushed(self, slices: int) -> None:
@@ -114,16 +114,16 @@ class AllReduceRmsNorm(KernelHandle):
         warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
         programs_a_unit = 2 if warps <= 8 else 1
         self._width = self.hidden
-        self._programs = programs_of(comm, self.tokens, programs_a_unit)
-        self._options = {
+        self.programs = programs_of(comm, self.tokens, programs_a_unit)
+        self.options = {
             "N": comm.world_size,
             "HP": power_of_two(slices) * rms_norm_kernels.SLICE_BYTES // nbytes,
             "S": power_of_two(slices),
             "num_warps": warps,
             **register_limit(128, warps, programs_a_unit),  # of 16 warps a unit
         }
-        self._came = comm.empty(2, comm.world_size, self.tokens, self._width, dtype=self.dtype)
-        self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
+        self.came = comm.empty(2, comm.world_size, self.tokens, self._width, dtype=self.dtype)
+        self.kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self.programs)
 
     def run(
         self,
@@ -151,17 +151,17 @@ class AllReduceRmsNorm(KernelHandle):
             in_pairs = self.schedule == CELLS and x.element_size() == 2
             quantized = quantized.view(-1).view(torch.int16 if in_pairs else torch.uint8)
         if self.schedule == CELLS:
-            programs = min(self._programs, x.shape[0] * self._team)
-            options = {**self._options, "ONE": x.shape[0] * self._team <= programs}
+            programs = min(self.programs, x.shape[0] * self._team)
+            options = {**self.options, "ONE": x.shape[0] * self._team <= programs}
         else:
-            programs, options = self._programs, self._options
+            programs, options = self.programs, self.options
         stamps, stamped = stamps_of(self.comm, programs)
-        self._kernel.launch(
+        self.kernel.launch(
             (programs,),
             self._counters,
             self.comm.rank,
             self._addresses,
-            self._came,
+            self.came,
             *words,
             x.shape[0],
             self.tokens,

@@ -157,7 +157,7 @@ def figure(
     table. Where one of the three sources is missing, a line says why. Without a number, all are listed.
     """
     with plain_errors():
-        command = loaded("comparisons.command")
+        command = loaded("papers.figure_command")
         with_ranges = (len(numbers) == 1 and json is None) if ranges is None else ranges
         asked = (numbers, everything, machine, results, version or "", with_ranges, json, report)
         command.main(command.FigureOptions(*asked))
@@ -246,7 +246,7 @@ def plan(
             for name in ("fsdp", "tokens", "sequence", "layers", "recompute"):
                 if given(name):
                     raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
-            study = loaded("traces.dlrm_study")
+            study = loaded("papers.dlrm")
             study.main(machine or study.MACHINE, nodes, report, json)
             return
         planning = loaded("model.plan")

@@ -48,11 +48,15 @@ def predict_study(
         with progress_console().status("drawing"):
             if draw is not None:
                 draw(machine, rows, options.report)
-            else:  # as if they were of a file
-                about = (study.name, machine.name, machine.world_size, machine.title)
-                found = Results(*about, ranks=0, date="", commit="", command="", software={}, rows=tuple(rows))
-                report.draw(found, options.report)
+            else:
+                draw_rows(study.name, machine, rows, options.report)
     say_written(files)
+
+
+def draw_rows(study: str, machine: Machine, rows: Sequence[Any], folder: Path) -> None:
+    """Draw a study's pictures of predicted rows, as if they were of a file."""
+    about = (study, machine.name, machine.world_size, machine.title)
+    report.draw(Results(*about, ranks=0, date="", commit="", command="", software={}, rows=tuple(rows)), folder)
 
 
 def write_numbers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness import drawing
 from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
 from sidelane_lab.machines.ranges import Band
-from sidelane_lab.machines.spec import Machine
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 BANDS = "bands: plausible numbers"
@@ -143,51 +142,34 @@ class Panel:
         mark_cut(axes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperFigure:
-    """Declaration of a figure.
+def draw_panels(
+    panels: Sequence[Panel],
+    title: str,
+    folder: Path,
+    name: str,
+    *,
+    shared: bool = False,
+    size: tuple[float, float] = (11, 3.3),
+) -> Path:
+    """Write a picture of panels beside each other, and return the PNG; an SVG lies next to it.
 
-    Attributes:
-        numbers: of the paper's figures that it stands for.
-        name: of the file.
-        title: with ``{machine}`` for what the machine is called.
-        panels: makes the panels for a machine, with ranges or without; none where its description has not all of it.
+    Args:
+        panels: several.
+        title: of the picture.
+        folder: of the files.
+        name: of the files.
         shared: panels have one axis of values.
-        size: of the picture, inches; None takes the usual one.
+        size: of the picture, inches.
     """
-
-    numbers: tuple[str, ...]
-    name: str
-    title: str
-    panels: Callable[[Machine, bool], Sequence[Panel]]
-    shared: bool = False
-    size: tuple[float, float] | None = None
-
-    def draw(self, machine: Machine, folder: Path, *, ranges: bool = True) -> Path | None:
-        """Write the picture, and return the PNG; an SVG lies next to it. None where there is nothing to draw."""
-        panels = self.panels(machine, ranges)
-        if not panels:
-            return None
-        several = len(panels) > 1
-        with mpl.rc_context(RC):
-            figure = Figure(figsize=self.size or ((11, 3.3) if several else (9, 4)), layout="constrained")
-            many = figure.subplots(1, len(panels), sharey=self.shared, squeeze=False)[0]
-            for axes, panel in zip(many, panels, strict=True):
-                panel.draw(axes)
-            for axes, panel in zip(many, panels, strict=True):
-                panel.limit(axes)
-            title = self.title.format(machine=machine.title)
-            if several:
-                figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-            else:
-                many[0].set_title(title, fontweight="bold")
-            return drawing.save_both(figure, self.name, folder)
-
-
-def draw_all(figures: Sequence[PaperFigure], machine: Machine, folder: Path, *, ranges: bool = True) -> list[Path]:
-    """Write every picture that the machine's description has all of."""
-    drawn = [figure.draw(machine, folder, ranges=ranges) for figure in figures]
-    return [path for path in drawn if path is not None]
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=size, layout="constrained")
+        many = figure.subplots(1, len(panels), sharey=shared, squeeze=False)[0]
+        for axes, panel in zip(many, panels, strict=True):
+            panel.draw(axes)
+        for axes, panel in zip(many, panels, strict=True):
+            panel.limit(axes)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        return drawing.save_both(figure, name, folder)
 
 
 def over_sizes(sizes: Sequence[int], every: Sequence[int] = ()) -> dict[str, Any]:

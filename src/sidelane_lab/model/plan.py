@@ -447,7 +447,7 @@ def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
     # Both load matplotlib, and torch, which takes longer than a plan does.
     from sidelane_lab.harness.drawing import plain_name
-    from sidelane_lab.model.panels import Panel, PaperFigure
+    from sidelane_lab.model.panels import Panel, draw_panels
 
     machine, step = plans[0].machine, plans[0].step
     counts = [planned.machine.nodes for planned in plans]
@@ -467,10 +467,5 @@ def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
         )
 
     shardings = dict.fromkeys(one.sharding for one in plans[0].ways)
-    PaperFigure(
-        numbers=(),
-        name=f"plan-{step.model.name}-nodes",
-        title=f"{step.model.name}, {step.tokens} tokens a rank: predicted",
-        panels=lambda machine, ranges: list(map(panel, shardings)),
-        shared=True,
-    ).draw(machine, folder)
+    title = f"{step.model.name}, {step.tokens} tokens a rank: predicted"
+    draw_panels(list(map(panel, shardings)), title, folder, f"plan-{step.model.name}-nodes", shared=True)

@@ -167,6 +167,13 @@ class Gemm:
         m, n, k = (-(-size // divisor) for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k, divisor=self.divisor * divisor)
 
+    def for_cpu(self) -> Gemm:
+        """Return the GEMM as a CPU core takes it: in float32, every dimension divided by the least power of two."""
+        divisor = 1
+        while (made := self.scaled(divisor)).flops > CPU_GEMM_FLOPS or made.nbytes > CPU_GEMM_BYTES:
+            divisor *= 2
+        return dataclasses.replace(made, dtype="float32")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
@@ -197,21 +204,17 @@ class Workload:
         gemm = {"gemm": self.gemm.name, "m": self.gemm.m, "n": self.gemm.n, "k": self.gemm.k, "dtype": self.gemm.dtype}
         return {**gemm, "collective": self.collective, "bytes": self.nbytes}
 
-    def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
+    def scaled_for_cpu(self) -> Workload:
         """Return the same pair at a size that a CPU core finishes in tens of milliseconds.
 
-        Every dimension of the GEMM is divided by one power of two, the smallest that brings it to ``flops``, and the
-        bytes by the same number. That about keeps the relation of the two times: a core does some 20 operations in the
-        time in which it moves a byte, a GPU some 2000 in the time in which its link does.
+        The bytes are divided as the dimensions of the GEMM are. That about keeps the relation of the two times: a core
+        does some 20 operations while it moves a byte, a GPU some 2000 while its link does.
 
         >>> parse_workload("cb1_896M").scaled_for_cpu().name
         'cb1/8_112M all_gather'
         """
-        divisor = 1
-        while (made := self.gemm.scaled(divisor)).flops > flops or made.nbytes > CPU_GEMM_BYTES:
-            divisor *= 2
-        gemm = dataclasses.replace(self.gemm.scaled(divisor), dtype="float32")
-        return dataclasses.replace(self, gemm=gemm, nbytes=max(1024, self.nbytes // divisor))
+        gemm = self.gemm.for_cpu()
+        return dataclasses.replace(self, gemm=gemm, nbytes=max(1024, self.nbytes * self.gemm.divisor // gemm.divisor))
 
 
 def classify(gemm_us: float, comm_us: float) -> C3Class:

@@ -23,7 +23,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sidelane_lab.machines.ranges import ends, nearest
 from sidelane_lab.machines.spec import Machine, NumberSource
-from sidelane_lab.model.panels import PaperFigure
 from sidelane_lab.papers.files import ResultFile
 
 Context = TypeVar("Context")
@@ -138,7 +137,6 @@ class Paper(Generic[Context]):
         context: makes what claims are predicted from, of a machine and a version.
         claims: all of them.
         sections: of a description, whose numbers matter to them.
-        figures: drawn again from predictions.
     """
 
     numbers: tuple[str, ...]
@@ -146,7 +144,6 @@ class Paper(Generic[Context]):
     context: Callable[[Machine, str], Context]
     claims: Sequence[Claim[Context]]
     sections: frozenset[str] = frozenset()
-    figures: tuple[PaperFigure, ...] = ()
 
     @property
     def judged(self) -> list[Claim[Context]]:
@@ -209,6 +206,11 @@ def published() -> dict[str, dict[str, Any]]:
     """Return every claim by its id, with ``claim, value, unit, where, seed, conditions``."""
     entry = importlib.resources.files("sidelane_lab.papers") / "data" / "claims.json"
     return {claim["id"]: claim for claim in json.loads(entry.read_text(encoding="utf-8"))}
+
+
+def matching(pattern: str) -> tuple[str, ...]:
+    """Return the ids of the claims that a pattern fits."""
+    return tuple(claim_id for claim_id in published() if re.fullmatch(pattern, claim_id))
 
 
 def judge(claim: Claim[Any], predicted: Any) -> ClaimVerdict:

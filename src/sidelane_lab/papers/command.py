@@ -23,7 +23,6 @@ from sidelane_lab.machines.load import find, named
 from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.ranges import Variation, predict_each, variations
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.panels import draw_all
 from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
 from sidelane_lab.papers.claims import (
     AT_LEAST,
@@ -137,7 +136,7 @@ def main(options: ClaimsOptions) -> int:
         draw_claims(verdicts, f"Claims about {machine.title}", options.report)
         files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
         if survivals:
-            draw_all(slowdown.PAPER.figures, machine, options.report)
+            slowdown.draw(options.report)
             draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
             found = [dataclasses.asdict(survival) for survival in survivals]
             path = options.report / "claims-sensitivity.json"

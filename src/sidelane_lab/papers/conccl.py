@@ -10,24 +10,20 @@ import functools
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sidelane.program.collective import Kind
-from sidelane.sizes import format_bytes
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.harness.drawing import BLUE, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from sidelane_lab.machines.ranges import Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units, dma_run, geomean, library_us, published_program
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
 from sidelane_lab.model.heuristic import AllocationCost, judge
-from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
-from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
+from sidelane_lab.model.kernels import dma_us, library_gang
 from sidelane_lab.model.strategies import library_strategies, partitions
-from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, table_ii_workload
+from sidelane_lab.model.study import COLLECTIVES, TABLE_II, table_ii_workload
 from sidelane_lab.pairs.heuristics import KernelDemand, launch_order
-from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, ideal_speedup, parse_gemm
+from sidelane_lab.pairs.workload import TABLE_I, Bound, parse_gemm
 from sidelane_lab.papers import dma
 from sidelane_lab.papers.claims import (
     BY_CONSTRUCTION,
@@ -39,7 +35,6 @@ from sidelane_lab.papers.claims import (
     ClaimReading,
     ClaimRole,
     Paper,
-    published,
 )
 from sidelane_lab.papers.files import CLASSES, ResultFile
 from sidelane_lab.papers.measurements import FIFTH, PairReadings, UnitReadings
@@ -425,194 +420,10 @@ def gemm_gbps(machine: Machine, tag: str) -> float:
     return min(reach, units * kernel.traffic_bytes / kernel.compute_us / 1e3)
 
 
-SHADES = {"c3_base": GREY, "c3_sp": ORANGE, "c3_rp": VERMILLION, "c3_sp_rp": PURPLE, "conccl": SKY, "conccl_rp": BLUE}
-PERCENTS = {
-    "c3_base": "C3-BASE-02",
-    "c3_sp": "C3-SP-01",
-    "c3_rp": "C3-RP-01",
-    "conccl": "CC-03",
-    "conccl_rp": "CC-05",
-}
-"""Claims on the mean percent of ideal over all pairs."""
-GIVEN_BYTES = (1 << 24, 1 << 27, LARGE)
-"""Bytes of collectives that have some of the units."""
-GROUPS: dict[str, tuple[Kind | None, C3Class | None]] = {
-    **{f"{kind}\n{c3_class}": (kind, c3_class) for kind in COLLECTIVES for c3_class in C3Class},
-    "all": (None, None),
-}
-
-
-def _units_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """Show the slowdown of GEMMs that lose compute units, and of collectives that have only some."""
-    options = partitions(machine)
-
-    def slower(changed: Machine) -> Curves[tuple[str, str]]:
-        found: dict[tuple[str, str], list[float]] = {}
-        for gemm in map(parse_gemm, TABLE_I):
-            alone, units = gemm_us(changed, gemm), int(changed.gpu.units)
-            slower_by = [gemm_us(changed, gemm, units - lost) / alone for lost in options]
-            found[BOUNDS[gemm.tag in MB], gemm.tag] = slower_by
-        for kind in COLLECTIVES:
-            for nbytes in GIVEN_BYTES:
-                alone = library_gang(changed, kind, nbytes).alone_us
-                times = [library_gang(changed, kind, nbytes, units=units).alone_us for units in options]
-                found[str(kind), format_bytes(nbytes)] = [us / alone for us in times]
-        return found
-
-    found = bands(machine, slower, ("matmul", "library") if ranges else ())
-    marks = {BOUNDS[False]: [slowdown_mark()]} if machine.name == MI300X else {}
-    return [
-        Panel(
-            curves={name[1]: band for name, band in found.items() if name[0] == panel},
-            marks=marks.get(panel, ()),
-            **units_axes(panel, options),
-        )
-        for panel in (*BOUNDS, *map(str, COLLECTIVES))
-    ]
-
-
-BOUNDS = ("compute-bound GEMM", "memory-bound GEMM")
-"""Panels of GEMMs."""
-
-
-def units_axes(panel: str, units: Sequence[int]) -> dict[str, Any]:
-    """Return the axes of a panel of times by compute units (figure 5): of GEMMs, or of a collective."""
-    return {
-        "x": units,
-        "ticks": {float(count): str(count) for count in units},
-        "title": panel,
-        "xlabel": "compute units lost" if panel in BOUNDS else "compute units given",
-        "ylabel": "time over that with all of them",
-    }
-
-
-def slowdown_mark(units: Sequence[int] = (32, 64)) -> PublishedValue:
-    """Return the mark of how much slower compute-bound GEMMs are at most, without so many compute units."""
-    slow = tuple(1 + percent / 100 for percent in published()["C3-CU-07"]["value"])
-    return PublishedValue("published, up to", slow, tuple(map(float, units)), line="")
-
-
-def _bandwidth_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """Memory bandwidth that each kernel uses alone, relative to the peak."""
-    names = [*TABLE_I, *(f"{kind}\n{mover}" for kind in COLLECTIVES for mover in ("kernel", "DMA"))]
-
-    def percents(changed: Machine) -> Curves[str]:
-        moved = [gemm_gbps(changed, tag) for tag in TABLE_I]
-        for kind in COLLECTIVES:
-            moved += [library_gang(changed, kind, LARGE).memory_gbps, dma_gangs(changed, kind, LARGE)[0].memory_gbps]
-        return {"predicted": [100 * gbps / changed.gpu.memory_gbps for gbps in moved]}
-
-    curves = bands(machine, percents, ("matmul", "library", "dma", "links") if ranges else ())
-    gather, exchange = (names.index(f"{kind}\nkernel") for kind in COLLECTIVES)
-    less = (1 - published()["C3-BW-01"]["value"] / 100) * curves["predicted"].values[exchange]
-    marks = (
-        [PublishedValue("published: below all-to-all", (less,), (gather,), line="")] if machine.name == MI300X else []
-    )
-    words = "GEMM, or collective of 1 GB and who runs it"
-    return [Panel(curves=curves, x=names, marks=marks, xlabel=words, ylabel="percent of the peak")]
-
-
-def _ideal_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    shown = [table_ii_workload(name, COLLECTIVES[0]) for name in TABLE_II]
-
-    def ideals(changed: Machine) -> Curves[str]:
-        alone = [(gemm_us(changed, p.gemm), library_gang(changed, p.collective, p.nbytes).alone_us) for p in shown]
-        return {"ideal": [ideal_speedup(*both) for both in alone]}
-
-    values = {claim: published()[claim]["value"] for claim in ("C3-ID-01", "C3-ID-02")}
-    marks = [
-        PublishedValue("published: least and most", tuple(values["C3-ID-02"])),
-        PublishedValue("published: mean", (values["C3-ID-01"],), line="--"),
-    ]
-    return [
-        Panel(
-            curves=bands(machine, ideals, ("matmul", "library", "links") if ranges else ()),
-            x=list(TABLE_II),
-            marks=marks if machine.name == MI300X else [],
-            level=1,
-            high=2.2,
-            xlabel="GEMM and bytes of an all-gather",
-            ylabel="speedup over serial",
-            legend={"ncols": 3, "loc": "upper left"},
-        )
-    ]
-
-
-def _isolated_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """Collectives on DMA engines over the library's, alone."""
-    sizes = [n for n in SIZES if n >= 1 << 20]
-
-    def gains(changed: Machine) -> Curves[str]:
-        return {
-            str(kind): [library_gang(changed, kind, n).alone_us / dma_us(changed, kind, n) for n in sizes]
-            for kind in COLLECTIVES
-        }
-
-    large = (float(64 << 20), float(sizes[-1]))
-    marks = [PublishedValue("published: all-gather, large sizes", (published()["CC-02"]["value"],), large)]
-    curves = bands(machine, gains, ("dma", "library", "links") if ranges else ())
-    here = marks if machine.name == MI300X else []
-    return [Panel(curves=curves, marks=here, level=1, low=0, ylabel="speedup over the library", **over_sizes(sizes))]
-
-
-@functools.lru_cache(maxsize=256)
-def _means(machine: Machine, version: str) -> Mapping[str, Sequence[float]]:
-    """Mean speedups by collective and class, of every strategy and of the ideal."""
-    pairs_of = PairReadings.of(pair_rows(machine, version))
-    found = {strategy: [pairs_of.mean_speedup(strategy, *group) for group in GROUPS.values()] for strategy in SHADES}
-    ideal = [statistics.fmean(map(pairs_of.ideal, pairs_of.pairs(*group))) for group in GROUPS.values()]
-    return {**found, "ideal": ideal}
-
-
-def _groups_panels(machine: Machine, ranges: bool, version: str, strategies: Sequence[str]) -> list[Panel]:
-    found = bands(machine, lambda changed: _means(changed, version), None if ranges else ())
-    ideal, last = found["ideal"].values, len(GROUPS) - 1
-    marks = [PublishedValue("ideal", ideal, tuple(range(len(GROUPS))), line="", point="_")]
-    if machine.name == MI300X:
-        width, known = 0.8 / len(strategies), [name for name in strategies if name in PERCENTS]
-        places = [last + (strategies.index(name) - (len(strategies) - 1) / 2) * width for name in known]
-        shares = [published()[PERCENTS[name]]["value"] / 100 for name in known]
-        heights = tuple(1 + share * (ideal[last] - 1) for share in shares)
-        marks.append(PublishedValue("published (% of ideal)", heights, tuple(places), line=""))
-    return [
-        Panel(
-            curves={strategy: found[strategy] for strategy in strategies},
-            x=list(GROUPS),
-            styles={strategy: (SHADES[strategy], 0) for strategy in strategies},
-            marks=marks,
-            level=1,
-            high=2.25,
-            xlabel="collective, and which of the two takes longer",
-            ylabel="mean speedup over serial",
-            legend={"ncols": len(strategies) + 2},
-        )
-    ]
-
-
-def figures(version: str = "000") -> tuple[PaperFigure, ...]:
-    """Return the figures of one version."""
-
-    def grouped(strategies: Sequence[str]) -> Callable[[Machine, bool], list[Panel]]:
-        return lambda machine, ranges: _groups_panels(machine, ranges, version, strategies)
-
-    on_engines, title = ("c3_base", "conccl", "conccl_rp"), "{machine}, predicted"
-    lines = f"{title} (lines: plausible numbers)"
-    declared: tuple[tuple[str, str, str, Callable[[Machine, bool], list[Panel]]], ...] = (
-        ("5", "c3-compute-units", f"Compute needs: {title} ({BANDS})", _units_panels),
-        ("6", "c3-bandwidth", f"Memory bandwidth used alone: {lines}", _bandwidth_panels),
-        ("9", "c3-isolated", f"Collective on DMA engines over the library: {title}", _isolated_panels),
-        ("7", "c3-ideal", f"Ideal speedup: {lines}", _ideal_panels),
-        ("8", "c3-strategies", f"C3 with kernel collectives: {title}", grouped(library_strategies())),
-        ("10", "c3-conccl", f"C3 with DMA collectives: {title}", grouped(on_engines)),
-    )
-    return tuple(PaperFigure(numbers=(n,), name=name, title=words, panels=make) for n, name, words, make in declared)
-
-
 PAPER = Paper(
     numbers=("000", "002"),
     machine=MI300X,
     context=C3Context,
     claims=claims(),
     sections=frozenset({"gpu", "links", "dma", "library", "matmul", "interference"}),
-    figures=figures(),
 )

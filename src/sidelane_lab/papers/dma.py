@@ -5,23 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sidelane.program.collective import Kind
-from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import BLUE, VERMILLION
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import AS_GOOD, PRELAUNCHED
-from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, geomean, published_program
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.panels import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.model.power import dma_power, library_power
-from sidelane_lab.model.study import COLLECTIVES, SIZES
+from sidelane_lab.model.study import SIZES
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import (
     BY_CONSTRUCTION,
@@ -33,11 +28,12 @@ from sidelane_lab.papers.claims import (
     ClaimReading,
     ClaimRole,
     Paper,
+    matching,
     published,
 )
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
-from sidelane_lab.papers.rows import Marks, RowFigure, model_rows, size_places
+from sidelane_lab.papers.rows import model_rows
 from sidelane_lab.studies.collectives import CollectiveOptions
 from sidelane_lab.studies.phases.rows import PhasesOptions
 
@@ -256,10 +252,9 @@ def claims() -> list[Claim[DmaContext]]:
             "long",
         ),
     ]
-    for claim_id in published():
-        if re.fullmatch(r"DM-T[12]-\d", claim_id):
-            measured, miss = final(_best_at(claim_id)), TABLE_MISSES.get(claim_id, "")
-            found.append(Claim(claim_id, held, _table_line(claim_id), measured, within=_not_refused, miss=miss))
+    for claim_id in matching(r"DM-T[12]-\d"):
+        measured, miss = final(_best_at(claim_id)), TABLE_MISSES.get(claim_id, "")
+        found.append(Claim(claim_id, held, _table_line(claim_id), measured, within=_not_refused, miss=miss))
     found += [
         Claim("DM-RG-01", measured=TAKEN_OVER, given="model.study.SIZES are these"),
         Claim("DM-PW-03", not_modelled="the sizes that it holds for are not stated; DM-PW-04 and -05 are its parts"),
@@ -285,13 +280,14 @@ def relative_text(ratio: float) -> str:
     return f"{100 * (ratio - 1):.0f}% slower" if ratio >= 1 else f"{100 * (1 / ratio - 1):.0f}% faster"
 
 
-def _ratio(text: str) -> float:
+def ratio_of_text(text: str) -> float:
+    """Return a time over the library's from the paper's words, the other way round."""
     percent, _, word = text.partition("% ")
     return 1 + float(percent) / 100 if word == "slower" else 1 / (1 + float(percent) / 100)
 
 
 def _text_near(wanted: dict[str, str], got: dict[str, str]) -> bool:
-    return all(abs(_ratio(got[key]) / _ratio(wanted[key]) - 1) <= TOLERANCE for key in wanted)
+    return all(abs(ratio_of_text(got[key]) / ratio_of_text(wanted[key]) - 1) <= TOLERANCE for key in wanted)
 
 
 def _up_to(most: list[float], got: list[float]) -> bool:
@@ -496,188 +492,9 @@ def _size(nbytes: int) -> str:
     return str(nbytes)
 
 
-OF_ENGINES = ("control", "doorbell", "fetch", "copy", "next_copy", "wait", "signal", "trigger", "sync")
-NUMBERS = (
-    "links.usable_gbps",
-    "dma.engine_gbps",
-    *(f"dma.{name}_us" for name in OF_ENGINES),
-    "library",
-    "matmul.efficiency",
-    "matmul.launch_us",
-    "power",
-)
-"""Numbers of a description that the figures depend on."""
-SIDES = (1024, 4096, 8192)
-"""Sides of the GEMM in front of the all_gather in the figure."""
-
-
-def _phase_curves(file: ResultFile) -> dict[str, dict[int, float]]:
-    readings = PhaseReadings(file)
-    return {**readings.shares, "not copy": readings.not_copy()}
-
-
-def _phase_panel(found: Mapping[str, Band], sizes: Sequence[int], marks: Marks) -> Panel:
-    phases = dict(found)
-    return Panel(
-        total=phases.pop("not copy"),
-        curves=phases,
-        x=[format_bytes(n) for n in sizes],
-        marks=marks,
-        xlabel="bytes (lines: plausible share of what is no copy)",
-        ylabel="share of the time, %",
-        high=115,
-        legend={"ncols": 6},
-    )
-
-
-def _phase_marks(places: Sequence[int]) -> list[PublishedValue]:
-    values = [published()[f"DM-PH-0{number}"]["value"] for number in (1, 2)]
-    last = len(PHASED) - 1 + 0.12
-    marks = [
-        PublishedValue("published: no copy", (values[0],), (0.12,), line=""),
-        PublishedValue("published: at most, above 1 MB", (values[1],), (last,), line="", point="v"),
-    ]
-    return marks if tuple(places) == PHASED else []
-
-
-PHASES = RowFigure(OPTIONS["phases"], _phase_curves, _phase_panel, _phase_marks, MI300X, NUMBERS)
-"""Figure 6: phases from the bottom up: what is no copy lies below, as the paper counts it together."""
-
-
 def all_variants(kind: Kind) -> list[str]:
     """Return the paper's variants, each followed by the same prelaunched."""
     return [variant + ahead for variant in PUBLISHED_VARIANTS[kind] for ahead in ("", PRELAUNCHED)]
-
-
-SPEEDUP: dict[str, Any] = {
-    "level": 1,
-    "low": 0,
-    "roomy": True,
-    "ylabel": "speedup over the library",
-    "legend": {"ncols": 3, "loc": "upper center"},
-}
-"""Axis of panels of speedups over the library."""
-
-
-def _speedup_figure(kind: Kind) -> RowFigure:
-    """Every variant, with and without prelaunch, over the library, and the published means (figures 13 and 14)."""
-    variants = all_variants(kind)
-    styles = {word: (COLOURS[place // 2], place % 2) for place, word in enumerate(variants)}
-
-    def curves(file: ResultFile) -> dict[str, dict[int, float]]:
-        readings = CollectiveReadings(file)
-        return {
-            word: {n: 1 / readings.behind(kind, (word,), [n]) for n in readings.sizes(kind, variant=word)}
-            for word in variants
-        }
-
-    def marks(places: Sequence[int]) -> list[PublishedValue]:
-        word = next(name for name, known in NAMES.items() if known is kind)
-        gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
-        small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
-        return [
-            PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
-            PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
-            PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
-        ]
-
-    panel = functools.partial(_speedup_panel, styles=styles)
-    return RowFigure(OPTIONS["collectives"], curves, panel, marks, MI300X, NUMBERS)
-
-
-def _speedup_panel(
-    found: Mapping[str, Band], sizes: Sequence[int], marks: Marks, styles: Mapping[str, tuple[str, int]] | None = None
-) -> Panel:
-    return Panel(curves=found, styles=styles or {}, marks=marks, **SPEEDUP, **size_places(sizes))
-
-
-def _gap_curves(file: ResultFile) -> dict[str, dict[int, float]]:
-    readings = CollectiveReadings(file)
-    ways = {"baseline (pcpy)": PCPY, "optimized (best of all)": all_variants(AG)}
-    return {
-        name: {n: 1 / readings.behind(AG, variants, [n]) for n in readings.sizes(AG)} for name, variants in ways.items()
-    }
-
-
-def _gap_marks(places: Sequence[int]) -> list[PublishedValue]:
-    slow = published()["DM-PC-02"]["value"]["allgather"]
-    final = _ratio(published()["DM-FIN-01"]["value"]["allgather"])
-    small = (float(SIZES[0]), float(UP_TO))
-    return [
-        PublishedValue("published: baseline, mean to 32 MB", (1 / slow,), small, line="--"),
-        PublishedValue("published: optimized, mean to 32 MB", (1 / final,), small),
-    ]
-
-
-SPEEDUPS = {kind: _speedup_figure(kind) for kind in COLLECTIVES}
-"""Figures 13 and 14."""
-GAP = RowFigure(OPTIONS["collectives"], _gap_curves, _speedup_panel, _gap_marks, MI300X, NUMBERS)
-"""Figure 1: the baseline and the best of all variants, over the library."""
-
-
-def producer_mark(most: int) -> PublishedValue:
-    """Return the mark of the bytes from which a GEMM and an all-gather on copy engines are as good, up to ``most``."""
-    start = published()["DM-SY-01"]["value"]
-    return PublishedValue(f"published: as good or better above {start} MB", (1,), (float(start * MB), float(most)))
-
-
-def _producer_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    def ratios(changed: Machine) -> Curves[str]:
-        context, found = DmaContext(changed), {}
-        for side in SIDES:
-            engines, library = (context.with_producer(side, on_engines) for on_engines in (True, False))
-            found[f"GEMM {side}"] = [library[n] / engines[n] for n in SIZES]
-        return found
-
-    curves = bands(machine, ratios, NUMBERS if ranges else ())
-    here = [producer_mark(SIZES[-1])] if machine.name == MI300X else []
-    return [Panel(curves=curves, marks=here, level=1, ylabel="library / DMA", **over_sizes(SIZES))]
-
-
-POWER_STYLES = {"library": (VERMILLION, 0), "best DMA": (BLUE, 1)}
-
-
-def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    if machine.power is None:
-        return []
-
-    def watts(changed: Machine) -> Curves[str]:
-        taken = {n: DmaContext(changed).to_take(AG, n).partition(", ") for n in SIZES}
-        return {
-            "library": [library_power(changed, AG, n).total_w for n in SIZES],
-            "best DMA": [dma_power(changed, AG, n, v, bool(ahead)).total_w for n, (v, _, ahead) in taken.items()],
-        }
-
-    found: dict[str, Band] = bands(machine, watts, NUMBERS if ranges else ())
-    large = [(n, watt) for n, watt in zip(SIZES, found["library"].values, strict=True) if n >= FROM]
-    mean = statistics.fmean(watt for _, watt in large) * (1 - published()["DM-PW-01"]["value"] / 100)
-    ends = (float(large[0][0]), float(large[-1][0]))
-    marks = [PublishedValue("published: best DMA below the library from 64 MB", (mean,), ends)]
-    return [
-        Panel(
-            curves=found,
-            styles=POWER_STYLES,
-            marks=marks if machine.name == MI300X else [],
-            low=0,
-            ylabel="W a GPU",
-            **over_sizes(SIZES),
-        )
-    ]
-
-
-def _figures() -> tuple[PaperFigure, ...]:
-    title = "{machine}, predicted"
-    gathers, exchanges = (f"DMA {kind} over the library: {title}" for kind in COLLECTIVES)
-    producer = f"GEMM, then all_gather: time with the library over time with DMA, {title}"
-    declared: tuple[tuple[str, str, str, Callable[[Machine, bool], list[Panel]]], ...] = (
-        ("1", "dma-gap", f"DMA all_gather over the library, first and in the end: {title}", GAP.predicted),
-        ("6", "dma-phases", f"Phases of one DMA copy: {title}", PHASES.predicted),
-        ("13", "dma-all_gather", gathers, SPEEDUPS[AG].predicted),
-        ("14", "dma-all_to_all", exchanges, SPEEDUPS[AA].predicted),
-        ("16", "dma-producer", producer, _producer_panels),
-        ("15", "dma-power", f"Power during an all_gather: {title} from assumed parts", _power_panels),
-    )
-    return tuple(PaperFigure(numbers=(n,), name=name, title=words, panels=make) for n, name, words, make in declared)
 
 
 PAPER = Paper(
@@ -686,5 +503,4 @@ PAPER = Paper(
     context=DmaContext,
     claims=claims(),
     sections=frozenset({"gpu", "links", "dma", "library", "matmul", "power"}),
-    figures=_figures(),
 )

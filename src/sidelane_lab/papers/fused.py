@@ -24,11 +24,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (
     OBLIVIOUS,
-    ORDERS,
     REMOTE_FIRST,
     SECTIONS,
     Embedding,
@@ -37,7 +35,6 @@ from sidelane_lab.model.operators import (
     TiledGemm,
     predict_fused,
 )
-from sidelane_lab.model.panels import Panel, PaperFigure, PublishedValue
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.papers.claims import (
     BY_CONSTRUCTION,
@@ -48,7 +45,6 @@ from sidelane_lab.papers.claims import (
     ClaimReading,
     ClaimRole,
     Paper,
-    published,
 )
 from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
@@ -298,155 +294,13 @@ def _two_nodes(context: FusedContext) -> dict[str, float]:
     return {"nodes": machine.nodes, "gpus_per_node": machine.gpus, "ib_GBps": float(machine.links.network_gbps)}
 
 
-CLAIMS = claims()
-GAINS = {
-    "FU-EMB-01": "embedding\none node\nmean",
-    "FU-EMB-02": "embedding\none node\nbest",
-    "FU-EMB-03": "embedding\ntwo nodes\nmean",
-    "FU-EMB-04": "embedding\ntwo nodes\nbest",
-    "FU-GEMV-01": "GEMV\nmean",
-    "FU-GEMV-02": "GEMV\nbest",
-    "FU-GEMM-01": "GEMM\nmean",
-    "FU-GEMM-02": "GEMM\nbest",
-}
-"""Words of claims that are drawn at usual shapes: the paper's text has not all of them."""
-OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
-
-
-def _published(*claim_ids: str) -> PublishedValue:
-    heights = tuple(published()[claim_id]["value"] for claim_id in claim_ids)
-    return PublishedValue("published", heights, tuple(range(len(heights))), line="")
-
-
-def _gain_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    def gains(changed: Machine) -> dict[str, list[float]]:
-        context = FusedContext(changed)
-        found = {claim.claim_id: claim.predicted(context) for claim in CLAIMS if claim.claim_id in GAINS}
-        return {"predicted, at shapes that stand in for the paper's": [found[claim_id] for claim_id in GAINS]}
-
-    return [
-        Panel(
-            curves=bands(machine, gains, SECTIONS if ranges else ()),
-            x=list(GAINS.values()),
-            marks=[_published(*GAINS)],
-            level=0,
-            xlabel="operator",
-            ylabel="time lower than unfused, %",
-        )
-    ]
-
-
-def _occupancy_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    def times(changed: Machine) -> dict[str, list[float]]:
-        context = FusedContext(changed)
-        return {"predicted, fitted": [context.occupied_us(share) / context.occupied_us(0.75) for share in OCCUPANCIES]}
-
-    rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
-    heights = (1 / (1 + rise / 100), 1.0, 1 + fall / 100)
-    return [
-        Panel(
-            curves=bands(machine, times, SECTIONS if ranges else ()),
-            x=OCCUPANCIES,
-            marks=[PublishedValue("published", heights, (0.25, 0.75, 0.875), line="")],
-            log=False,
-            low=0,
-            xlabel="occupancy",
-            ylabel="time over that at 75%",
-        )
-    ]
-
-
-def _skew_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    def skews(changed: Machine) -> dict[str, list[float]]:
-        return {"predicted; bags are not in the text": [FusedContext(changed).skew_percent(order) for order in ORDERS]}
-
-    return [
-        Panel(
-            curves=bands(machine, skews, SECTIONS if ranges else ()),
-            x=ORDERS,
-            marks=[_published("FU-SKEW-02", "FU-SKEW-01")],
-            xlabel="order of the work",
-            ylabel="second node later, %",
-        )
-    ]
-
-
-def _bar_panels(
-    words: str,
-    operators: tuple[Embedding, ...] | tuple[Gemv, ...] | tuple[TiledGemm, ...],
-    is_across: bool,
-    mean_claim: str,
-    best_claim: str,
-) -> Callable[[Machine, bool], list[Panel]]:
-    """Show fused times over unfused ones, a bar a shape; of what is published the text has the mean and the best."""
-
-    def normalised(changed: Machine) -> dict[str, list[float]]:
-        rows = operator_rows(scale_out(changed) if is_across else changed, operators)
-        return {FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
-
-    names = [
-        f"{one.batch}\n{one.tables}" if isinstance(one, Embedding) else f"{one.rows}\n{one.columns}"
-        for one in operators
-    ]
-
-    def panels(machine: Machine, ranges: bool) -> list[Panel]:
-        return [
-            Panel(
-                curves=bands(machine, normalised, SECTIONS if ranges else ()),
-                x=names,
-                marks=lower_marks(mean_claim, best_claim),
-                xlabel=words,
-                **NORMALISED,
-            )
-        ]
-
-    return panels
-
-
 FUSED_WORDS = "fused over unfused"
 NORMALISED: dict[str, Any] = {"level": 1, "low": 0, "high": 1.35, "ylabel": "time over that unfused"}
 """Axis of panels of normalised times."""
-
-
-def lower_marks(mean_claim: str, best_claim: str) -> list[PublishedValue]:
-    """Return marks of the published mean and best normalised time, from claims on percent lower."""
-    mean_time, best_time = (1 - published()[claim_id]["value"] / 100 for claim_id in (mean_claim, best_claim))
-    return [
-        PublishedValue("published: mean", (mean_time,), line="--"),
-        PublishedValue("published: best", (best_time,), line=":"),
-    ]
-
-
-BARS = (
-    ("8", "Embedding + all-to-all", "batch, and tables a GPU", EMBEDDINGS, False, "EMB-01", "EMB-02"),
-    ("9", "GEMV + all-reduce", "rows, and columns of all GPUs", GEMVS, False, "GEMV-01", "GEMV-02"),
-    ("10", "GEMM + all-to-all", "rows a GPU, and columns", GEMMS, False, "GEMM-01", "GEMM-02"),
-    ("12", "Embedding + all-to-all, two nodes", "batch, and tables a GPU", EMBEDDINGS, True, "EMB-03", "EMB-04"),
-)
-"""Figures of normalised times: number, what runs, what names the bars, operators, among two nodes, claims on mean and
-best."""
-
-FIGURES = tuple(
-    PaperFigure(
-        numbers=(number,),
-        name=f"fused-published-{number}",
-        title=f"{title}: {{machine}}, predicted at shapes that stand in for the paper's",
-        panels=_bar_panels(words, operators, is_across, f"FU-{mean_claim}", f"FU-{best_claim}"),
-    )
-    for number, title, words, operators, is_across, mean_claim, best_claim in BARS
-) + tuple(
-    PaperFigure(numbers=numbers, name=name, title=f"{words}: {{machine}}, predicted", panels=panels)
-    for numbers, name, words, panels in (
-        ((), "fused-published-gains", "Fused operators paper, gains", _gain_panels),
-        (("13",), "fused-published-occupancy", "Fused operators paper, time over occupancy", _occupancy_panels),
-        (("14",), "fused-published-skew", "Fused operators paper, skew", _skew_panels),
-    )
-)
 PAPER = Paper(
     numbers=("001",),
     machine=MACHINE,
     context=lambda machine, version: FusedContext(machine),
-    claims=CLAIMS,
+    claims=claims(),
     sections=SECTIONS,
-    figures=FIGURES,
 )

@@ -28,10 +28,8 @@ from sidelane_lab.model.operators import (
     predict_fused,
     predict_unfused,
 )
-from sidelane_lab.model.panels import draw_all
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers.claims import error_of
-from sidelane_lab.papers.fused import MACHINE, PAPER
 from sidelane_lab.studies.fused.predict import draw, operators_of
 from sidelane_lab.studies.fused.rows import ALONE, IN_PARTS, FusedRow, sizes_of
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS
@@ -87,7 +85,7 @@ def main(machine_name: str, options: FusedOptions) -> None:
         ValueError: no such machine, options that the file has, or as :func:`predict` and :func:`hold`.
     """
     if options.results is None:
-        predict_study(machine_name, options, draw=functools.partial(_draw, occupancy=options.occupancy))
+        predict_study(machine_name, options, draw=functools.partial(draw, occupancy=options.occupancy))
         return
     if any((options.ops, options.shapes, options.occupancy, options.late_us, options.report)):
         raise ValueError("fused: --results (allowed=with --machine and --json alone: the file has the shapes)")
@@ -95,12 +93,6 @@ def main(machine_name: str, options: FusedOptions) -> None:
     for table in held_tables(machine, held, unknown):
         tables_console(options.json).print(table.to_rich())
     say_written(write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held]))
-
-
-def _draw(machine: Machine, rows: Sequence[FusedRow], folder: Path, occupancy: float | None) -> None:
-    draw(machine, rows, folder, occupancy)
-    if machine.name == MACHINE:
-        draw_all(PAPER.figures, machine, folder)
 
 
 def hold(machine: Machine, path: Path) -> tuple[Machine, list[OperatorComparison], int]:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.numbers import predict_study
-from sidelane_lab.machines.ranges import Band, Curves, bands
+from sidelane_lab.machines.numbers import draw_rows, predict_study
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.panels import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import (
@@ -33,9 +32,8 @@ from sidelane_lab.papers.claims import (
     ClaimRole,
     Paper,
 )
-from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import PipelineReadings
-from sidelane_lab.papers.rows import aligned, model_rows
+from sidelane_lab.papers.rows import model_rows
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 
@@ -213,100 +211,6 @@ def _platform(machine: Machine) -> list[Any]:
     return [machine.gpus, int(gpu.units), float(gpu.l2_mb), float(gpu.memory_gb), float(gpu.shared_kb)]
 
 
-OF_LIBRARY = ("all_reduce_gbps", "all_to_all_gbps", "default_units", "all_to_all_units", "traffic")
-NUMBERS = ("occupancy", "interference.memory", *(f"library.{name}" for name in OF_LIBRARY))
-"""Numbers of a description that a pipeline depends on most; GEMMs by themselves stand on both sides of each ratio."""
-MARKS: dict[tuple[str, str], list[PublishedValue]] = {
-    ("base", ""): [PublishedValue("published: 0.3 and 1", (0.3, 1.0))],
-    ("reduction", "A40"): [PublishedValue("published, cb-ar at most", (25.5,))],
-    ("overlap", ""): [PublishedValue("published, at most", (90.0,))],
-    ("overlap", "MI250X"): [],
-}
-"""Values in the text, by figure and platform; "" stands for the others."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OverlapFigure:
-    """A figure of the paper over the numbers of thread blocks.
-
-    Attributes:
-        number, name: of the figure, and of its picture.
-        key: in :class:`PipelineReadings`.
-        words: of the axis of values.
-        platforms: that it has.
-        pairs: that it has.
-        level: of a line across; None: none.
-        from_zero: the axis of values begins at 0.
-    """
-
-    number: str
-    name: str
-    key: str
-    words: str
-    platforms: Sequence[str] = tuple(PLATFORMS)
-    pairs: Sequence[str] = tuple(PAIRS)
-    level: float | None = None
-    from_zero: bool = True
-
-    def panels(self, machine: Machine | None = None, ranges: bool = False) -> list[Panel]:
-        """Return a panel for each platform of the paper; or one for another machine."""
-        chosen = {name: named(PLATFORMS[name]) for name in self.platforms}
-        if machine is not None:
-            chosen = {machine.title: machine}
-        return [
-            self.panel(self._bands(one, ranges), BLOCKS, name, self.words if place == 0 else "")
-            for place, (name, one) in enumerate(chosen.items())
-        ]
-
-    def panel(self, curves: Mapping[str, Band], x: Sequence[int], title: str, words: str) -> Panel:
-        """Return a panel of curves by pair."""
-        return Panel(
-            curves=curves,
-            x=x,
-            marks=MARKS.get((self.key, title), MARKS.get((self.key, ""), [])),
-            level=self.level,
-            low=0 if self.from_zero else None,
-            title=title,
-            xlabel="thread blocks",
-            ylabel=words,
-        )
-
-    def _bands(self, machine: Machine, ranges: bool) -> dict[str, Band]:
-        def curves(changed: Machine) -> Curves[str]:
-            try:
-                found = readings_of(changed)
-            except ValueError:  # a block that no unit can hold: the library would have another
-                found = readings_of(machine)
-            return {pair: list(found.curve(self.key, pair).values()) for pair in self.pairs}
-
-        return bands(machine, curves, NUMBERS if ranges else ())
-
-    def measured(self, file: ResultFile) -> list[Panel]:
-        """Return the panel of a result file; nothing where it has no such rows."""
-        curves = PipelineReadings(file).curves(self.key)
-        blocks, found = aligned({pair: curve for pair, curve in curves.items() if pair in self.pairs})
-        return [self.panel(found, blocks, "", self.words)] if blocks else []
-
-
-OVERLAP_FIGURES = (
-    OverlapFigure("2", "base", "base", "overlapped over sequential time"),
-    OverlapFigure("3", "reduction", "reduction", "time saved by priority, %", from_zero=False),
-    OverlapFigure("4", "overlap", "overlap", "overlap rate, %"),
-    OverlapFigure("5", "tiles-ar", "tiles", "time of opt2 over opt1", ("A100", "H100"), AR, level=1),
-    OverlapFigure("6", "tiles-a2a", "tiles", "time of opt2 over opt1", ("A40", "A100"), A2A, level=1),
-)
-FIGURES = tuple(
-    PaperFigure(
-        numbers=(one.number,),
-        name=f"overlap-{one.name}",
-        title=f"Pipelined GEMM and collective, predicted ({BANDS})",
-        panels=lambda machine, ranges, one=one: one.panels(None, ranges),  # type: ignore[misc]
-        shared=True,
-    )
-    for one in OVERLAP_FIGURES
-)
-
-
 def timeline_of(machine: Machine, pair: str, blocks: int, *, priority: bool, iterations: int = 4) -> list[Interval]:
     """Return which iterations ran when (figure 1(c))."""
     tag, kind = PAIRS[pair]
@@ -319,7 +223,6 @@ PAPER = Paper(
     machine="",
     context=lambda machine, version: OverlapContext(),
     claims=claims(),
-    figures=FIGURES,
 )
 
 
@@ -328,7 +231,7 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
 
     Args:
         machine_name: in the catalogue, or a file.
-        report: folder for figures (of the paper's four platforms) and a timeline of this machine.
+        report: folder for pictures, with a timeline without priority and one with it.
         json: file for the numbers of this machine, or ``written.STDOUT``.
 
     Raises:
@@ -338,7 +241,7 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
 
 
 def _draw(machine: Machine, rows: Sequence[OccupancyRow], folder: Path) -> None:
-    draw_all(FIGURES, machine, folder)
+    draw_rows(ASKED.study, machine, rows, folder)
     blocks = BLOCKS[2]
     for priority in (False, True):
         name = "timeline-pipeline" + ("-priority" if priority else "")

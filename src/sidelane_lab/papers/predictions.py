@@ -15,15 +15,14 @@ from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.harness.study import FlatRow, study_of
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.machines.load import find
-from sidelane_lab.machines.numbers import predict_study
+from sidelane_lab.machines.numbers import draw_rows, predict_study
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
 from sidelane_lab.model.engine_add import engine_add_tables
-from sidelane_lab.model.panels import draw_all, draw_timeline
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.strategies import library_strategies, predict
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, table_ii_workload
 from sidelane_lab.pairs.workload import C3Class, ideal_speedup
-from sidelane_lab.papers import conccl, dma
 from sidelane_lab.papers.measurements import PairReadings, pair_name
 from sidelane_lab.papers.rows import in_file
 from sidelane_lab.sim import Interval, write_chrome_trace
@@ -47,9 +46,9 @@ def c3_main(machine_name: str, options: C3Options) -> None:
 
 
 def _draw_pairs(options: C3Options, machine: Machine, rows: Sequence[C3Row], folder: Path) -> None:
+    draw_rows(options.study, machine, rows, folder)
     if options.workloads != tuple(TABLE_II):
         return
-    draw_all(conccl.figures(options.version), machine, folder)
     workload = table_ii_workload(options.workloads[-1], COLLECTIVES[-1])
     for strategy in ("c3_base", "c3_sp", "conccl"):
         timeline = predict(machine, workload, strategy, record=True).timeline
@@ -77,7 +76,7 @@ def _collective_tables(machine: Machine, rows: Sequence[CollectiveRow]) -> list[
 
 
 def _draw_collectives(machine: Machine, rows: Sequence[FlatRow], folder: Path) -> None:
-    draw_all(dma.PAPER.figures, machine, folder)
+    draw_rows("collectives", machine, rows, folder)
     for variant in PUBLISHED_VARIANTS[Kind.ALL_GATHER]:
         timeline = dma_run(machine, Kind.ALL_GATHER, TRACED_BYTES, variant, record=True).timeline
         ends = ("host", "rank 0", f"rank {machine.gpus - 1}")

@@ -19,12 +19,11 @@ from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.study import FlatRow, study_of
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.panels import BANDS, Panel, PublishedValue
+from sidelane_lab.model.panels import BANDS, Panel
 from sidelane_lab.papers.claims import Claim, ClaimReading, numbers, published, rounded
 from sidelane_lab.papers.files import ResultFile, files_of
 
-X = TypeVar("X", int, float, str)
-Marks = Sequence[PublishedValue]
+X = TypeVar("X")
 MOST_TICKS = 6
 """Number of sizes that can be named below a panel of a row."""
 
@@ -117,41 +116,42 @@ class RowFigure:
     """A figure's panel as curves over rows, drawn for the model with plausible ranges and for each result file.
 
     Attributes:
-        options: of the study, with which the model fills its rows.
+        rows: makes the rows that the model fills for a machine and a version of the paper.
         curves: of rows: values by place, by the word of the legend.
-        panel: makes the panel of bands, places and marks.
-        marks: published values, by the places of a panel: files have them, and predictions of ``machine``.
+        panel: makes the panel of bands and places, with what is published or without: files have it, and predictions of
+            ``machine``.
         machine: that the paper measured on.
-        numbers: of a description that the curves depend on.
+        numbers: of a description that the curves depend on; None: all.
+        order: of places that are names; others follow them.
     """
 
-    options: StudyOptions
+    rows: Callable[[Machine, str], ResultFile]
     curves: Callable[[ResultFile], Mapping[str, Mapping[Any, float]]]
-    panel: Callable[[Mapping[str, Band], Sequence[Any], Marks], Panel]
-    marks: Callable[[Sequence[Any]], Marks]
+    panel: Callable[[Mapping[str, Band], Sequence[Any], bool], Panel]
     machine: str
-    numbers: Sequence[str]
+    numbers: Sequence[str] | None
+    order: Sequence[str] = ()
 
-    def predicted(self, machine: Machine, ranges: bool) -> list[Panel]:
+    def predicted(self, machine: Machine, ranges: bool, version: str) -> list[Panel]:
         """Return the panel of a machine that is described."""
 
-        def values(changed: Machine) -> Curves[str]:
-            return {name: list(points.values()) for name, points in self._curves_of(changed).items()}
+        def found(changed: Machine) -> tuple[list[Any], dict[str, Band]]:
+            return aligned(self.curves(self.rows(changed, version)), self.order)
 
-        places = list(next(iter(self._curves_of(machine).values())))
-        marks = self.marks(places) if machine.name == self.machine else ()
-        return [self.panel(bands(machine, values, self.numbers if ranges else ()), places, marks)]
+        def values(changed: Machine) -> Curves[str]:
+            return {name: band.values for name, band in found(changed)[1].items()}
+
+        places, _ = found(machine)
+        curves = bands(machine, values, self.numbers if ranges else ())
+        return [self.panel(curves, places, machine.name == self.machine)]
 
     def measured(self, file: ResultFile) -> list[Panel]:
         """Return the panel of a result file; nothing where it has no such rows."""
-        places, found = aligned(self.curves(file))
+        places, found = aligned(self.curves(file), self.order)
         if not places:
             return []
-        panel = self.panel(found, places, self.marks(places))
+        panel = self.panel(found, places, True)
         return [dataclasses.replace(panel, xlabel=panel.xlabel.partition(" (")[0])]  # it has no plausible ranges
-
-    def _curves_of(self, machine: Machine) -> Mapping[str, Mapping[Any, float]]:
-        return self.curves(model_rows(machine, self.options))
 
 
 def size_places(sizes: Sequence[int]) -> dict[str, Any]:
@@ -165,10 +165,21 @@ def exact(values: Sequence[float]) -> Band:
     return Band(tuple(values), tuple(values), tuple(values))
 
 
-def aligned(
-    curves: Mapping[str, Mapping[X, float]], order: Sequence[X] | None = None
-) -> tuple[list[X], dict[str, Band]]:
-    """Return the places that any curve has, and each curve there; where it has none, its value is not a number."""
-    known = {x for points in curves.values() for x in points}
-    places = sorted(known) if order is None else [x for x in order if x in known]
+def aligned(curves: Mapping[str, Mapping[X, float]], order: Sequence[X] = ()) -> tuple[list[X], dict[str, Band]]:
+    """Return the places that any curve has, and each curve there; where it has none, its value is not a number.
+
+    Numbers are in order; names as they come, behind those that ``order`` has.
+    """
+    known: list[Any] = list(dict.fromkeys(x for points in curves.values() for x in points))
+    if known and not isinstance(known[0], str):
+        known.sort()
+    places = [*(x for x in order if x in known), *(x for x in known if x not in order)]
     return places, {name: exact([points.get(x, math.nan) for x in places]) for name, points in curves.items() if points}
+
+
+def by_size(curves: Mapping[str, Mapping[int, float]], **fields: Any) -> list[Panel]:
+    """Return a panel of curves over bytes; none where there is no point."""
+    sizes, found = aligned(curves)
+    if not sizes:
+        return []
+    return [Panel(curves=found, **{**size_places(sizes), "xlabel": "bytes"}, **fields)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
@@ -20,7 +21,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
 from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.layer import ELEMENT, Step, Transformer
-from sidelane_lab.model.panels import Panel, PaperFigure, PublishedValue
+from sidelane_lab.model.panels import Panel, PublishedValue, draw_panels
 from sidelane_lab.model.training import ON_A_GPU, Gangs, orders, step_kernels, sustained
 from sidelane_lab.papers.claims import Claim, ClaimRole, Paper, published
 
@@ -133,8 +134,8 @@ def _most(predicted: Brackets) -> float:
     return max(high for _, high in predicted.values())
 
 
-def _panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """Return a panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
+def draw(folder: Path, *, ranges: bool = True) -> Path:
+    """Draw a panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
     marks = [
         PublishedValue(words, (published()[claim]["value"],), line=line)
         for claim, line, words in (("CO-01", ":", "published: mean of all"), ("CO-02", "--", "published: most of all"))
@@ -144,7 +145,7 @@ def _panels(machine: Machine, ranges: bool) -> list[Panel]:
         steps = {model.name: [Step(model, tokens, SEQUENCE) for tokens in TOKENS] for model in MODELS}
         return {name: [overlapped(changed, step).slower for step in some] for name, some in steps.items()}
 
-    return [
+    panels = [
         Panel(
             curves=bands(one, slower, SECTIONS if ranges else ()),
             x=TOKENS,
@@ -157,6 +158,7 @@ def _panels(machine: Machine, ranges: bool) -> list[Panel]:
         )
         for place, (name, one) in enumerate(platforms().items())
     ]
+    return draw_panels(panels, TITLE, folder, "slowdown", shared=True, size=(11, 3.4))
 
 
 UNKNOWN = "the abstract does not say which model, batch and precision that is"
@@ -180,5 +182,4 @@ PAPER = Paper(
     machine="",
     context=lambda machine, version: SlowdownContext(),
     claims=CLAIMS,
-    figures=(PaperFigure(numbers=(), name="slowdown", title=TITLE, panels=_panels, shared=True, size=(11, 3.4)),),
 )

@@ -18,7 +18,7 @@ from sidelane_lab.harness.options import StudyOptions, count, names, require_all
 from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
-from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
+from sidelane_lab.pairs.workload import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -126,19 +126,15 @@ MODELS = {
 }
 
 
-def projections(models: tuple[str, ...] = (), dtype: str = "bfloat16") -> tuple[Projection, ...]:
-    """All shapes of some models.
-
-    Args:
-        models: names; empty takes all.
-        dtype: of the matrices.
+def projections(models: tuple[str, ...] = ()) -> tuple[Projection, ...]:
+    """Return all shapes of some models; without names of all.
 
     Raises:
         ValueError: no such model.
     """
     require_all("projections", "models", models, MODELS)
     return tuple(
-        Projection(name, layer, Gemm(tokens, outputs, inputs, dtype))
+        Projection(name, layer, Gemm(tokens, outputs, inputs))
         for name, model in MODELS.items()
         if not models or name in models
         for layer, (outputs, inputs) in model.layers.items()
@@ -203,11 +199,11 @@ def _measure(rank: Rank, options: GemmOptions, sender: Sender) -> Iterator[GemmR
     from sidelane_lab.harness.measure import Meter
 
     on_cpu = rank.device.type == "cpu"
-    asked = projections(options.models, "float32" if on_cpu else "bfloat16")
+    asked = projections(options.models)
     sender.steps = len(asked)
     if on_cpu:
         sender.note("a CPU core takes GEMMs with every dimension divided, as the table says")
-        asked = tuple(dataclasses.replace(one, gemm=_divided(one.gemm)) for one in asked)
+        asked = tuple(dataclasses.replace(one, gemm=one.gemm.for_cpu()) for one in asked)
     meter, seeds = (
         Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s),
         itertools.count(options.seed),
@@ -215,13 +211,6 @@ def _measure(rank: Rank, options: GemmOptions, sender: Sender) -> Iterator[GemmR
     for projection in asked:
         sender.step(f"{projection.model} {projection.layer} {projection.gemm.name}")
         yield row_of(meter, projection, options, seeds)
-
-
-def _divided(gemm: Gemm) -> Gemm:
-    divisor = 1
-    while gemm.scaled(divisor).flops > CPU_GEMM_FLOPS:
-        divisor *= 2
-    return gemm.scaled(divisor)
 
 
 def calls_of(gemm: Gemm) -> int:

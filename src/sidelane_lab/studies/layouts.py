@@ -22,7 +22,7 @@ from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.study import OF_LIBRARY, Allowed, FlatRow, Study
 from sidelane_lab.harness.table import Table, grouped
 from sidelane_lab.harness.ways import Rounds, WayOutcome, outcome
-from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, Gemm
+from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.layout_exchanges import (
     BACK,
     CONTIGUOUS,
@@ -37,8 +37,6 @@ from sidelane_lab.studies.layout_exchanges import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from sidelane.session import Communicator
     from sidelane_lab.harness.launch import Rank
     from sidelane_lab.harness.measure import Meter
@@ -251,22 +249,13 @@ def beside_rows(
     from sidelane_lab.pairs.beside import compare_beside
     from sidelane_lab.pairs.pair import pair_streams
 
-    gemm, streams, eager = gemm_on(case.device), pair_streams(case.device), LAUNCHES[0]
+    gemm = GEMM if case.device.type != "cpu" else GEMM.for_cpu()
+    streams, eager = pair_streams(case.device), LAUNCHES[0]
     with meter.on_stream():
         ways = LayoutExchanges(comm, case).ways((THERE, BACK), COMPUTE)
     makers = {key: functools.partial(make, eager) for key, make in ways.items()}
     for one, columns in compare_beside(meter, makers, gemm, streams, seeds, options, alike=lambda key: key[0]):
         yield row_of(case, eager, one.key, one, None if one.way is None else one.way.call, gemm=gemm.name, **columns)
-
-
-def gemm_on(device: torch.device) -> Gemm:
-    """Return the GEMM that runs beside exchanges, divided where a CPU core multiplies."""
-    if device.type != "cpu":
-        return GEMM
-    divisor = 1
-    while GEMM.scaled(divisor).flops > CPU_GEMM_FLOPS:
-        divisor *= 2
-    return dataclasses.replace(GEMM, dtype="float32").scaled(divisor)
 
 
 def row_of(

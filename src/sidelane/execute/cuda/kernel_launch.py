@@ -39,7 +39,7 @@ WARP_THREADS = 32
 _WORD_BYTES = 8
 _MOST_HIDDEN = 4
 _OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "USE_IR_")  # begins of variables' names
-_MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
+MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class LoadedKernels:
             made = LoadedKernel(self._driver, compiled(self._target, function, constants, warps, stages))
             kernel = self._loaded.setdefault(key, made)
         with _lock:
-            if len(self._by_identity) >= _MOST_CONSTANTS:
+            if len(self._by_identity) >= MOST_CONSTANTS:
                 del self._by_identity[next(iter(self._by_identity))]
             self._by_identity[id(constants), warps, stages] = function, constants, kernel
         return kernel
@@ -290,7 +290,7 @@ def _file_of(
     target: KernelTarget, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
 ) -> Path | None:
     """Return the file of a kernel, named after all that it is compiled from; None if it is not to be kept."""
-    folder, compiler = private_cache(), _compiler()
+    folder, compiler = private_cache(), compiler_digest()
     if type(function) is not Kernel or folder is None or compiler is None:
         return None
     named = sorted((name, str(value)) for name, value in constants.items())
@@ -325,30 +325,30 @@ def _source_of(kernel: Kernel) -> list[str]:
             continue
         seen.add(one.__module__)
         names = one.function.__globals__
-        found.append(_text_of(names["__file__"]))
+        found.append(file_digest(names["__file__"]))
         for name, value in names.items():
             if type(value) is Kernel:
                 waiting.append(value)
             elif type(value) is Constant or type(value).__name__ == "constexpr":  # which Triton has made of it
                 found.append(f"{name}={value.value}")
             elif type(value) is AtCompileTime:
-                found.append(_text_of(value.function.__globals__["__file__"]))
+                found.append(file_digest(value.function.__globals__["__file__"]))
             elif type(value).__name__ == "ConstexprFunction":
-                found.append(_text_of(value.fn.__globals__["__file__"]))
+                found.append(file_digest(value.fn.__globals__["__file__"]))
     return found
 
 
 @functools.cache
-def _text_of(path: str) -> str:
+def file_digest(path: str) -> str:
     """Return a digest of a file."""
     return _digest(Path(path).read_bytes())
 
 
 @functools.cache
-def _compiler() -> str | None:
+def compiler_digest() -> str | None:
     """Return a digest of the file that has Triton's version; None without Triton."""
     spec = importlib.util.find_spec("triton")
-    return None if spec is None or not spec.origin else _text_of(spec.origin)
+    return None if spec is None or not spec.origin else file_digest(spec.origin)
 
 
 def _variables() -> list[tuple[str, str]]:

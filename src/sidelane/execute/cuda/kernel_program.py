@@ -46,7 +46,7 @@ class CudaKernel:
     def __init__(self, executor: CudaSite, program: KernelProgram, addresses: Addresses, *, frozen: bool) -> None:
         self.program = program
         self.addresses = addresses
-        self._executor = executor
+        self.executor = executor
         self._frozen = frozen
         self._table: DeviceTable | None = None
         shared_bytes = executor.features.shared_bytes
@@ -84,7 +84,7 @@ class CudaKernel:
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused the launch. The executor is unusable from now on.
         """
-        executor = self._executor
+        executor = self.executor
         if executor.watch.failure is not None or executor.closed:
             executor.check_usable("start")
         with executor.lock:
@@ -98,7 +98,7 @@ class CudaKernel:
         """See :class:`sidelane.execute.base.Runnable`. What moves is a plain launch: a graph has fixed arguments."""
         if self._frozen or self._launch is None or (moving is not None and not self.moves):
             return None
-        handle, executor = caller[0], self._executor
+        handle, executor = caller[0], self.executor
         if moving is not None:
             calls = self.at(locate(self.addresses, moving))._bind(handle)
             notes = executor.kernel_notes(handle, self.program, self._entry)
@@ -114,7 +114,7 @@ class CudaKernel:
         return executor.repetition(calls, self.program, executor.kernel_notes(handle, self.program, entry))
 
     def _submit(self, epoch: int, handle: int) -> None:
-        executor = self._executor
+        executor = self.executor
         if self._launch is not None:
             calls = self._by_stream.get(handle)
             if calls is None:
@@ -133,17 +133,17 @@ class CudaKernel:
     def _enter(self, counts: Counts) -> Entry:
         program = self.program
         submitted = Submitted(str(program.collective), "sm", program.variant, self._frozen, counts)
-        return self._executor.ledger.entry(submitted)
+        return self.executor.ledger.entry(submitted)
 
     def _store_table(self, values: npt.NDArray[np.int64]) -> int:
-        self._table = self._executor.store_table(values, frozen=self._frozen)
+        self._table = self.executor.store_table(values, frozen=self._frozen)
         return self._table.address
 
     def _bind(self, handle: int) -> tuple[Bound, ...]:
         assert self._launch is not None
         if len(self._by_stream) >= _MOST_CALLERS:
             self._by_stream.clear()
-        launch, driver = self._launch, self._executor.driver
+        launch, driver = self._launch, self.executor.driver
         bound = driver.bind_kernel(
             launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=handle
         )

@@ -47,7 +47,7 @@ class CudaProgram:
     def __init__(self, executor: CudaSite, program: Program, addresses: Addresses, *, captured: bool = False) -> None:
         self.program = program
         self.addresses = addresses
-        self._executor = executor
+        self.executor = executor
         self.is_triggered = False
         self._captured = captured
         self._events: list[int] = []
@@ -90,7 +90,7 @@ class CudaProgram:
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused a call. The executor is unusable from now on.
         """
-        executor = self._executor
+        executor = self.executor
         if executor.watch.failure is not None or executor.closed:
             executor.check_usable("start")
         with executor.lock:
@@ -105,7 +105,7 @@ class CudaProgram:
         way = self._ways.get(caller)
         if way is None or way.words is None or (moving is not None and self.addresses.pieces):
             return None
-        executor = self._executor
+        executor = self.executor
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
         if moving is None:
             return executor.repetition(way.calls, self.program, notes, way.words)
@@ -128,14 +128,14 @@ class CudaProgram:
         Raises:
             DriverError: the driver refused it.
         """
-        frame, driver = self._bound.frame, self._executor.driver
-        with self._executor.lock, driver.current():
+        frame, driver = self._bound.frame, self.executor.driver
+        with self.executor.lock, driver.current():
             driver.submit([driver.bind_record(frame.events[event], stream) for event in frame.plan.marks[number]])
 
     def follow(self, number: int, stream: int) -> None:
         """Let the next work of ``stream``, which is being captured, follow an arrival. Raises as :meth:`mark`."""
-        frame, driver = self._bound.frame, self._executor.driver
-        with self._executor.lock, driver.current():
+        frame, driver = self._bound.frame, self.executor.driver
+        with self.executor.lock, driver.current():
             driver.submit([driver.bind_wait(frame.events[event], stream) for event in frame.plan.arrivals[number]])
 
     @property
@@ -145,10 +145,10 @@ class CudaProgram:
 
     def elapsed_us(self, first: int, last: int) -> float:
         """Return the microseconds between two stamp slots of the last invocation or replay, which must have ended."""
-        return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
+        return self.executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
 
     def _submit(self, epoch: int, caller: CallerStream) -> None:
-        executor = self._executor
+        executor = self.executor
         try:
             way = self._ways.get(caller)
             if way is None:
@@ -167,16 +167,16 @@ class CudaProgram:
 
     def _note(self, epoch: int, entry: Entry) -> None:
         if self.is_triggered:
-            self._executor.armed_epoch = epoch
-        self._executor.watch.issued(epoch, self._subject)
-        self._executor.ledger.count(entry)
+            self.executor.armed_epoch = epoch
+        self.executor.watch.issued(epoch, self._subject)
+        self.executor.ledger.count(entry)
 
     def _find_way(self, caller: CallerStream) -> SubmittedCalls:
         """Prepare the driver calls of invocations from ``caller``; they are cached, since most calls repeat."""
         handle, capturing = caller
         route = choose_route(handle, capturing, self._captured)
         bound = self._bound
-        calls = bound.steps(handle) if capturing else self._executor.bind_on(handle, bound.steps)
+        calls = bound.steps(handle) if capturing else self.executor.bind_on(handle, bound.steps)
         words: Moving | None = None
         if capturing:
             set_epoch = _no_epoch
@@ -191,13 +191,13 @@ class CudaProgram:
         entry = self._entries.get(route)
         if entry is None:
             program, captured = self.program, route is Route.CAPTURE
-            counts = self._executor.plans.counts(self._bound.plan, route)
+            counts = self.executor.plans.counts(self._bound.plan, route)
             submitted = Submitted(str(program.collective), "dma", program.variant, captured, counts)
-            entry = self._entries[route] = self._executor.ledger.entry(submitted)
+            entry = self._entries[route] = self.executor.ledger.entry(submitted)
         return entry
 
     def _bind(self) -> BoundPlan:
-        executor, driver, captured = self._executor, self._executor.driver, self._captured
+        executor, driver, captured = self.executor, self.executor.driver, self._captured
         plan = executor.plans.of(self.program, captured)
         if plan.signal_words > SIGNAL_WORDS:
             raise ValueError(
@@ -229,7 +229,7 @@ class CudaProgram:
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:
         """Compile and load the kernels now: this is not possible in a capture, or behind a stream that waits."""
-        executor = self._executor
+        executor = self.executor
         for call in calls:
             if isinstance(call, LaunchReduce):
                 dst, srcs = resolve(call.dst), [resolve(src) for src in call.srcs]

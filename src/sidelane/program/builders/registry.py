@@ -117,7 +117,7 @@ class Algorithm:
         validate(self, name=plain_text, kinds=_KINDS, preference=whole)
 
 
-_registered: dict[tuple[Kind, str], Algorithm] = {}
+registered: dict[tuple[Kind, str], Algorithm] = {}
 
 
 def register(algorithm: Algorithm) -> Algorithm:
@@ -127,7 +127,7 @@ def register(algorithm: Algorithm) -> Algorithm:
         ValueError: another algorithm has that name for one of its kinds.
     """
     for kind in algorithm.kinds:
-        if _registered.setdefault((kind, algorithm.name), algorithm) is not algorithm:
+        if registered.setdefault((kind, algorithm.name), algorithm) is not algorithm:
             raise ValueError(f"register: another algorithm for {kind} has this name (value={algorithm.name!r})")
     return algorithm
 
@@ -135,13 +135,13 @@ def register(algorithm: Algorithm) -> Algorithm:
 def algorithms(kind: Kind) -> tuple[Algorithm, ...]:
     """Return all algorithms for a collective, by preference."""
     kind = _KIND("algorithms: kind", kind)
-    found = [algorithm for (of, _), algorithm in _registered.items() if of is kind]
+    found = [algorithm for (of, _), algorithm in registered.items() if of is kind]
     return tuple(sorted(found, key=lambda algorithm: (algorithm.preference, algorithm.name)))
 
 
 def find_algorithm(kind: Kind, name: str) -> Algorithm | None:
     """Return the algorithm of that name for a collective; None if there is none."""
-    return _registered.get((_KIND("find_algorithm: kind", kind), plain_text("find_algorithm: name", name)))
+    return registered.get((_KIND("find_algorithm: kind", kind), plain_text("find_algorithm: name", name)))
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
@@ -156,17 +156,17 @@ def list_variants(kind: Kind) -> tuple[str, ...]:
 
 def merges(name: str) -> bool:
     """Return True if programs of that algorithm can be merged into one for many tensors, whatever the collective."""
-    return all(algorithm.merges for (_, known), algorithm in _registered.items() if known == name)
+    return all(algorithm.merges for (_, known), algorithm in registered.items() if known == name)
 
 
 def for_every_kind(name: str) -> bool:
     """Return True if every collective has an algorithm of that name, so that a batch of several kinds can use it."""
-    return all((kind, name) in _registered for kind in Kind)
+    return all((kind, name) in registered for kind in Kind)
 
 
 def writes_into_outputs(variant: str) -> bool:
     """Return True if ranks write into the outputs of others in that algorithm, which must be symmetric then."""
-    return any(algorithm.into_outputs for (_, name), algorithm in _registered.items() if name == variant)
+    return any(algorithm.into_outputs for (_, name), algorithm in registered.items() if name == variant)
 
 
 def build(collective: Collective, variant: str, transport: Transport = Transport.PUSH) -> Program:

@@ -33,7 +33,7 @@ from sidelane.session import Communicator
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.split import ours_us
-from sidelane_lab.studies.e2e.workload import Prepared, moved_us, sidelane_group
+from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared, moved_us, sidelane_group
 from sidelane_lab.studies.layout_exchanges import BACK, THERE, merged, permuted
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
@@ -209,77 +209,68 @@ class LibraryExchange(torch.autograd.Function):
         return exchange(grads[0], other, ctx.group), None, None
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionWorkload:
-    """Training steps of transformer blocks under sequence parallelism."""
+def prepare(size: AttentionSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+    """Make the steps of one size. Collective."""
+    n, dtype = comm.world_size, torch.float32 if device.type == "cpu" else torch.bfloat16
+    blocks = Blocks(size, n, device, dtype)
+    own = sidelane_group(device)
 
-    name: str
-    unit: str
-    sizes: Mapping[str, AttentionSize]
+    def by(group: dist.ProcessGroup) -> tuple[Attend, Callable[[Tensor], object]]:
+        def exchanged(layout: str) -> Exchanged:
+            apply: Callable[..., Tensor] = LibraryExchange.apply
+            return lambda tensor: apply(tensor, layout, group)
 
-    def prepare(
-        self, size: AttentionSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device
-    ) -> Prepared:
-        """Make the steps of one size. Collective."""
-        n, dtype = comm.world_size, torch.float32 if device.type == "cpu" else torch.bfloat16
-        blocks = Blocks(size, n, device, dtype)
-        own = sidelane_group(device)
+        summed = functools.partial(dist.all_reduce, group=group)
+        return blocks.ulysses(exchanged(THERE), exchanged(BACK)), summed
 
-        def by(group: dist.ProcessGroup) -> tuple[Attend, Callable[[Tensor], object]]:
-            def exchanged(layout: str) -> Exchanged:
-                apply: Callable[..., Tensor] = LibraryExchange.apply
-                return lambda tensor: apply(tensor, layout, group)
+    def reshard(scatter_dim: int, gather_dim: int) -> Exchanged:
+        return lambda tensor: ops.reshard(comm, tensor, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
-            summed = functools.partial(dist.all_reduce, group=group)
-            return blocks.ulysses(exchanged(THERE), exchanged(BACK)), summed
+    def view(count: int) -> Exchanged:
+        """Return a view of the shape behind an exchange: so many times the positions, or its inverse."""
+        return lambda tensor: tensor.reshape(1, size.tokens // count, -1, size.size)
 
-        def reshard(scatter_dim: int, gather_dim: int) -> Exchanged:
-            return lambda tensor: ops.reshard(comm, tensor, scatter_dim=scatter_dim, gather_dim=gather_dim)
+    ways: dict[str, tuple[Attend, Callable[[Tensor], object]]] = {
+        "nccl": by(group),
+        "group": by(own),
+        "operators": (blocks.ulysses(reshard(2, 1), reshard(1, 2)), comm.all_reduce),
+        "none": (blocks.ulysses(view(1), view(n)), lambda _: None),
+    }
+    tokens, grad = (tensor.chunk(n, 1)[comm.rank].contiguous() for tensor in (blocks.tokens, blocks.grad))
+    steps = {
+        way: functools.partial(blocks.step, attend, tokens, grad, summed) for way, (attend, summed) in ways.items()
+    }
+    exchanged = size.collectives(n, dtype.itemsize)
+    return Prepared(
+        steps=steps,
+        tolerance=TOLERANCES[dtype],
+        units=size.tokens,
+        facts={
+            "parameters": size.parameters,
+            "layers": size.layers,
+            "sent_bytes": sum(nbytes * calls for _, nbytes, calls in exchanged) * (n - 1) // n,
+        },
+    )
 
-        def view(count: int) -> Exchanged:
-            """Return a view of the shape behind an exchange: so many times the positions, or its inverse."""
-            return lambda tensor: tensor.reshape(1, size.tokens // count, -1, size.size)
 
-        ways: dict[str, tuple[Attend, Callable[[Tensor], object]]] = {
-            "nccl": by(group),
-            "group": by(own),
-            "operators": (blocks.ulysses(reshard(2, 1), reshard(1, 2)), comm.all_reduce),
-            "none": (blocks.ulysses(view(1), view(n)), lambda _: None),
-        }
-        tokens, grad = (tensor.chunk(n, 1)[comm.rank].contiguous() for tensor in (blocks.tokens, blocks.grad))
-        steps = {
-            way: functools.partial(blocks.step, attend, tokens, grad, summed) for way, (attend, summed) in ways.items()
-        }
-        exchanged = size.collectives(n, dtype.itemsize)
-        return Prepared(
-            steps=steps,
-            tolerance=TOLERANCES[dtype],
-            units=size.tokens,
-            facts={
-                "parameters": size.parameters,
-                "layers": size.layers,
-                "sent_bytes": sum(nbytes * calls for _, nbytes, calls in exchanged) * (n - 1) // n,
-            },
-        )
+def predicted_us(size: AttentionSize, machine: Machine) -> Mapping[str, float]:
+    """See :class:`EndToEndWorkload`.
 
-    def predicted_us(self, size: AttentionSize, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`.
-
-        Before an exchange or behind it the library's and the group's tensors are permuted. ``reshard`` permutes nothing
-        and copies its input to symmetric memory.
-        """
-        found = dict.fromkeys(("nccl", "group", "operators"), 0.0)
-        for kind, nbytes, calls in size.collectives(machine.gpus, torch.bfloat16.itemsize):
-            copy = moved_us(machine, 2 * nbytes)
-            for way in found:
-                exchange = (library_us if way == "nccl" else ours_us)(machine, kind, nbytes)
-                found[way] += calls * (exchange + copy)
-        return found
+    Before an exchange or behind it the library's and the group's tensors are permuted. ``reshard`` permutes nothing
+    and copies its input to symmetric memory.
+    """
+    found = dict.fromkeys(("nccl", "group", "operators"), 0.0)
+    for kind, nbytes, calls in size.collectives(machine.gpus, torch.bfloat16.itemsize):
+        copy = moved_us(machine, 2 * nbytes)
+        for way in found:
+            exchange = (library_us if way == "nccl" else ours_us)(machine, kind, nbytes)
+            found[way] += calls * (exchange + copy)
+    return found
 
 
 # Hidden size, heads and feed-forward width as in the published configurations: Llama 3.1 8B, and Wan 2.1 14B's
 # self-attention and feed-forward part, with as many tokens as a video of 81 frames at 480 x 832 has.
-WORKLOAD = AttentionWorkload(
+WORKLOAD = EndToEndWorkload(
     "attention",
     "tokens",
     {
@@ -287,4 +278,6 @@ WORKLOAD = AttentionWorkload(
         "llama-3.1-8b-16k": AttentionSize(4, 16384, 4096, 32, 8, 128, 14336, is_causal=True),
         "wan-2.1-14b": AttentionSize(2, 32760, 5120, 40, 40, 128, 13824, is_causal=False),
     },
+    prepare,
+    predicted_us,
 )

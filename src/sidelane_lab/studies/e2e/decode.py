@@ -26,7 +26,7 @@ from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.operators import AllReduceNorm, GemmReduce, predict_fused
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.studies.clients.programs import MODELS, TINY, ClientModel
-from sidelane_lab.studies.e2e.workload import Prepared, sidelane_group
+from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared, sidelane_group
 from sidelane_lab.studies.fused.case import OneShot
 from sidelane_lab.studies.steps import GROUP, NONE
 
@@ -186,102 +186,95 @@ def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     return tuple(torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1) for one, two in pairs)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeWorkload:
-    """Decoding and prefill of public models."""
+def prepare(size: DecodeSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+    """Make the steps of one size. Collective."""
+    from sidelane import ops  # needs Triton, which reads a setting when it is imported
 
-    name: str
-    unit: str
-    sizes: dict[str, DecodeSize]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    llama = ShardedLlama(size, device, dtype)
 
-    def prepare(self, size: Any, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
-        """Make the steps of one size. Collective."""
-        from sidelane import ops  # needs Triton, which reads a setting when it is imported
+    def half_of(product: Product) -> Half:
+        """Make the end of half a layer from a product that is summed over the ranks."""
+        return lambda x, weight, residual, norm: llama.add_norm(product(x, weight), residual, norm)
 
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        llama = ShardedLlama(size, device, dtype)
+    def summed_by(group: dist.ProcessGroup) -> Half:
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            y = functional.linear(x, weight)
+            dist.all_reduce(y, group=group)
+            return y
 
-        def half_of(product: Product) -> Half:
-            """Make the end of half a layer from a product that is summed over the ranks."""
-            return lambda x, weight, residual, norm: llama.add_norm(product(x, weight), residual, norm)
+        return half_of(product)
 
-        def summed_by(group: dist.ProcessGroup) -> Half:
-            def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-                y = functional.linear(x, weight)
-                dist.all_reduce(y, group=group)
-                return y
+    def fused(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Any:
+        return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
 
-            return half_of(product)
+    def gathered(group: dist.ProcessGroup) -> Gather:
+        return functools.partial(dist.all_gather_into_tensor, group=group)
 
-        def fused(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Any:
-            return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
+    own, few = sidelane_group(device), size.tokens <= MOST_NORMED
+    many = half_of(functools.partial(ops.gemm_all_reduce, comm))
+    ways: dict[str, tuple[Half, Gather]] = {
+        "nccl": (summed_by(group), gathered(group)),
+        GROUP: (summed_by(own), gathered(own)),
+        "operators": (fused if few else many, comm.all_gather),
+    }
+    if size.tokens <= MOST_TOKENS:
+        gemv = half_of(lambda x, weight: ops.gemv_all_reduce(comm, weight, x))
+        ways["gemv"] = gemv, comm.all_gather
+    if few and device.type != "cpu":
+        one_shot = OneShot(comm, torch.empty(size.tokens, size.model.hidden, dtype=dtype, device=device))
 
-        def gathered(group: dist.ProcessGroup) -> Gather:
-            return functools.partial(dist.all_gather_into_tensor, group=group)
+        def in_symmetric_memory(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            torch.mm(x, weight.t(), out=one_shot.input)
+            return one_shot()
 
-        own, few = sidelane_group(device), size.tokens <= MOST_NORMED
-        many = half_of(functools.partial(ops.gemm_all_reduce, comm))
-        ways: dict[str, tuple[Half, Gather]] = {
-            "nccl": (summed_by(group), gathered(group)),
-            GROUP: (summed_by(own), gathered(own)),
-            "operators": (fused if few else many, comm.all_gather),
-        }
-        if size.tokens <= MOST_TOKENS:
-            gemv = half_of(lambda x, weight: ops.gemv_all_reduce(comm, weight, x))
-            ways["gemv"] = gemv, comm.all_gather
-        if few and device.type != "cpu":
-            one_shot = OneShot(comm, torch.empty(size.tokens, size.model.hidden, dtype=dtype, device=device))
+        ways["symm_mem"] = half_of(in_symmetric_memory), gathered(group)
 
-            def in_symmetric_memory(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-                torch.mm(x, weight.t(), out=one_shot.input)
-                return one_shot()
+    def alone(output: torch.Tensor, input: torch.Tensor) -> None:
+        output.copy_(input.repeat(llama.ranks, 1))
 
-            ways["symm_mem"] = half_of(in_symmetric_memory), gathered(group)
+    ways[NONE] = half_of(functional.linear), alone
 
-        def alone(output: torch.Tensor, input: torch.Tensor) -> None:
-            output.copy_(input.repeat(llama.ranks, 1))
+    def step(half: Half, gather: Gather) -> torch.Tensor:
+        with torch.no_grad():
+            return llama.step(half, gather)
 
-        ways[NONE] = half_of(functional.linear), alone
+    return Prepared(
+        steps={way: functools.partial(step, *parts) for way, parts in ways.items()},
+        tolerance=TOLERANCES[dtype],
+        units=size.tokens,
+        facts={
+            "parameters": size.model.parameters,
+            "batch": size.batch,
+            "length": size.length,
+            "summed_bytes": 2 * size.model.layers * size.summed_bytes(dtype.itemsize),
+        },
+    )
 
-        def step(half: Half, gather: Gather) -> torch.Tensor:
-            with torch.no_grad():
-                return llama.step(half, gather)
 
-        return Prepared(
-            steps={way: functools.partial(step, *parts) for way, parts in ways.items()},
-            tolerance=TOLERANCES[dtype],
-            units=size.tokens,
-            facts={
-                "parameters": size.model.parameters,
-                "batch": size.batch,
-                "length": size.length,
-                "summed_bytes": 2 * size.model.layers * size.summed_bytes(dtype.itemsize),
-            },
+def predicted_us(size: DecodeSize, machine: Machine) -> Mapping[str, float]:
+    """See :class:`EndToEndWorkload`. Of GEMVs in cells, and of PyTorch's operators, the model knows nothing."""
+    ranks, model = machine.gpus, size.model
+    summed = size.summed_bytes(torch.bfloat16.itemsize)
+    gathered = 2 * torch.float32.itemsize * ranks * size.batch
+
+    def step_us(half_us: float, collective_us: Callable[[Machine, Kind, int], float]) -> float:
+        return 2 * model.layers * half_us + collective_us(machine, Kind.ALL_GATHER, gathered)
+
+    if size.tokens <= MOST_NORMED:
+        fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
+        alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes
+        half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
+    else:
+        depths = model.hidden // ranks, model.intermediate // ranks
+        half = statistics.mean(
+            _summed_us(machine, GemmReduce(size.tokens, depth, model.hidden, gathers=True)) for depth in depths
         )
-
-    def predicted_us(self, size: DecodeSize, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`. Of GEMVs in cells, and of PyTorch's operators, the model knows nothing."""
-        ranks, model = machine.gpus, size.model
-        summed = size.summed_bytes(torch.bfloat16.itemsize)
-        gathered = 2 * torch.float32.itemsize * ranks * size.batch
-
-        def step_us(half_us: float, collective_us: Callable[[Machine, Kind, int], float]) -> float:
-            return 2 * model.layers * half_us + collective_us(machine, Kind.ALL_GATHER, gathered)
-
-        if size.tokens <= MOST_NORMED:
-            fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
-            alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes
-            half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
-        else:
-            depths = model.hidden // ranks, model.intermediate // ranks
-            half = statistics.mean(
-                _summed_us(machine, GemmReduce(size.tokens, depth, model.hidden, gathers=True)) for depth in depths
-            )
-        return {
-            "nccl": step_us(library_us(machine, Kind.ALL_REDUCE, summed), library_us),
-            GROUP: step_us(ours_us(machine, Kind.ALL_REDUCE, summed), ours_us),
-            "operators": step_us(half, ours_us),
-        }
+    return {
+        "nccl": step_us(library_us(machine, Kind.ALL_REDUCE, summed), library_us),
+        GROUP: step_us(ours_us(machine, Kind.ALL_REDUCE, summed), ours_us),
+        "operators": step_us(half, ours_us),
+    }
 
 
 def _summed_us(machine: Machine, product: GemmReduce) -> float:
@@ -291,7 +284,7 @@ def _summed_us(machine: Machine, product: GemmReduce) -> float:
 
 
 PUBLIC = ("llama-3.2-1b", "llama-3.1-8b")
-WORKLOAD = DecodeWorkload(
+WORKLOAD = EndToEndWorkload(
     "decode",
     "tokens",
     {
@@ -299,4 +292,6 @@ WORKLOAD = DecodeWorkload(
         **{f"{name}-x{batch}": DecodeSize(MODELS[name], batch) for name in PUBLIC for batch in (1, 8, 64)},
         **{f"{name}-prefill-2048": DecodeSize(MODELS[name], 1, 2048, prefill=True) for name in PUBLIC},
     },
+    prepare,
+    predicted_us,
 )

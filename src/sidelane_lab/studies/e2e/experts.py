@@ -37,7 +37,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.split import ours_us
-from sidelane_lab.studies.e2e.workload import Prepared, moved_us
+from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared, moved_us
 
 LAYER, DISPATCH, COMBINE, ROWS_THERE, ROWS_BACK = "layer", "dispatch", "combine", "rows there", "rows back"
 """Parts of a layer: a dispatch ends with a row for each expert of a token, and a combine begins there. "Rows there" and
@@ -316,7 +316,7 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
 
 _TINY = ExpertSize(tokens=6, hidden=16, inner=8, experts=12, top_k=3, skew=0.5)
 PARTS = LAYER, DISPATCH, COMBINE, ROWS_THERE, ROWS_BACK
-SIZES: dict[str, object] = {
+SIZES = {
     "tiny": _TINY,
     "tiny, float8": dataclasses.replace(_TINY, float8=True),
     "tiny, rows there, float8": dataclasses.replace(_TINY, part=ROWS_THERE, float8=True),
@@ -335,97 +335,91 @@ SIZES: dict[str, object] = {
 """Parameters by name."""
 
 
-class Experts:
-    """Layer of experts; see the module."""
+def prepare(size: ExpertSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+    """Make the steps of a size; collective."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    routed = RoutedTokens(size, comm, device)
+    draw = torch.Generator(device).manual_seed(10 + comm.rank)
 
-    name, unit, sizes = "experts", "tokens", SIZES
+    def values(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale, generator=draw)
 
-    def prepare(self, size: object, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
-        """Make the steps of a size; collective."""
-        assert isinstance(size, ExpertSize)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        routed = RoutedTokens(size, comm, device)
-        draw = torch.Generator(device).manual_seed(10 + comm.rank)
+    x, total = values(size.tokens, size.hidden), int(routed.routes.ends[-1])
+    results = values(len(routed.routes.rows), size.hidden)
+    ways = ways_of(routed, group, dtype)
+    steps: dict[str, Callable[[], Tensor]] = {}
+    if size.part == LAYER:
+        up = values(routed.each, 2 * size.inner, size.hidden, scale=size.hidden**-0.5)
+        down = values(routed.each, size.hidden, size.inner, scale=size.inner**-0.5)
 
-        def values(*shape: int, scale: float = 1.0) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale, generator=draw)
+        def compute(rows: Tensor) -> Tensor:
+            gate, other = functional.grouped_mm(rows, up.transpose(1, 2), offs=routed.routes.ends).chunk(2, -1)
+            inner = functional.silu(gate) * other
+            return functional.grouped_mm(inner, down.transpose(1, 2), offs=routed.routes.ends)
 
-        x, total = values(size.tokens, size.hidden), int(routed.routes.ends[-1])
-        results = values(len(routed.routes.rows), size.hidden)
-        ways = ways_of(routed, group, dtype)
-        steps: dict[str, Callable[[], Tensor]] = {}
-        if size.part == LAYER:
-            up = values(routed.each, 2 * size.inner, size.hidden, scale=size.hidden**-0.5)
-            down = values(routed.each, size.hidden, size.inner, scale=size.inner**-0.5)
+        def layer(way: ExpertWay) -> Tensor:
+            return way.combine(compute(way.dispatch(x)))
 
-            def compute(rows: Tensor) -> Tensor:
-                gate, other = functional.grouped_mm(rows, up.transpose(1, 2), offs=routed.routes.ends).chunk(2, -1)
-                inner = functional.silu(gate) * other
-                return functional.grouped_mm(inner, down.transpose(1, 2), offs=routed.routes.ends)
+        steps = {name: functools.partial(layer, way) for name, way in ways.items()}
+        steps["none"] = lambda: compute(results)
+    elif size.part == DISPATCH:
+        steps = {name: functools.partial(lambda way: way.dispatch(x)[:total], way) for name, way in ways.items()}
+    else:
+        del ways["operators, routed"]  # which routes before it dispatches
+        for name, way in ways.items():
+            steps[name] = {
+                COMBINE: lambda way=way: way.combine(results),
+                ROWS_THERE: lambda way=way: way.there(x),
+                ROWS_BACK: lambda way=way: way.back(way.rows),
+            }[size.part]
+    return Prepared(
+        {name: torch.no_grad()(step) for name, step in steps.items()},
+        tolerance=1e-5 if dtype == torch.float32 else 1e-2,
+        units=comm.world_size * size.tokens,
+        facts=facts_of(routed, dtype),
+    )
 
-            def layer(way: ExpertWay) -> Tensor:
-                return way.combine(compute(way.dispatch(x)))
 
-            steps = {name: functools.partial(layer, way) for name, way in ways.items()}
-            steps["none"] = lambda: compute(results)
-        elif size.part == DISPATCH:
-            steps = {name: functools.partial(lambda way: way.dispatch(x)[:total], way) for name, way in ways.items()}
-        else:
-            del ways["operators, routed"]  # which routes before it dispatches
-            for name, way in ways.items():
-                steps[name] = {
-                    COMBINE: lambda way=way: way.combine(results),
-                    ROWS_THERE: lambda way=way: way.there(x),
-                    ROWS_BACK: lambda way=way: way.back(way.rows),
-                }[size.part]
-        return Prepared(
-            {name: torch.no_grad()(step) for name, step in steps.items()},
-            tolerance=1e-5 if dtype == torch.float32 else 1e-2,
-            units=comm.world_size * size.tokens,
-            facts=facts_of(routed, dtype),
-        )
+def predicted_us(size: ExpertSize, machine: Machine) -> Mapping[str, float]:
+    """See :class:`EndToEndWorkload`; other tokens are drawn than are measured. Of the kernels that find routes the
+    model has none, and it takes those of PyTorch that sum rows for as fast as memory.
+    """
+    n = machine.gpus
+    _, chosen = draw_experts(size, n, torch.Generator().manual_seed(3))
+    counts, rows = travelling(size, n, chosen).sum(1), most_rows(size, n, chosen)
+    sent, came = (int(counts.sum(dim).max()) for dim in (1, 0))
+    apart = counts - counts.diag().diag()
+    # Rows of an even exchange of which as many leave or reach a GPU.
+    even = max(int(apart.sum(dim).max()) for dim in (0, 1)) * n // (n - 1)
+    row, wire = size.hidden * torch.bfloat16.itemsize, size.wire_bytes(torch.bfloat16.itemsize)
+    packing = moved_us(machine, size.tokens * (row + wire)) if size.float8 else 0.0
 
-    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`; other tokens are drawn than are measured. Of the kernels that find routes the
-        model has none, and it takes those of PyTorch that sum rows for as fast as memory.
-        """
-        assert isinstance(size, ExpertSize)
-        n = machine.gpus
-        _, chosen = draw_experts(size, n, torch.Generator().manual_seed(3))
-        counts, rows = travelling(size, n, chosen).sum(1), most_rows(size, n, chosen)
-        sent, came = (int(counts.sum(dim).max()) for dim in (1, 0))
-        apart = counts - counts.diag().diag()
-        # Rows of an even exchange of which as many leave or reach a GPU.
-        even = max(int(apart.sum(dim).max()) for dim in (0, 1)) * n // (n - 1)
-        row, wire = size.hidden * torch.bfloat16.itemsize, size.wire_bytes(torch.bfloat16.itemsize)
-        packing = moved_us(machine, size.tokens * (row + wire)) if size.float8 else 0.0
+    def by_parts(there: float, copied_rows: int, summed_rows: int, back: float) -> float:
+        """Return the time of the part: what travels, and the rows that are copied for experts and summed."""
+        copy = moved_us(machine, copied_rows * wire + rows * row)
+        total = moved_us(machine, rows * row + summed_rows * row)
+        parts = {DISPATCH: packing + there + copy, COMBINE: total + back}
+        parts |= {LAYER: sum(parts.values()), ROWS_THERE: packing + there, ROWS_BACK: back}
+        return parts[size.part]
 
-        def by_parts(there: float, copied_rows: int, summed_rows: int, back: float) -> float:
-            """Return the time of the part: what travels, and the rows that are copied for experts and summed."""
-            copy = moved_us(machine, copied_rows * wire + rows * row)
-            total = moved_us(machine, rows * row + summed_rows * row)
-            parts = {DISPATCH: packing + there + copy, COMBINE: total + back}
-            parts |= {LAYER: sum(parts.values()), ROWS_THERE: packing + there, ROWS_BACK: back}
-            return parts[size.part]
+    def by_exchange(exchange_us: Callable[[Machine, Kind, int], float], gathers: bool = True) -> float:
+        gathering = moved_us(machine, 2 * sent * wire) if gathers else 0.0
+        there, back = (exchange_us(machine, Kind.ALL_TO_ALL, even * nbytes) for nbytes in (wire, row))
+        return by_parts(gathering + there, came, came, back + moved_us(machine, (sent + size.tokens) * row))
 
-        def by_exchange(exchange_us: Callable[[Machine, Kind, int], float], gathers: bool = True) -> float:
-            gathering = moved_us(machine, 2 * sent * wire) if gathers else 0.0
-            there, back = (exchange_us(machine, Kind.ALL_TO_ALL, even * nbytes) for nbytes in (wire, row))
-            return by_parts(gathering + there, came, came, back + moved_us(machine, (sent + size.tokens) * row))
-
-        every = n * size.tokens
-        found = {
-            "nccl": by_exchange(library_us),
-            "nccl, our sums": by_exchange(library_us),
-            "nccl, gathered": by_parts(
-                library_us(machine, Kind.ALL_GATHER, every * wire),
-                *(came, every, library_us(machine, Kind.REDUCE_SCATTER, every * row)),
-            ),
-            "copies": by_exchange(ours_us),
-        }
-        if machine.kernels is not None:
-            found["operators"] = by_exchange(lambda *call: own_gang(*call, captured=True).alone_us, gathers=False)
-        return found
+    every = n * size.tokens
+    found = {
+        "nccl": by_exchange(library_us),
+        "nccl, our sums": by_exchange(library_us),
+        "nccl, gathered": by_parts(
+            library_us(machine, Kind.ALL_GATHER, every * wire),
+            *(came, every, library_us(machine, Kind.REDUCE_SCATTER, every * row)),
+        ),
+        "copies": by_exchange(ours_us),
+    }
+    if machine.kernels is not None:
+        found["operators"] = by_exchange(lambda *call: own_gang(*call, captured=True).alone_us, gathers=False)
+    return found
 
 
 def facts_of(routed: RoutedTokens, dtype: torch.dtype) -> dict[str, float]:
@@ -445,4 +439,4 @@ def facts_of(routed: RoutedTokens, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-WORKLOAD = Experts()
+WORKLOAD = EndToEndWorkload("experts", "tokens", SIZES, prepare, predicted_us)

@@ -33,7 +33,7 @@ from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.split import ours_us
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.clients.programs import MODELS, TINY, ClientModel
-from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
 from sidelane_lab.studies.steps import NONE
 
 TRAINING = ", training"
@@ -107,77 +107,70 @@ class ShardedMlp:
         return torch.cat(normed)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MlpWorkload:
-    """A tensor-parallel MLP with the whole batch, and with halves of it."""
+def prepare(size: MlpSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+    """Make the steps of one size. Collective."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    mlp = ShardedMlp(size, device, dtype)
+    shape = 2, *mlp.x.shape  # what a rank adds, and the sums
+    ordinary, symmetric = torch.empty(shape, dtype=dtype, device=device), comm.empty(*shape, dtype=dtype)
 
-    name: str
-    unit: str
-    sizes: dict[str, MlpSize]
+    def by_library(buffer: torch.Tensor, part: torch.Tensor) -> Started:
+        buffer[1].copy_(part)
+        return buffer[1], dist.all_reduce(buffer[1], group=group, async_op=True)
 
-    def prepare(self, size: MlpSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
-        """Make the steps of one size. Collective."""
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        mlp = ShardedMlp(size, device, dtype)
-        shape = 2, *mlp.x.shape  # what a rank adds, and the sums
-        ordinary, symmetric = torch.empty(shape, dtype=dtype, device=device), comm.empty(*shape, dtype=dtype)
+    def by_sidelane(buffer: torch.Tensor, part: torch.Tensor) -> Started:
+        buffer[0].copy_(part)
+        return buffer[1], comm.all_reduce(buffer[0], output=buffer[1], async_op=True, beside="compute")
 
-        def by_library(buffer: torch.Tensor, part: torch.Tensor) -> Started:
-            buffer[1].copy_(part)
-            return buffer[1], dist.all_reduce(buffer[1], group=group, async_op=True)
+    ways: dict[str, tuple[Sum | None, int, torch.Tensor]] = {
+        "nccl": (by_library, 1, ordinary),
+        "nccl, halves": (by_library, HALVES, ordinary),
+        "copies": (by_sidelane, 1, symmetric),
+        "copies, halves": (by_sidelane, HALVES, symmetric),
+        NONE: (None, 1, ordinary),
+    }
+    return Prepared(
+        steps={way: functools.partial(mlp.step, *parts, training=size.training) for way, parts in ways.items()},
+        tolerance=TOLERANCES[dtype],
+        units=size.tokens,
+        facts={
+            "layers": size.layers,
+            "hidden": size.model.hidden,
+            "intermediate": size.model.intermediate,
+            "summed_bytes": size.sums * mlp.x.numel() * dtype.itemsize,
+        },
+    )
 
-        def by_sidelane(buffer: torch.Tensor, part: torch.Tensor) -> Started:
-            buffer[0].copy_(part)
-            return buffer[1], comm.all_reduce(buffer[0], output=buffer[1], async_op=True, beside="compute")
 
-        ways: dict[str, tuple[Sum | None, int, torch.Tensor]] = {
-            "nccl": (by_library, 1, ordinary),
-            "nccl, halves": (by_library, HALVES, ordinary),
-            "copies": (by_sidelane, 1, symmetric),
-            "copies, halves": (by_sidelane, HALVES, symmetric),
-            NONE: (None, 1, ordinary),
-        }
-        return Prepared(
-            steps={way: functools.partial(mlp.step, *parts, training=size.training) for way, parts in ways.items()},
-            tolerance=TOLERANCES[dtype],
-            units=size.tokens,
-            facts={
-                "layers": size.layers,
-                "hidden": size.model.hidden,
-                "intermediate": size.model.intermediate,
-                "summed_bytes": size.sums * mlp.x.numel() * dtype.itemsize,
-            },
-        )
+def predicted_us(size: MlpSize, machine: Machine) -> Mapping[str, float]:
+    """See :class:`EndToEndWorkload`. Halves hide what is shorter but for its first or last half, and slow nothing:
+    what they cost are GEMMs of half the rows.
+    """
+    nbytes = size.tokens * size.model.hidden * torch.bfloat16.itemsize
 
-    def predicted_us(self, size: MlpSize, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`. Halves hide what is shorter but for its first or last half, and slow nothing:
-        what they cost are GEMMs of half the rows.
-        """
-        nbytes = size.tokens * size.model.hidden * torch.bfloat16.itemsize
+    def compute_us(tokens: int) -> float:
+        features = size.model.intermediate // machine.gpus
+        up, down = Gemm(tokens, features, size.model.hidden), Gemm(tokens, size.model.hidden, features)
+        return (2 if size.training else 1) * (gemm_us(machine, up) + gemm_us(machine, down))
 
-        def compute_us(tokens: int) -> float:
-            features = size.model.intermediate // machine.gpus
-            up, down = Gemm(tokens, features, size.model.hidden), Gemm(tokens, size.model.hidden, features)
-            return (2 if size.training else 1) * (gemm_us(machine, up) + gemm_us(machine, down))
+    def exposed_us(sum_us: Callable[[Machine, Kind, int], float], parts: int) -> float:
+        comm = (2 if size.training else 1) * sum_us(machine, Kind.ALL_REDUCE, nbytes // parts)
+        if parts == 1:
+            return size.layers * comm
+        half = compute_us(size.tokens // parts)
+        in_turns = parts * size.layers * max(half, comm) + min(half, comm)
+        return in_turns - size.layers * compute_us(size.tokens)
 
-        def exposed_us(sum_us: Callable[[Machine, Kind, int], float], parts: int) -> float:
-            comm = (2 if size.training else 1) * sum_us(machine, Kind.ALL_REDUCE, nbytes // parts)
-            if parts == 1:
-                return size.layers * comm
-            half = compute_us(size.tokens // parts)
-            in_turns = parts * size.layers * max(half, comm) + min(half, comm)
-            return in_turns - size.layers * compute_us(size.tokens)
-
-        return {
-            "nccl": exposed_us(library_us, 1),
-            "nccl, halves": exposed_us(library_us, HALVES),
-            "copies": exposed_us(ours_us, 1),
-            "copies, halves": exposed_us(ours_us, HALVES),
-        }
+    return {
+        "nccl": exposed_us(library_us, 1),
+        "nccl, halves": exposed_us(library_us, HALVES),
+        "copies": exposed_us(ours_us, 1),
+        "copies, halves": exposed_us(ours_us, HALVES),
+    }
 
 
 _LLAMA = MODELS["llama-3.1-8b"]
-WORKLOAD = MlpWorkload(
+WORKLOAD = EndToEndWorkload(
     "mlp",
     "tokens",
     {
@@ -186,4 +179,6 @@ WORKLOAD = MlpWorkload(
         **{f"{tokens} tokens": MlpSize(_LLAMA, tokens) for tokens in (2048, 8192, 16384)},
         **{f"{tokens} tokens{TRAINING}": MlpSize(_LLAMA, tokens, training=True) for tokens in (8192,)},
     },
+    prepare,
+    predicted_us,
 )

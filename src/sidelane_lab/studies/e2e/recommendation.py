@@ -41,7 +41,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.operators import Embedding, predict_fused
 from sidelane_lab.model.split import ours_us
-from sidelane_lab.studies.e2e.workload import Prepared, moved_us
+from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared, moved_us
 from sidelane_lab.studies.fused.single_rank import BagKernel
 
 INFERENCE, TRAINING, ROWS = "inference", "training", "rows"
@@ -360,7 +360,7 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 _TINY = RecommendationSize(12, 2, 3, dim=8, rows=20, bottom=2, top=2, width=8)
-SIZES: dict[str, object] = {
+SIZES = {
     "tiny": _TINY,
     "tiny, training": dataclasses.replace(_TINY, part=TRAINING),
     "tiny, rows": dataclasses.replace(_TINY, part=ROWS),
@@ -374,59 +374,53 @@ SIZES: dict[str, object] = {
 """Parameters by name."""
 
 
-class Recommendation:
-    """Recommender; see the module."""
+def prepare(size: RecommendationSize, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+    """Make the steps of a size; collective."""
+    step = Recommender(size, group, comm, device)
+    element = step.whole.element_size()
+    pooled = (comm.world_size - 1) * step.part * size.tables * size.dim * element
+    return Prepared(
+        step.steps(),
+        tolerance=1e-4 if step.whole.dtype == torch.float32 else 2e-2,
+        units=size.batch,
+        facts={
+            "bags_leaving_bytes": pooled,
+            "rows_read_bytes": len(step.lookups.indices) * size.dim * element,
+            "table_bytes": step.whole.nbytes,
+            "layer_parameters": parameters_of(step.model),
+        },
+    )
 
-    name, unit, sizes = "recommendation", "samples", SIZES
 
-    def prepare(self, size: object, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
-        """Make the steps of a size; collective."""
-        assert isinstance(size, RecommendationSize)
-        step = Recommender(size, group, comm, device)
-        element = step.whole.element_size()
-        pooled = (comm.world_size - 1) * step.part * size.tables * size.dim * element
-        return Prepared(
-            step.steps(),
-            tolerance=1e-4 if step.whole.dtype == torch.float32 else 2e-2,
-            units=size.batch,
-            facts={
-                "bags_leaving_bytes": pooled,
-                "rows_read_bytes": len(step.lookups.indices) * size.dim * element,
-                "table_bytes": step.whole.nbytes,
-                "layer_parameters": parameters_of(step.model),
-            },
-        )
+def predicted_us(size: RecommendationSize, machine: Machine) -> Mapping[str, float]:
+    """See :class:`EndToEndWorkload`. The model has no backward, so that in training only transfers are predicted.
 
-    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
-        """See :class:`EndToEndWorkload`. The model has no backward, so that in training only transfers are predicted.
-
-        "none" pools by our kernel, and in training and with shards of rows by PyTorch's, as ``nccl`` does.
-        """
-        assert isinstance(size, RecommendationSize)
-        ranks, element = machine.gpus, torch.bfloat16.itemsize
-        pooling = size.pooled_rows(ranks)
-        bags = Embedding(size.batch, size.tables, pooling, size.dim, element, at_once=True)
-        nbytes = round(bags.collective_bytes(ranks))
-        exchange = library_us(machine, Kind.ALL_TO_ALL, nbytes)
-        if size.part == TRAINING:
-            with torch.device("meta"):
-                parameters = parameters_of(Dlrm(size, ranks * size.tables))
-            return {"nccl": 2 * exchange + library_us(machine, Kind.ALL_REDUCE, parameters * element)}
-        fused, by_sample = predict_fused(machine, bags).fused.time_us, moved_us(machine, 2 * nbytes)
-        if size.part == ROWS:
-            came = moved_us(machine, nbytes + nbytes / ranks) - moved_us(machine, 2 * nbytes / ranks)
-            return {
-                "nccl": library_us(machine, Kind.REDUCE_SCATTER, nbytes),
-                "operators": fused - bags.compute_us(machine) + came,
-            }
-        alone, separate = bags.alone_us(machine), dataclasses.replace(bags, at_once=False)
+    "none" pools by our kernel, and in training and with shards of rows by PyTorch's, as ``nccl`` does.
+    """
+    ranks, element = machine.gpus, torch.bfloat16.itemsize
+    pooling = size.pooled_rows(ranks)
+    bags = Embedding(size.batch, size.tables, pooling, size.dim, element, at_once=True)
+    nbytes = round(bags.collective_bytes(ranks))
+    exchange = library_us(machine, Kind.ALL_TO_ALL, nbytes)
+    if size.part == TRAINING:
+        with torch.device("meta"):
+            parameters = parameters_of(Dlrm(size, ranks * size.tables))
+        return {"nccl": 2 * exchange + library_us(machine, Kind.ALL_REDUCE, parameters * element)}
+    fused, by_sample = predict_fused(machine, bags).fused.time_us, moved_us(machine, 2 * nbytes)
+    if size.part == ROWS:
+        came = moved_us(machine, nbytes + nbytes / ranks) - moved_us(machine, 2 * nbytes / ranks)
         return {
-            "nccl": bags.compute_us(machine) - alone + exchange,
-            "nccl, a bag a table": separate.compute_us(machine) - alone + exchange,
-            "nccl, our bags": exchange,
-            "copies": ours_us(machine, Kind.ALL_TO_ALL, nbytes),
-            "operators": fused - alone - by_sample,  # bags come in the layout by sample
+            "nccl": library_us(machine, Kind.REDUCE_SCATTER, nbytes),
+            "operators": fused - bags.compute_us(machine) + came,
         }
+    alone, separate = bags.alone_us(machine), dataclasses.replace(bags, at_once=False)
+    return {
+        "nccl": bags.compute_us(machine) - alone + exchange,
+        "nccl, a bag a table": separate.compute_us(machine) - alone + exchange,
+        "nccl, our bags": exchange,
+        "copies": ours_us(machine, Kind.ALL_TO_ALL, nbytes),
+        "operators": fused - alone - by_sample,  # bags come in the layout by sample
+    }
 
 
 def parameters_of(model: nn.Module) -> int:
@@ -434,4 +428,4 @@ def parameters_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-WORKLOAD = Recommendation()
+WORKLOAD = EndToEndWorkload("recommendation", "samples", SIZES, prepare, predicted_us)

@@ -1,11 +1,11 @@
-"""Protocol of the workloads of the end-to-end study: a model's step by several ways of communicating."""
+"""Form of the workloads of the end-to-end study: a model's step by several ways of communicating."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -32,32 +32,26 @@ class Prepared:
     """Bytes that leave a GPU, parameters and the like, by name with the unit in it."""
 
 
-class EndToEndWorkload(Protocol):
-    """A model's step, at several sizes."""
+@dataclass(frozen=True)
+class EndToEndWorkload:
+    """A model's step, at several sizes.
+
+    Attributes:
+        name: of the workload, and of its module.
+        unit: the word "tokens" or "samples".
+        sizes: parameters by the name of a size; "tiny" is what CPU ranks run.
+        prepare: makes the steps of one size, with the library's group, on the communicator's device. Collective.
+        predicted_us: predicts by how much a step of each way is longer than "none", or of sizes without that how long
+            it is: the sum of transfers, and of kernels that a way has for them, one after the other, which is what a
+            step exposes that hides none of it. Ways of which the model knows too little are left out. The machine is
+            one node, with figures of kernels that compute and send.
+    """
 
     name: str
     unit: str
-    """The word "tokens" or "samples"."""
-    sizes: Mapping[str, object]
-    """Parameters by the name of a size; "tiny" is what CPU ranks run."""
-
-    def prepare(
-        self, size: object, group: torch.distributed.ProcessGroup, comm: Communicator, device: torch.device
-    ) -> Prepared:
-        """Make the steps of one size. Collective."""
-        ...
-
-    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
-        """Predict by how much a step of each way is longer than "none", or of sizes without that how long it is.
-
-        The sum of transfers, and of kernels that a way has for them, one after the other: what a step exposes that
-        hides none of it. Ways of which the model knows too little are left out.
-
-        Args:
-            size: one of ``sizes``.
-            machine: one node, with figures of kernels that compute and send.
-        """
-        ...
+    sizes: Mapping[str, Any]
+    prepare: Callable[[Any, torch.distributed.ProcessGroup, Communicator, torch.device], Prepared]
+    predicted_us: Callable[[Any, Machine], Mapping[str, float]]
 
 
 def moved_us(machine: Machine, nbytes: float) -> float:

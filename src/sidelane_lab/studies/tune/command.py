@@ -118,7 +118,6 @@ class IsolatedOptions(StudyOptions):
     output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
     dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "Type of the elements.")
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-    full_size: bool = False
     warmup: int = 2
     repeats: int = 5
     timeout_s: float = 600.0

@@ -20,7 +20,7 @@ from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
-from sidelane_lab.pairs.workload import CPU_GEMM_FLOPS, LIBRARY, Gemm, parse_gemm
+from sidelane_lab.pairs.workload import LIBRARY, parse_gemm
 from sidelane_lab.studies.tune.command import IsolatedOptions
 from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
@@ -101,7 +101,8 @@ def _measure(rank: Rank, options: IsolatedOptions, sender: Sender) -> Iterator[I
 def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
     """Return everything; what runs next to GEMMs as soon as it can be judged, since a choice goes by that first."""
     where = "cpu" if rank.device.type == "cpu" else "gpu"
-    gemms = [_sized(parse_gemm(text, options.dtype), rank, options) for text in options.gemms]
+    gemms = [parse_gemm(text, options.dtype) for text in options.gemms]
+    gemms = [gemm.for_cpu() for gemm in gemms] if where == "cpu" else gemms
     batches = [IsolatedBatch(MEMORY, nbytes=MEMORY_BYTES[where])]
     batches += [IsolatedBatch(GEMM, gemm, means=means) for gemm in gemms for means in MEANS]
     if rank.world_size > 1:
@@ -116,15 +117,6 @@ def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
     makers = [*(["host"] if where == "gpu" else ["copy"]), *([DMA] if rank.world_size > 1 else [])]
     batches += [IsolatedBatch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
     return batches
-
-
-def _sized(gemm: Gemm, rank: Rank, options: IsolatedOptions) -> Gemm:
-    if rank.device.type != "cpu":
-        return gemm
-    divisor = 1
-    while not options.full_size and gemm.scaled(divisor).flops > CPU_GEMM_FLOPS:
-        divisor *= 2
-    return dataclasses.replace(gemm.scaled(divisor), dtype="float32")
 
 
 STUDY = Study(

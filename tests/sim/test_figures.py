@@ -12,20 +12,19 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane_lab.cli.model import figure
-from sidelane_lab.comparisons.catalogue import COMPARISONS, comparison_of
-from sidelane_lab.comparisons.command import FigureOptions, main
-from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, SOURCES, ClaimPredictions, FigureValues
 from sidelane_lab.harness import terminal
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.panels import Panel, TimelinePanel
 from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.figure_command import FIGURES, FigureOptions, figure_of, main
+from sidelane_lab.papers.figures import MEASURED, PREDICTED, PUBLISHED, SOURCES, ClaimPredictions, FigureValues
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 CLAIMS = ROOT / "src/sidelane_lab/papers/data/claims.json"
 
 # Read out of the five texts (docs/papers.md): what has values. The rest are diagrams and tables of equipment.
-FIGURES = {
+NUMBERS = {
     "000": ("5", "6", "7", "8", "9", "10"),
     "001": ("8", "9", "10", "11", "12", "13", "14", "15"),
     "003": ("1", "6", "13", "14", "15", "16"),
@@ -38,7 +37,7 @@ MOST_CURVES = 6
 
 @pytest.fixture(scope="module")
 def evaluated() -> dict[str, FigureValues]:
-    return {number: one.evaluate([RESULTS]) for number, one in COMPARISONS.items()}
+    return {number: one.evaluate([RESULTS]) for number, one in FIGURES.items()}
 
 
 def values_of(claim_id: str) -> list[float]:
@@ -49,9 +48,9 @@ def values_of(claim_id: str) -> list[float]:
 
 
 def test_every_figure_and_table_of_the_papers_is_here() -> None:
-    expected = {f"{paper}/{one}" for numbers in (FIGURES, TABLES) for paper, some in numbers.items() for one in some}
-    assert set(COMPARISONS) == expected
-    assert sum(map(len, FIGURES.values())) == 26
+    expected = {f"{paper}/{one}" for numbers in (NUMBERS, TABLES) for paper, some in numbers.items() for one in some}
+    assert set(FIGURES) == expected
+    assert sum(map(len, NUMBERS.values())) == 26
     assert sum(map(len, TABLES.values())) == 4
 
 
@@ -63,12 +62,12 @@ def test_every_figure_that_a_claim_names_is_here() -> None:
             continue
         for kind, number in re.findall(r"(Fig\.|Table) ?(\d+|II?\b)", claim["where"]):
             name = f"{paper}/{'T' if kind == 'Table' else ''}{roman.get(number, number)}"
-            assert name in (*COMPARISONS, *EQUIPMENT), claim["id"]
+            assert name in (*FIGURES, *EQUIPMENT), claim["id"]
 
 
-@pytest.mark.parametrize("number", COMPARISONS)
+@pytest.mark.parametrize("number", FIGURES)
 def test_every_source_is_there_or_a_line_says_why_not(number: str, evaluated: dict[str, FigureValues]) -> None:
-    values, one = evaluated[number], COMPARISONS[number]
+    values, one = evaluated[number], FIGURES[number]
     known = {PUBLISHED: bool(one.claims), PREDICTED: bool(values.predicted), MEASURED: bool(values.measured)}
     assert all(known[source] or values.missing.get(source) for source in SOURCES)
     assert set(one.claims) <= set(published())
@@ -79,7 +78,7 @@ def test_every_source_is_there_or_a_line_says_why_not(number: str, evaluated: di
 
 
 def panels_of(values: FigureValues) -> list[Panel | TimelinePanel]:
-    if values.comparison.is_table:
+    if values.figure.is_table:
         return []
     return [*values.predicted, *(panel for _, panels in values.measured for panel in panels)]
 
@@ -145,12 +144,12 @@ def test_published_marks_are_those_of_the_claims(evaluated: dict[str, FigureValu
 
 
 def test_tables_have_the_words_of_the_claims() -> None:
-    lines = comparison_of("003/T1").lines
+    lines = figure_of("003/T1").lines
     assert lines is not None
     assert lines()["128K"] == published()["DM-T1-1"]["value"]
     assert lines()["256K"] == published()["DM-T1-2"]["value"]
     assert lines()["4G"] == published()["DM-T1-4"]["value"]
-    classes = comparison_of("000/T2").lines
+    classes = figure_of("000/T2").lines
     assert classes is not None
     assert dict(classes()) == {
         claim_id.removeprefix("C3-T2-").replace("-", "_"): claim["value"]
@@ -170,7 +169,7 @@ def test_measured_values_are_those_of_the_file(tmp_path: Path) -> None:
     content = {"study": "collectives", "machine": "here", "device": "A GPU", "ranks": 3}
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**content, "rows": [{**usual, **row} for row in rows]}))
-    values = comparison_of("3/13").evaluate([file])
+    values = figure_of("3/13").evaluate([file])
     (_, (panel,)), *_ = values.measured
     assert list(panel.x) == [1024, 2048]
     assert panel.curves["pcpy"].values == (0.25, 0.25)
@@ -180,13 +179,13 @@ def test_measured_values_are_those_of_the_file(tmp_path: Path) -> None:
     fired = {**usual, **rows[4], "launch": "eager", "trigger": "stream", "time_us": 512}
     fuller = {**content, "study": "prelaunch", "rows": [{**usual, **row, "trigger": "call"} for row in rows] + [fired]}
     (tmp_path / "fired.json").write_text(json.dumps(fuller))
-    values = comparison_of("3/13").evaluate([file, tmp_path / "fired.json"])
+    values = figure_of("3/13").evaluate([file, tmp_path / "fired.json"])
     assert MEASURED not in values.missing
     assert values.measured[0][1][0].curves["pcpy+prelaunch"].values[0] == 2
-    assert "no c3.json that has it" in comparison_of("000/8").evaluate([file]).missing[MEASURED]
+    assert "no c3.json that has it" in figure_of("000/8").evaluate([file]).missing[MEASURED]
     file.write_text(json.dumps({**content, "rows": [{"bytes": 1}]}))
     with pytest.raises(ValueError, match=r"mine\.json is no file of collectives"):
-        comparison_of("3/13").evaluate([file])
+        figure_of("3/13").evaluate([file])
 
 
 def test_pairs_of_every_class_are_bars_by_the_limit_of_the_gemm(tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_pairs_of_every_class_are_bars_by_the_limit_of_the_gemm(tmp_path: Path) 
     content = {"study": "c3", "machine": "here", "device": "A GPU", "ranks": 2}
     for name, some in (("c3-classes.json", rows), ("c3.json", rows[:3])):
         (tmp_path / name).write_text(json.dumps({**content, "rows": some}))
-    values = comparison_of("000/10").evaluate([tmp_path])
+    values = figure_of("000/10").evaluate([tmp_path])
     (_, (first,)), (_, (second,)) = values.measured
     assert list(first.x) == ["compute\nC-long\n(1)", "memory\nC-long\n(2)", "all\n(3)"]
     assert first.curves["conccl_rp"].values == pytest.approx((1.25, 1.0, 1.25 / 3 + 2 / 3))
@@ -213,20 +212,20 @@ def test_the_fastest_variant_has_those_beside_it_that_are_as_good(tmp_path: Path
     rows = [{**usual, "implementation": by, "variant": variant, "time_us": us} for by, variant, us in times]
     content = {"study": "collectives", "machine": "here", "device": "A GPU", "ranks": 2, "rows": rows}
     (tmp_path / "collectives.json").write_text(json.dumps(content))
-    assert comparison_of("003/T1").evaluate([tmp_path]).measured[0][1] == {"1M": "bcst (1 more within 2%)"}
+    assert figure_of("003/T1").evaluate([tmp_path]).measured[0][1] == {"1M": "bcst (1 more within 2%)"}
 
 
 def test_what_a_machine_cannot_do_is_a_reason() -> None:
-    nodes = comparison_of("000/8").evaluate([], named("h100x8x2"))
+    nodes = figure_of("000/8").evaluate([], named("h100x8x2"))
     assert "what crosses nodes is modelled for" in nodes.missing[PREDICTED]
     assert not nodes.measured
-    dlrm = comparison_of("001/15").evaluate([], named("h200x4"))
+    dlrm = figure_of("001/15").evaluate([], named("h200x4"))
     assert "allowed=several of one GPU" in dlrm.missing[PREDICTED]
 
 
 def test_the_papers_own_values_stand_beside_ours(evaluated: dict[str, FigureValues]) -> None:
     values = evaluated["000/10"]
-    table = values.tables(ClaimPredictions().of(values.comparison.claims))[0]
+    table = values.tables(ClaimPredictions().of(values.figure.claims))[0]
     line = next(line for line in table.lines if line.cells[0] == "CC-03")
     assert line.cells[2] == "66"
     assert 60 < float(line.cells[3]) < 75
@@ -241,11 +240,11 @@ def test_a_figure_is_one_picture(number: str, evaluated: dict[str, FigureValues]
 
 
 def test_numbers_are_read_generously() -> None:
-    assert comparison_of("3/t1").number == "003/T1"
-    assert comparison_of("002/8").number == "000/8"
-    assert comparison_of("004/1(c)").number == "004/1c"
+    assert figure_of("3/t1").number == "003/T1"
+    assert figure_of("002/8").number == "000/8"
+    assert figure_of("004/1(c)").number == "004/1c"
     with pytest.raises(ValueError, match="diagrams and equipment have no values"):
-        comparison_of("003/7")
+        figure_of("003/7")
     with pytest.raises(ValueError, match="numbers or --all"):
         FigureOptions(("003/13",), everything=True)
 
@@ -254,7 +253,7 @@ def test_command_lists_draws_and_writes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(terminal, "PIPED_PROGRESS_S", 0.0)
     listed = CliRunner().invoke(figure, [])
     assert listed.exit_code == 0
-    assert all(number in listed.output for number in COMPARISONS)
+    assert all(number in listed.output for number in FIGURES)
     words = ["003/T1", "001/14", "--results", str(RESULTS), "--report", str(tmp_path), "--no-ranges"]
     drawn = CliRunner().invoke(figure, words)
     assert drawn.exit_code == 0, drawn.output
@@ -272,5 +271,5 @@ def test_all_make_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert page.count("<img") == 26
     assert page.count("<h2") == 30
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
-    assert [row["figure"] for row in rows] == list(COMPARISONS)
+    assert [row["figure"] for row in rows] == list(FIGURES)
     assert " of 30 (" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """A figure or a table of a paper: published, predicted and measured values, or why one of the three is missing.
 
-    FigureComparison --evaluate--> FigureValues --draw, tables, rows--> a picture, the terminal, the page, JSON
+    PaperFigure --evaluate--> FigureValues --draw, tables, rows--> a picture, the terminal, the page, JSON
 
 A picture has a row of panels of predictions, which carry marks of what is published, and below it a row of panels of
 what was measured, one for each machine; where a figure has several panels, those of one machine.
@@ -36,10 +36,12 @@ MOST_PANELS = 4
 """Number of panels beside each other that can be read."""
 PANEL_INCHES = 3.4
 """Height of a row of panels."""
+NO_POINTS = "its points have no labels in the text: means and limits only"
+NO_NUMBERS = "the text has no number of it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FigureComparison:
+class PaperFigure:
     """Declaration of a figure or a table of a paper.
 
     Attributes:
@@ -48,7 +50,8 @@ class FigureComparison:
         machine: of the catalogue, that the paper measured on; "" where the panels are of several.
         claims: ids of the published values that stand in the text.
         predict: makes panels of a machine, with plausible ranges or without, for a version of the ConCCL paper; of a
-            table, the words of each line. None: ``missing`` has the reason.
+            table, the words of each line.
+        predict_several: makes panels of the paper's own machines, where there are several and no other is asked for.
         study: that measures it; "" none.
         fuller: study whose file has more of it, and is taken where there is one; "" none.
         lacking: what the other study lacks, in a line.
@@ -64,7 +67,8 @@ class FigureComparison:
     caption: str
     machine: str = ""
     claims: tuple[str, ...] = ()
-    predict: Callable[[Machine | None, bool, str], Any] | None = None
+    predict: Callable[[Machine, bool, str], Any]
+    predict_several: Callable[[bool], Any] | None = None
     study: str = ""
     fuller: str = ""
     lacking: str = ""
@@ -102,15 +106,17 @@ class FigureComparison:
         missing = dict(self.missing)
         own = named(self.machine) if self.machine and machine is None else machine
         predicted: Any = ()
-        if self.predict is not None:
-            try:
+        try:
+            if own is not None:
                 predicted = self.predict(own, ranges, version)
-                if not ranges and not self.is_table:
-                    predicted = [_without_bands(panel) for panel in predicted]
-                if not predicted:
-                    missing[PREDICTED] = f"the description of {own.name if own else 'it'} has not all of it"
-            except ValueError as problem:  # what is not modelled on this machine
-                missing[PREDICTED] = str(problem)
+            elif self.predict_several is not None:
+                predicted = self.predict_several(ranges)
+            if not ranges and not self.is_table:
+                predicted = [_without_bands(panel) for panel in predicted]
+            if not predicted:
+                missing[PREDICTED] = f"the description of {own.name if own else 'it'} has not all of it"
+        except ValueError as problem:  # what is not modelled on this machine
+            missing[PREDICTED] = str(problem)
         measured = self._read(sources, missing) if self.measure is not None else []
         if self.measure_further is not None:
             files = files_of(self.further, sources)
@@ -148,7 +154,7 @@ class FigureValues:
         missing: why one of ``SOURCES`` is missing, or which part of it.
     """
 
-    comparison: FigureComparison
+    figure: PaperFigure
     where: str
     predicted: Any
     measured: Sequence[tuple[ResultFile, Any]]
@@ -158,7 +164,7 @@ class FigureValues:
     @property
     def title(self) -> str:
         """Number and caption."""
-        return f"{self.comparison.number}: {self.comparison.caption}"
+        return f"{self.figure.number}: {self.figure.caption}"
 
     def shown(self) -> list[tuple[str, AnyPanel]]:
         """Return the measured panels of the picture, each with where it is from."""
@@ -173,9 +179,9 @@ class FigureValues:
 
     def draw(self, folder: Path) -> Path | None:
         """Write the picture, and return the PNG; an SVG lies next to it. None of a table, and without any panel."""
-        if self.comparison.is_table:
+        if self.figure.is_table:
             return None
-        where = self.where if len(self.predicted) == 1 or self.comparison.machine else ""
+        where = self.where if len(self.predicted) == 1 or self.figure.machine else ""
         rows = [[(where, panel) for panel in self.predicted], self.shown()]
         named_rows = [(name, row) for name, row in zip((PREDICTED, MEASURED), rows, strict=True) if row]
         if not named_rows:
@@ -191,7 +197,7 @@ class FigureValues:
             figure.suptitle(self.title, x=0.01, ha="left", fontweight="bold")
             if lines:
                 figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
-            return save_both(figure, self.comparison.file_name, folder)
+            return save_both(figure, self.figure.file_name, folder)
 
     def missing_lines(self) -> list[str]:
         """Return a line for each of ``SOURCES`` that is missing, or a part of it."""
@@ -203,9 +209,9 @@ class FigureValues:
         Args:
             predictions: of claims, by id.
         """
-        if self.comparison.is_table:
+        if self.figure.is_table:
             return [self._words_table()]
-        tables = [self._claims_table(predictions)] if self.comparison.claims else []
+        tables = [self._claims_table(predictions)] if self.figure.claims else []
         for panel in self.predicted:
             if isinstance(panel, Panel):
                 tables.append(panel_table(panel, f"predicted, {panel.title or self.where}"))
@@ -228,25 +234,24 @@ class FigureValues:
         return Table(f"{self.title}: values in the text", columns, tuple(lines))
 
     def _words_table(self) -> Table:
-        assert self.comparison.lines is not None
-        lines = self.comparison.lines()
+        assert self.figure.lines is not None
+        lines = self.figure.lines()
         columns = [PUBLISHED, f"predicted\n{self.where}", *(f"measured\n{file.where}" for file, _ in self.measured)]
         sources = [lines, self.predicted or {}, *(words for _, words in self.measured)]
         cells = [Line((line, *(words.get(line, "") for words in sources))) for line in lines]
-        headings = (f"<{self.comparison.heading}", *(f"<{column}" for column in columns))
+        headings = (f"<{self.figure.heading}", *(f"<{column}" for column in columns))
         return Table(self.title, headings, tuple(cells), tuple(self.missing_lines()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object of ``--json``."""
-        comparison = self.comparison
         found: dict[str, Any] = {
-            "figure": comparison.number,
-            "caption": comparison.caption,
+            "figure": self.figure.number,
+            "caption": self.figure.caption,
             "missing": dict(self.missing),
-            "published": {claim_id: published()[claim_id]["value"] for claim_id in comparison.claims},
+            "published": {claim_id: published()[claim_id]["value"] for claim_id in self.figure.claims},
         }
-        if comparison.lines is not None:
-            found |= {"lines": dict(comparison.lines()), PREDICTED: dict(self.predicted or {})}
+        if self.figure.lines is not None:
+            found |= {"lines": dict(self.figure.lines()), PREDICTED: dict(self.predicted or {})}
             return {**found, MEASURED: {file.machine: words for file, words in self.measured}}
         found[PREDICTED] = [_panel_rows(panel) for panel in self.predicted]
         found[MEASURED] = {}

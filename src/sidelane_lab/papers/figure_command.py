@@ -5,23 +5,41 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import html
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
 
 from sidelane.cli.output import write_json
-from sidelane_lab.comparisons.catalogue import COMPARISONS, comparison_of
-from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, ClaimPredictions, FigureValues
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.report import PAGE, STYLE, inline
 from sidelane_lab.harness.study import Picture
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.papers import conccl_figures, dma_figures, fused_figures, overlap_figures
+from sidelane_lab.papers.figures import (
+    MEASURED,
+    PUBLISHED,
+    ClaimPredictions,
+    FigureValues,
+    PaperFigure,
+)
 from sidelane_lab.papers.files import FILES
 
+FIGURES: Mapping[str, PaperFigure] = {
+    one.number: one
+    for of_paper in (conccl_figures, fused_figures, dma_figures, overlap_figures)
+    for one in of_paper.FIGURES
+}
+"""The 26 figures of data and the four tables of the papers, by number.
+
+Papers have the numbers of their texts (docs/papers.md): ``000`` the ConCCL paper, whose other version ``002`` has the
+same figures, ``001`` the fused operators paper, ``003`` the DMA collectives paper, ``004`` the overlap paper. Diagrams
+and tables of equipment have no values, and are not here.
+"""
 FOLDER = Path("figures")
 """Folder of the pictures, where no other is asked for."""
 RESULTS = Path("results")
@@ -69,21 +87,21 @@ def main(options: FigureOptions) -> None:
         console.print(list_table().to_rich())
         say_written(_write_json(options.json, list(_listed()), options))
         return
-    asked = [(number, comparison_of(number)) for number in options.numbers or COMPARISONS]
+    asked = [(number, figure_of(number)) for number in options.numbers or FIGURES]
     machine = None if options.machine is None else find(options.machine)
     sources = options.results or ((RESULTS,) if RESULTS.is_dir() else ())
     folder = options.report or (None if options.json is not None else FOLDER)
     predictions: dict[str, ClaimPredictions] = {}
     found: list[DrawnFigure] = []
     with progress("drawing") as update:
-        for place, (number, comparison) in enumerate(asked):
-            update(f"{comparison.number}, {place + 1} of {len(asked)}")
+        for place, (number, figure) in enumerate(asked):
+            update(f"{figure.number}, {place + 1} of {len(asked)}")
             version = options.version or ("002" if number.startswith(("002", "2/")) else "000")
-            values = comparison.evaluate(sources, machine, ranges=options.ranges, version=version)
+            values = figure.evaluate(sources, machine, ranges=options.ranges, version=version)
             of_claims = predictions.setdefault(version, ClaimPredictions(machine, version))
-            tables = values.tables(of_claims.of(comparison.claims))
+            tables = values.tables(of_claims.of(figure.claims))
             drawn = None if folder is None else values.draw(folder)
-            picture = None if drawn is None else Picture(comparison.file_name, values.title, values.title)
+            picture = None if drawn is None else Picture(figure.file_name, values.title, values.title)
             found.append((values, tables, picture))
     for values, tables, _ in found:
         if not options.everything:
@@ -96,10 +114,26 @@ def main(options: FigureOptions) -> None:
     say_written(files)
 
 
+def figure_of(text: str) -> PaperFigure:
+    """Return the figure or the table of a number: ``003/13``, ``3/13``, ``000/T2``, ``002/8``.
+
+    Raises:
+        ValueError: there is none, or it has no values.
+    """
+    paper, _, name = text.strip().partition("/")
+    paper = "000" if paper.zfill(3) == "002" else paper.zfill(3)
+    name = re.sub(r"^T", "T", name.strip(), flags=re.IGNORECASE).replace("(", "").replace(")", "")
+    found = FIGURES.get(f"{paper}/{name}")
+    if found is None:
+        allowed = ", ".join(FIGURES)
+        raise ValueError(f"figure: number (value={text!r}, allowed={allowed}: diagrams and equipment have no values)")
+    return found
+
+
 def _show(values: FigureValues, tables: Iterable[Table], console: rich.console.Console) -> None:
     for table in tables:
         console.print(table.to_rich())
-    if not values.comparison.is_table:  # a table has these below it
+    if not values.figure.is_table:  # a table has these below it
         for line in values.missing_lines():
             say(console, line)
 
@@ -126,15 +160,14 @@ def _write_json(path: Path | None, rows: Sequence[dict[str, Any]], options: Figu
 
 def _listed() -> Iterable[dict[str, str]]:
     """Yield what is known of each figure before it is drawn."""
-    for one in COMPARISONS.values():
+    for one in FIGURES.values():
         measured = "" if one.measure is None else FILES[one.study]
-        reasons = {source: one.missing.get(source, "") for source in (PUBLISHED, PREDICTED, MEASURED)}
-        predicted = "" if one.predict is None else one.machine or "several"
+        reasons = {source: one.missing.get(source, "") for source in (PUBLISHED, MEASURED)}
         yield {
             "figure": one.number,
             "caption": one.caption,
             "published": f"{len(one.claims)} value{'s' * (len(one.claims) > 1)}" if one.claims else reasons[PUBLISHED],
-            "predicted": predicted or reasons[PREDICTED],
+            "predicted": one.machine or "several",
             "measured": measured or reasons[MEASURED],
         }
 
@@ -155,8 +188,8 @@ def summary_table(found: Sequence[FigureValues]) -> Table:
         lines.append(
             Line(
                 (
-                    values.comparison.number,
-                    values.comparison.caption,
+                    values.figure.number,
+                    values.figure.caption,
                     values.where if values.predicted else "-",
                     machines,
                     "; ".join(values.missing_lines()),
@@ -175,10 +208,10 @@ def write_page(folder: Path, found: Sequence[DrawnFigure], options: FigureOption
         f"Predictions are of {machine}, measurements of result files, published values of the papers' texts. "
         f"Made by <code>{html.escape(provenance.command_line())}</code> at commit {provenance.commit()}."
     )
-    links = " ".join(f'<a href="#{v.comparison.file_name}">{v.comparison.number}</a>' for v, _, _ in found)
+    links = " ".join(f'<a href="#{v.figure.file_name}">{v.figure.number}</a>' for v, _, _ in found)
     parts = [f"<h1>Figures of the papers</h1><p class=note>{about}</p><p>{links}</p>"]
     for values, tables, picture in found:
-        parts.append(f'<h2 id="{values.comparison.file_name}">{html.escape(values.title)}</h2>')
+        parts.append(f'<h2 id="{values.figure.file_name}">{html.escape(values.title)}</h2>')
         if picture is not None:
             code = inline(folder, picture)
             parts.append(f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{code}">')

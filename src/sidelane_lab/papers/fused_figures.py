@@ -1,0 +1,271 @@
+"""Figures 8 to 15 of the fused operators paper: published, predicted and measured.
+
+Predictions are of shapes that stand in for the paper's; files have those that were measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from sidelane_lab.machines.ranges import bands
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, Embedding, Gemv, TiledGemm, predict_fused
+from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
+from sidelane_lab.papers import dlrm
+from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, PUBLISHED, PaperFigure
+from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
+from sidelane_lab.papers.fused import (
+    EMBEDDINGS,
+    FUSED_WORDS,
+    GEMMS,
+    GEMVS,
+    MACHINE,
+    NORMALISED,
+    PROFILED,
+    FusedContext,
+    operator_rows,
+    scale_out,
+)
+from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
+from sidelane_lab.papers.rows import aligned, exact
+
+STAND_INS = "the text has not all of the shapes: the mean and the best only"
+MI210X2 = "mi210x1x2"
+PROGRAMS = 16
+"""Programs on a compute unit that count as full occupancy: the most that are measured."""
+OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
+
+
+def _published(*claim_ids: str) -> PublishedValue:
+    heights = tuple(published()[claim_id]["value"] for claim_id in claim_ids)
+    return PublishedValue("published", heights, tuple(range(len(heights))), line="")
+
+
+def _occupancy_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
+    def times(changed: Machine) -> dict[str, list[float]]:
+        context = FusedContext(changed)
+        return {"predicted, fitted": [context.occupied_us(share) / context.occupied_us(0.75) for share in OCCUPANCIES]}
+
+    rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
+    heights = (1 / (1 + rise / 100), 1.0, 1 + fall / 100)
+    return [
+        Panel(
+            curves=bands(machine, times, SECTIONS if ranges else ()),
+            x=OCCUPANCIES,
+            marks=[PublishedValue("published", heights, (0.25, 0.75, 0.875), line="")],
+            log=False,
+            low=0,
+            xlabel="occupancy",
+            ylabel="time over that at 75%",
+        )
+    ]
+
+
+def _skew_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
+    def skews(changed: Machine) -> dict[str, list[float]]:
+        return {"predicted; bags are not in the text": [FusedContext(changed).skew_percent(order) for order in ORDERS]}
+
+    return [
+        Panel(
+            curves=bands(machine, skews, SECTIONS if ranges else ()),
+            x=ORDERS,
+            marks=[_published("FU-SKEW-02", "FU-SKEW-01")],
+            xlabel="order of the work",
+            ylabel="second node later, %",
+        )
+    ]
+
+
+def _bars(
+    number: str,
+    caption: str,
+    claims: tuple[str, ...],
+    *,
+    words: str,
+    operators: tuple[Embedding, ...] | tuple[Gemv, ...] | tuple[TiledGemm, ...],
+    measured_words: str,
+    read: Callable[[ResultFile], Mapping[str, float]],
+    machine: str = MACHINE,
+    study: str = "fused",
+    missing: Mapping[str, str] = MappingProxyType({PUBLISHED: STAND_INS}),
+) -> PaperFigure:
+    """Declare a figure of fused times over unfused ones, a bar a shape.
+
+    Args:
+        number: of the figure.
+        caption: of the figure.
+        claims: that it shows, of which the first two are the mean and the best percent lower.
+        words: below the predicted bars.
+        operators: that are predicted; embeddings among the nodes of ``MI210X2`` where that is the machine.
+        measured_words: below the bars of a file.
+        read: these bars, by name.
+        machine: of the catalogue, that the paper measured on.
+        study: that measures it.
+        missing: which part of a source is missing.
+    """
+    mean_time, best_time = (1 - published()[claim_id]["value"] / 100 for claim_id in claims[:2])
+    marks = [
+        PublishedValue("published: mean", (mean_time,), line="--"),
+        PublishedValue("published: best", (best_time,), line=":"),
+    ]
+
+    def normalised(changed: Machine) -> dict[str, list[float]]:
+        rows = operator_rows(changed if machine == MACHINE else scale_out(changed), operators)
+        return {FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
+
+    sizes = [(one.batch, one.tables) if isinstance(one, Embedding) else (one.rows, one.columns) for one in operators]
+    names = [f"{first}\n{second}" for first, second in sizes]
+
+    def predicted(machine: Machine, ranges: bool, version: str) -> list[Panel]:
+        curves = bands(machine, normalised, SECTIONS if ranges else ())
+        return [Panel(curves=curves, x=names, marks=marks, xlabel=words, **NORMALISED)]
+
+    def measured(file: ResultFile) -> list[Panel]:
+        found = read(file)
+        curves, high = {FUSED_WORDS: exact(list(found.values()))}, max(1.35, 1.2 * max(found.values(), default=1))
+        axis = {**NORMALISED, "high": high}
+        return [Panel(curves=curves, x=list(found), marks=marks, xlabel=measured_words, **axis)] if found else []
+
+    return PaperFigure(
+        number=f"001/{number}",
+        caption=caption,
+        machine=machine,
+        claims=claims,
+        predict=predicted,
+        study=study,
+        measure=measured,
+        missing=missing,
+    )
+
+
+def _by_shape(op: str) -> Callable[[ResultFile], dict[str, float]]:
+    return lambda file: {_short(shape): ratio for shape, ratio in FusedReadings(file).normalised(op).items()}
+
+
+def _short(shape: str) -> str:
+    r"""Return the numbers of a shape, below each other.
+
+    >>> _short("batch 256, 64 tables a rank, pooling 70, dim 256"), _short("8192x4096, 16 tokens")
+    ('256\n64\n70', '8192\n4096\n16')
+    """
+    cleaned = shape.partition(", dim")[0].partition(" a rank, rows")[0]
+    numbers = [part for part in cleaned.replace("x", " ").replace(",", " ").split() if part.isdigit()]
+    return "\n".join(numbers)
+
+
+def _between_nodes(file: ResultFile) -> dict[str, float]:
+    """Read times of two GPUs as two nodes, over sockets."""
+    return {shape.replace(", ", "\n"): ratio for shape, ratio in normalised_between_nodes(file).items()}
+
+
+def _measured_occupancy(file: ResultFile) -> list[Panel]:
+    """Programs on a compute unit stand in for workgroups."""
+    times = FusedReadings(file).by_programs()
+    usual = round(0.75 * PROGRAMS)
+    if usual not in times:
+        return []
+    curve = {count / PROGRAMS: us / times[usual] for count, us in times.items()}
+    shares, bands = aligned({"measured": curve})
+    words = f"share of {PROGRAMS} programs on a compute unit"
+    return [Panel(curves=bands, x=shares, log=False, low=0, xlabel=words, ylabel="time over that at 75%")]
+
+
+def _measured_skew(file: ResultFile) -> list[Panel]:
+    readings = FusedReadings(file)
+    found = {order: readings.skew_percent(order) for order in ORDERS}
+    if not all(found.values()):
+        return []
+    curves = {f"measured, mean of {len(found[ORDERS[0]])} shapes": exact([statistics.fmean(v) for v in found.values()])}
+    return [Panel(curves=curves, x=ORDERS, xlabel="order of the work", ylabel="ends of ranks apart, %")]
+
+
+def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePanel]:
+    """Show the embedding that Figure 13 profiles on two nodes, with what the peer waits for first."""
+    across = machine if machine.nodes > 1 else scale_out(machine)
+    run = predict_fused(across, PROFILED, REMOTE_FIRST, record=True).fused
+    return [TimelinePanel(intervals=run.timeline, title=str(PROFILED))]
+
+
+FIGURES = (
+    _bars(
+        "8",
+        "Fused embedding and all-to-all over the same unfused, in a node",
+        ("FU-EMB-01", "FU-EMB-02"),
+        words="batch, and tables a GPU",
+        operators=EMBEDDINGS,
+        measured_words="batch, tables a GPU, pooling",
+        read=_by_shape("embedding_all_to_all"),
+    ),
+    _bars(
+        "9",
+        "Fused GEMV and all-reduce over the same unfused",
+        ("FU-GEMV-01", "FU-GEMV-02", "FU-GEMV-03"),
+        words="rows, and columns of all GPUs",
+        operators=GEMVS,
+        measured_words="rows, columns, tokens",
+        read=_by_shape("gemv_all_reduce"),
+    ),
+    _bars(
+        "10",
+        "Fused GEMM and all-to-all over the same unfused",
+        ("FU-GEMM-01", "FU-GEMM-02"),
+        words="rows a GPU, and columns",
+        operators=GEMMS,
+        measured_words="rows a GPU, depth, columns",
+        read=_by_shape("gemm_all_to_all"),
+    ),
+    PaperFigure(
+        number="001/11",
+        caption="When each rank of a fused embedding computes and sends",
+        machine=MI210X2,
+        claims=("FU-GRAN-02",),
+        predict=_timeline,
+        missing={
+            PUBLISHED: NO_NUMBERS,
+            MEASURED: "profiles are not kept in result files: `sidelane fused --timeline FOLDER` draws them on GPUs",
+        },
+    ),
+    _bars(
+        "12",
+        "Fused embedding and all-to-all over the same unfused, between two nodes",
+        ("FU-EMB-03", "FU-EMB-04", "FU-EMB-05"),
+        words="batch, and tables a GPU",
+        operators=EMBEDDINGS,
+        measured_words="batch, tables a GPU, pooling",
+        read=_between_nodes,
+        machine=MI210X2,
+        study=BETWEEN_NODES,
+        missing={PUBLISHED: STAND_INS, MEASURED: "two GPUs of one machine stand in for two nodes, over sockets"},
+    ),
+    PaperFigure(
+        number="001/13",
+        caption="Time of a fused embedding by occupancy",
+        machine=MI210X2,
+        claims=("FU-OCC-01", "FU-OCC-02", "FU-OCC-03"),
+        predict=_occupancy_panels,
+        study="fused",
+        measure=_measured_occupancy,
+        missing={PUBLISHED: "three of its points follow from the text"},
+    ),
+    PaperFigure(
+        number="001/14",
+        caption="How far ranks end apart, by the order of the work",
+        machine=MI210X2,
+        claims=("FU-SKEW-01", "FU-SKEW-02"),
+        predict=_skew_panels,
+        study="fused",
+        measure=_measured_skew,
+        missing={PUBLISHED: "means only", MEASURED: "inside a node"},
+    ),
+    PaperFigure(
+        number="001/15",
+        caption="A training pass of DLRM on 128 nodes, fused over unfused",
+        machine=dlrm.MACHINE,
+        claims=("FU-SIM-01",),
+        predict=lambda machine, ranges, version: dlrm.pass_panels(machine, ranges),
+        missing={PUBLISHED: "the mean only", MEASURED: "there are no 128 nodes; the paper simulates them, too"},
+    ),
+)
