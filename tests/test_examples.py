@@ -17,6 +17,7 @@ from marks import long
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SMALLER = {"overlap": ("--size", "512", "--mebibytes", "16", "--rounds", "3")}
 
 
 @pytest.mark.long  # three interpreters import torch; run_program gives the others what torchrun does
@@ -35,7 +36,7 @@ def test_an_example_runs_under_torchrun() -> None:
 )
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node" in example.read_text().split('"""')[1]
-    said = run_program(example, tmp_path)
+    said = run_program(example, tmp_path, SMALLER.get(example.stem, ()))
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
 
 

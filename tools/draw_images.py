@@ -17,7 +17,7 @@ import matplotlib as mpl
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.report import draw
-from sidelane_lab.studies.demo import figures
+from sidelane_lab.studies import demo
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = {
@@ -53,7 +53,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             if name in DEMO:
-                figures.draw(figures.measured(), folder)
+                demo.draw(demo.measured(), folder)
                 picture = name
             elif name in IMAGES:
                 picture = draw_results(name, folder)

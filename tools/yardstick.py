@@ -37,8 +37,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from make_venv import describe
-
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path("tests") / "yardstick"
 BASELINE = "e6de60214"
@@ -431,6 +429,8 @@ def end(tag: bytes) -> None:
 @contextlib.contextmanager
 def trees(commit: str, jobs: int, until: float) -> Iterator[list[Tree]]:
     """Make copies of a commit, with compiled code and the entry points of an installed package."""
+    from make_venv import describe  # this module is a plugin in the copies, alone
+
     with tempfile.TemporaryDirectory(prefix="y-") as folder:
         master = Path(folder) / "m"
         master.mkdir()

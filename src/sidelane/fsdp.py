@@ -158,7 +158,7 @@ class Gather(AllGather):
     """
 
     def __init__(self, calls: FsdpGroup, params: Any, own: AllGather, copies_out: str | None) -> None:
-        self._calls, self._params, self._own, self.copies_out = calls, params, own, copies_out
+        self._calls, self._params, self.own, self.copies_out = calls, params, own, copies_out
         self.direct: direct_gather.DirectGather | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Gather(AllGather):
         why = calls.refusal(Kind.ALL_GATHER, nbytes) if group is calls.group else OTHER_GROUP
         if why:
             calls.went_elsewhere(group, Kind.ALL_GATHER, output_tensor, why)
-            return self._own(output_tensor, input_tensor, group, async_op)
+            return self.own(output_tensor, input_tensor, group, async_op)
         why = f"copied out: {self.copies_out or direct_gather.NO_ROOM}"
         calls.made(Kind.ALL_GATHER, why, output_tensor.dtype, nbytes)
         return calls.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
@@ -195,7 +195,7 @@ class Scatter(ReduceScatter):
     """
 
     def __init__(self, calls: FsdpGroup, own: ReduceScatter, is_deterministic: bool) -> None:
-        self._calls, self._own, self._is_deterministic = calls, own, is_deterministic
+        self._calls, self.own, self._is_deterministic = calls, own, is_deterministic
         self._input_numel: int | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -228,7 +228,7 @@ class Scatter(ReduceScatter):
             if self._is_deterministic and input_tensor.is_floating_point():
                 raise in_no_order("fsdp reduce_scatter", f"{dist.get_backend(group)} would make it ({why})")
             calls.went_elsewhere(group, kind, input_tensor, why)
-            return self._own(output_tensor, input_tensor, group, op, async_op)
+            return self.own(output_tensor, input_tensor, group, op, async_op)
         calls.made(kind, "in symmetric memory", input_tensor.dtype, input_tensor.nbytes)
         work = calls.scatter.reduce_scatter(
             output_tensor, input_tensor, op=reduction.op, async_op=async_op, beside=COMPUTE

@@ -24,7 +24,7 @@ from sidelane.cli import info
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
 from sidelane.user_files import write_whole
-from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.cli.explain import ExplainOptions
 from sidelane_lab.explain import call as explaining
 from sidelane_lab.explain.call import explain
 from sidelane_lab.harness.launch import LaunchTarget

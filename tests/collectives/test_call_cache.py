@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from on_ranks import on_ranks
 
 from sidelane import Communicator, PeerError
@@ -168,7 +169,7 @@ def test_sizes_that_come_again_are_not_planned_again(group: dist.ProcessGroup, s
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["all_reduce", "asynchronous", "list", "uneven", "batch"])
+@pytest.mark.parametrize("kind", [long("all_reduce"), "asynchronous", "list", long("uneven"), long("batch")])
 def test_sizes_that_never_come_again_take_the_place_of_each_other(group: dist.ProcessGroup, kind: str) -> None:
     """Calls of sizes that never come again, between those of a loop: loaded programs and scratch tensors that are alive
     after half of them and in the end, and the number of loads in the loop."""

@@ -42,9 +42,8 @@ VARIANTS = ("auto", "pcpy", "b2b")
 @on_ranks(3, long(6), long(8), dtypes=(torch.bfloat16,), sizes=(257,), variants=VARIANTS)
 @on_ranks(long(4), gpu=BOTH_STREAMS, dtypes=(torch.bfloat16,), sizes=(1, 1023), variants=VARIANTS)
 @on_ranks(1, 4, dtypes=(torch.float32,), sizes=(5,), variants=VARIANTS)
-@on_ranks(
-    2, long(3), dtypes=MOVING_DTYPES, sizes=(37,), variants=("auto",)
-)  # a program moves bytes: variants know no dtypes
+@on_ranks(2, dtypes=MOVING_DTYPES[::3], sizes=(37,), variants=("auto",))  # a program moves bytes
+@on_ranks(long(2), long(3), dtypes=MOVING_DTYPES, sizes=(37,), variants=("auto",))  # variants know no dtypes
 @on_ranks(gpu=True, dtypes=MOVING_DTYPES, sizes=(37,), variants=("auto", "b2b"), timeout_s=150)
 @on_ranks(gpu=OVER_NCCL, dtypes=(torch.float32,), sizes=(33,), variants=VARIANTS)
 def test_moving_collectives(
@@ -104,6 +103,8 @@ def test_reducing_collectives(
         n, rank = comm.world_size, comm.rank
         cases = itertools.product(dtypes, sizes, ("sum", "avg", "min", "max"), ("pcpy", "b2b"))
         for seed, (dtype, size, op, variant) in enumerate(cases):
+            if comm.device.type == "cpu" and (seed + seed // 2 + seed // 8) % 2:
+                continue  # each dtype and each operation has both variants
             inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]
             total = reduced(inputs, op)
             part = total[rank * size : (rank + 1) * size]
@@ -136,7 +137,7 @@ def test_no_bytes_and_one_rank(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(long(2), seed=1, calls=1000)
-@on_ranks(3, seed=2, calls=300)
+@on_ranks(3, seed=2, calls=150)
 @on_ranks(long(8), seed=4, calls=80)
 @on_ranks(gpu=BOTH_STREAMS, seed=0, calls=500, timeout_s=150)
 @on_ranks(gpu=BOTH_STREAMS, seed=1, calls=500, timeout_s=150)
@@ -208,19 +209,19 @@ def test_large_messages(group: dist.ProcessGroup) -> None:
         size = (8 << 20) + 3
         inputs = [any_bytes(7, r, n * size, torch.uint8) for r in range(n)]
         out = torch.empty(n * size, dtype=torch.uint8)
+        relayed = comm.empty(3 * size, dtype=torch.uint8)  # 24 MiB: three chunks for each engine
+        for root in range(n):
+            sent = inputs[root][: 3 * size]
+            if rank == root:
+                relayed.copy_(sent)
+            comm.broadcast(relayed, root=root, variant="relay")
+            assert same_bytes(relayed, sent), root
         comm.all_gather(out, inputs[rank][:size])
         assert same_bytes(out, torch.cat([tensor[:size] for tensor in inputs]))
         comm.all_to_all(out, inputs[rank])
         assert same_bytes(out, torch.cat([tensor[rank * size : (rank + 1) * size] for tensor in inputs]))
         comm.all_to_all(inputs[rank], inputs[rank])
         assert same_bytes(out, inputs[rank])
-        relayed = comm.empty(3 * size, dtype=torch.uint8)  # 24 MiB: three chunks for each engine
-        for root in range(n):
-            sent = any_bytes(8 + root, root, 3 * size, torch.uint8)
-            if rank == root:
-                relayed.copy_(sent)
-            comm.broadcast(relayed, root=root, variant="relay")
-            assert same_bytes(relayed, sent), root
 
 
 @on_ranks(2, 5, gpu=default_stream)

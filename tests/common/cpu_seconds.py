@@ -1,7 +1,7 @@
 """CPU seconds of each test, of all processes that it uses, and a bound for them.
 
 Seconds on a clock depend on what else a machine does. CPU seconds hardly do, unless ranks wait for each other on busy
-cores: `make test` fails with three times of the 5 that tests shall take. Sanitizers and coverage have no bound.
+cores, which adds half: `make test` fails with 8, and tests shall take 5. Sanitizers and coverage have no bound.
 """
 
 from __future__ import annotations

@@ -142,6 +142,10 @@ class Loaded:
             assert np.array_equal(want, have), f"rank {rank} of {self.program.variant}"
 
 
+MakeWorld = Callable[..., contextlib.AbstractContextManager[World]]
+"""``world_of`` here, or ``hip_world``."""
+
+
 @contextlib.contextmanager
 def world_of(world_size: int, **options: object) -> Iterator[World]:
     world = World(world_size, **options)

@@ -98,6 +98,11 @@ def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, torch.get_default_device().type)
 
 
+def collectives_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """What gathers and what scatters, of each group of parameters."""
+    return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+
+
 def let_go_late(model: Model) -> None:
     """Have other backends keep the tensors of their calls, as Gloo's threads do for a moment behind ``wait``."""
     kept: list[Any] = []
@@ -109,9 +114,9 @@ def let_go_late(model: Model) -> None:
 
         return keeps
 
-    for params in fsdp._param_groups(model):
-        for comm in (params._all_gather_comm, params._reduce_scatter_comm):
-            comm._own = keeping(comm._own)
+    for pair in collectives_of(model):
+        for comm in pair:
+            comm.own = keeping(comm.own)
 
 
 def on_nodes(group: dist.ProcessGroup, layout: Sequence[int] | None, **changes: Any) -> Config:

@@ -17,6 +17,8 @@ from sidelane.integrations.nodes import topology
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*REDUCED, torch.uint8, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+LEAST_BYTES = 4 << 10
+"""Bytes from which on calls of :func:`moves` and :func:`reduces` take steps: generators of numbers are slow."""
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
@@ -59,10 +61,10 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 def moves(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torch.dtype] = MOVED) -> None:
     """All-gather, all-to-all and broadcast: the bytes of every dtype, in place too, back to back."""
-    with on_nodes(group, layout) as nodes:
+    with on_nodes(group, layout) as nodes, mock.patch.object(topology, "LEAST_BYTES", LEAST_BYTES):
         rank, size = nodes.rank(), nodes.size()
         for dtype in dtypes:
-            n = 70_001 if dtype == torch.uint8 else 70_008 // dtype.itemsize  # of one size in bytes: proved once
+            n = 5_001 if dtype == torch.uint8 else 5_008 // dtype.itemsize  # of one size in bytes: proved once
             inputs = [random(n, dtype, other) for other in range(size)]
             output = random(size * n, dtype, 99)
             dist.all_gather_into_tensor(output, inputs[rank], nodes)
@@ -87,10 +89,10 @@ def moves(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torc
 
 def reduces(group: dist.ProcessGroup, layout: Sequence[int], dtypes: Sequence[torch.dtype] = REDUCED) -> None:
     """All-reduce and reduce-scatter, each operation and dtype, against sums in float64; in place too."""
-    with on_nodes(group, layout) as nodes:
+    with on_nodes(group, layout) as nodes, mock.patch.object(topology, "LEAST_BYTES", LEAST_BYTES):
         rank, size = nodes.rank(), nodes.size()
         for dtype in dtypes:
-            n = 80_003 // dtype.itemsize
+            n = 6_003 // dtype.itemsize
             inputs = [random(size * n, dtype, other) for other in range(size)]
             for op in OPS:
                 found = inputs[rank].clone()

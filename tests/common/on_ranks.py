@@ -193,9 +193,12 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Crew]:
-    """Processes that interpret kernels; this one does not, nor does anybody whom it starts later."""
+    """Processes that interpret kernels; this one does not, nor does anybody whom it starts later.
+
+    All tests share them: a process rewrites every kernel for the interpreter once, a third of the time of few calls.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         found = Crew(4)

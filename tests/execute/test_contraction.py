@@ -35,7 +35,6 @@ LAUNCHERS = {  # the only files with launches by Triton's launcher, or with comp
     "sidelane/device/triton_interpreter.py",
     "sidelane/execute/cuda/kernel_call.py",
     "sidelane/execute/cuda/kernel_launch.py",
-    "sidelane_lab/shaping/matmul.py",  # only ever interpreted
 }
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
-from cuda_world import FLAGS, World, world_of
+from cuda_world import FLAGS, MakeWorld, World, world_of
 from fake_driver import Stream
 from hip_world import hip_world
 from small_programs import SUM, programs
@@ -22,8 +20,6 @@ from sidelane.execute.cuda import streams
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.transform import freeze
-
-MakeWorld = Callable[..., AbstractContextManager[World]]
 
 
 @pytest.mark.parametrize(

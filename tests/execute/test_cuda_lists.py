@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cuda_world import FLAGS, World, world_of
+from cuda_world import FLAGS, MakeWorld, World, world_of
 from fake_driver import LEGACY, Stream
+from hip_world import hip_world
 from worlds import check, fill
 
 from sidelane.execute.base import Addresses, Pieces
@@ -146,14 +147,14 @@ def reductions(n: int) -> Program:
     return program_of(parts, [Transport.PUSH] * 2)
 
 
-@pytest.mark.parametrize("form", ["eager", "frozen"])
-@pytest.mark.parametrize("make", [mixture, reductions])
-def test_bytes_arrive_in_every_tensor(make: object, form: str) -> None:
-    program = make(3)  # type: ignore[operator]
-    program = {"eager": lambda p: p, "frozen": freeze}[form](program)
+@pytest.mark.parametrize("make", [world_of, hip_world])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("listed", [mixture, reductions])
+def test_bytes_arrive_in_every_tensor(listed: Callable[[int], Program], frozen: bool, make: MakeWorld) -> None:
+    program = freeze(listed(3)) if frozen else listed(3)
     verify(program)
-    with world_of(3) as world:
-        lists = Lists(world, program, seed=1, frozen=form == "frozen")
+    with make(3) as world:
+        lists = Lists(world, program, seed=1, frozen=frozen)
         for seed in range(4):
             lists.run_checked(seed)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import pytest
 from armed import Armed
-from cuda_world import World, world_of
+from cuda_world import MakeWorld, World, world_of
+from hip_world import hip_world
 from small_programs import programs
 
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
@@ -149,21 +150,21 @@ def test_work_behind_a_trigger_of_a_loaded_program_does_not_wait_for_its_end(pai
     armed.data.check(expected)
 
 
-@pytest.mark.parametrize("inline_bytes", [0, streams.INLINE_BYTES])
+@pytest.mark.parametrize(
+    ("make", "inline_bytes"), [(world_of, 0), (world_of, streams.INLINE_BYTES), (hip_world, streams.INLINE_BYTES)]
+)
 @pytest.mark.parametrize("peer_writes", [True, False])
 def test_every_builder_moves_the_right_bytes(
-    peer_writes: bool, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+    make: MakeWorld, peer_writes: bool, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "INLINE_BYTES", inline_bytes)
-    with world_of(3, peer_writes=peer_writes) as world:
+    with make(3, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(3)):
-            if program.collective.reduction is not None:
-                continue
             armed, plain = Armed(world, program), world.load(program)
             for repeat in range(3):
                 armed.arm()
                 expected = armed.data.fill(3 * seed + repeat)
-                armed.fire(stream=0 if repeat == 2 else None)  # by way of an internal stream
+                armed.fire(stream=0 if repeat == 2 and make is world_of else None)  # by way of an internal stream
                 world.synchronize()
                 armed.data.check(expected)
                 expected = plain.fill(3 * seed + repeat + 100)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_world import FLAGS, world_of
+from cuda_world import FLAGS, MakeWorld, world_of
+from hip_world import hip_world
 
 from sidelane.collectives.prepare import pieces_of
 from sidelane.execute.base import Addresses
@@ -134,14 +135,14 @@ def test_three_tensors_have_three_copies_a_rank() -> None:
     assert found.count(("rows", 128, 4, (128, 256))) == 4
 
 
-@pytest.mark.parametrize("form", ["eager", "frozen"])
+@pytest.mark.parametrize("make", [world_of, hip_world])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("transport", [Transport.PUSH, Transport.PULL, Transport.STAGED])
-def test_bytes_arrive(transport: Transport, form: str) -> None:
+def test_bytes_arrive(transport: Transport, frozen: bool, make: MakeWorld) -> None:
     layouts = [ULYSSES, UNEVEN, BACK]
     program = program_of(layouts, transport)
-    program = {"eager": lambda p: p, "frozen": freeze}[form](program)
-    with world_of(2) as world:
-        resharded = Resharded(world, layouts, program, frozen=form == "frozen")
+    with make(2) as world:
+        resharded = Resharded(world, layouts, freeze(program) if frozen else program, frozen=frozen)
         for seed in range(3):
             resharded.run_checked(seed)
 

@@ -124,9 +124,8 @@ def test_large_messages(group: dist.ProcessGroup) -> None:
     n = rig.world_size
     loaded = rig.load(build(all_gather([9_000_001] * n), "pcpy"))
     reduce = rig.load(build(all_reduce(split_evenly(4 * 1_000_003, n, 4), Reduction(ReduceOp.MAX, "float32")), "pcpy"))
-    for epoch in (1, 2):
-        loaded.run_checked(2 * epoch - 1)
-        reduce.run_checked(2 * epoch)
+    loaded.run_checked(1)
+    reduce.run_checked(2)
     rig.close()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from armed import Armed
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 from marks import long
@@ -28,9 +27,7 @@ from sidelane.execute.hip.cu_mask import CuSplit, mask_words
 from sidelane.execute.hip.executor import LAST_EPOCH, graph_problem, probe_graphs
 from sidelane.program import collective as define
 from sidelane.program.builders import build
-from sidelane.program.ir import Program
-from sidelane.program.transform import freeze, hold
-from sidelane_lab.sim.prelaunch import prelaunch
+from sidelane.program.transform import freeze
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
@@ -60,19 +57,6 @@ def test_copies_within_a_gpu_stay_contiguous_since_a_kernel_copies_rows(monkeypa
             world.synchronize()
             loaded.check(expected)
     assert split > 3, "on an NVIDIA GPU they are split"
-
-
-@pytest.mark.parametrize("ahead", [prelaunch, hold])
-def test_prelaunched_programs_move_the_right_bytes(ahead: Callable[[Program], Program]) -> None:
-    with hip_world(3) as world:
-        for program in programs(3)[::3]:
-            armed = Armed(world, program, ahead)
-            for seed in range(2):
-                expected = armed.data.fill(seed)
-                armed.arm()
-                armed.fire()
-                world.synchronize()
-                armed.data.check(expected)
 
 
 def test_a_trigger_needs_one_of_four_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:

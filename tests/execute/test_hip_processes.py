@@ -80,7 +80,7 @@ class HipRank:
         return self.epoch
 
 
-@on_ranks(long(2), 4)
+@on_ranks(2, long(4))
 def test_ranks_in_processes_move_the_right_bytes(group: dist.ProcessGroup) -> None:
     rank, count = HipRank(group, 30.0), 0
     for seed, program in enumerate(programs(rank.ranks)[::3]):

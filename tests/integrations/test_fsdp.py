@@ -12,14 +12,26 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import CONFIG, ON_NCCL, OPTIONS, Model, build, by_nccl, let_go_late, mesh_of, on_nodes, train
+from fsdp_models import (
+    CONFIG,
+    ON_NCCL,
+    OPTIONS,
+    Model,
+    build,
+    by_nccl,
+    collectives_of,
+    let_go_late,
+    mesh_of,
+    on_nodes,
+    train,
+)
 from marks import long
 from on_ranks import everyones, on_ranks
 from ranks import crew
@@ -216,17 +228,31 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
     "pickled": pickle.dumps,
     "state": _restored,
     "unsharded": _unsharded,
-    "compiled autograd, Python's reducer": _by_compiled_autograd,
 }
-"""Ways in which programs keep a model, or compile its backward."""
+"""Ways in which programs keep a model."""
 
 
 @on_ranks(2)
 @on_ranks(gpu=ON_NCCL, timeout_s=150)
 def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
     """As torch has it, while Sidelane is on or after it was. The handle cannot be copied or saved."""
+    _ends_as_without(group, KEEPERS)
+    with fsdp.enable(build(mesh_of(group)), config=CONFIG) as handle:
+        for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
+            with pytest.raises(TypeError, match="allowed=the handle itself"):
+                keep(handle)
+
+
+@on_ranks(long(2))
+@on_ranks(gpu=ON_NCCL, timeout_s=150)
+def test_compiled_autograd_ends_as_without(group: dist.ProcessGroup) -> None:
+    """With Python's reducer."""
+    _ends_as_without(group, {"compiled autograd": _by_compiled_autograd})
+
+
+def _ends_as_without(group: dist.ProcessGroup, keepers: Mapping[str, Callable[[Model], object]]) -> None:
     mesh = mesh_of(group)
-    for name, keep in KEEPERS.items():
+    for name, keep in keepers.items():
         outcomes: list[object] = []
         for how in ("without", "on", "off"):
             model = build(mesh)
@@ -245,10 +271,6 @@ def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(other, outcomes[0], rtol=1e-5, atol=1e-7)
             except (AssertionError, ValueError, TypeError):
                 assert outcomes[1:] == outcomes[:1] * 2, (name, outcomes)
-    with fsdp.enable(build(mesh), config=CONFIG) as handle:
-        for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
-            with pytest.raises(TypeError, match="allowed=the handle itself"):
-                keep(handle)
 
 
 @on_ranks(2)
@@ -400,9 +422,8 @@ def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_oth
     _on_all("set_gradient_divide_factor", 3.0)(model)
     refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("premul_sum"))
     with refused, fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
-        for params in fsdp._param_groups(model):
-            comm = params._reduce_scatter_comm
-            comm._own = lambda output, input, group, op, async_op: dist.reduce_scatter_tensor(
+        for _, comm in collectives_of(model):
+            comm.own = lambda output, input, group, op, async_op: dist.reduce_scatter_tensor(
                 output, input, group=group, async_op=async_op
             )
         if dist.get_rank(group) % 2:
@@ -439,7 +460,7 @@ def test_on_and_off(group: dist.ProcessGroup) -> None:
     """What is refused; and a model that trains on after it is switched off."""
     mesh = mesh_of(group)
     model = build(mesh)
-    before = [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    before = collectives_of(model)
     enabled = fsdp.enable(model, config=CONFIG)
     no_module = "no module that fully_shard was applied to"
     for wrong, words in ((model, "it is on for this model"), (nn.Linear(2, 2), no_module), (None, no_module)):
@@ -448,7 +469,7 @@ def test_on_and_off(group: dist.ProcessGroup) -> None:
     list(train(model, group, 2))
     enabled.disable()
     enabled.disable()
-    assert before == [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    assert before == collectives_of(model)
     wanted = list(train(build(mesh), group, 4))
     model = build(mesh)
     with fsdp.enable(model, config=CONFIG):
@@ -497,20 +518,17 @@ def test_all_that_was_taken_is_given_back_at_once(group: dist.ProcessGroup, layo
         model(given).square().mean().backward()
         return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
 
-    def own(model: nn.Module) -> list[Any]:
-        return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
-
     gc.collect()
     gc.disable()
     try:
         held = _held()
         for maker in (_list, _without_parameters, _tied):
             model, wanted = made(maker), gradients(made(maker))
-            before = own(model)
+            before = collectives_of(model)
             with fsdp.enable(model, config=config) as enabled:
                 torch.testing.assert_close(gradients(model), wanted)
                 assert enabled.calls > 0 and not enabled.elsewhere, maker
-            assert own(model) == before and _falls_to(held), maker
+            assert collectives_of(model) == before and _falls_to(held), maker
             torch.testing.assert_close(gradients(model), wanted)
 
         model, wanted, custom = made(_list), gradients(made(_list)), DefaultAllGather()
@@ -522,17 +540,17 @@ def test_all_that_was_taken_is_given_back_at_once(group: dist.ProcessGroup, layo
         torch.testing.assert_close(gradients(model), wanted)
         model[2].set_custom_all_gather(custom)
         part.disable()
-        assert model[1]._get_fsdp_state()._fsdp_param_group._all_gather_comm is custom, "which is not ours to take away"
+        assert collectives_of(model[1])[0][0] is custom, "which is not ours to take away"
         torch.testing.assert_close(gradients(model), wanted)
         assert _falls_to(held)
 
-        before = own(model)
+        before = collectives_of(model)
         of_a_machine = [(fsdp_group, "Communicator")] if layout is None else []
         for where, name in ((direct_gather.DirectGather, "take_over"), (fsdp, "Scatter"), *of_a_machine):
             with mock.patch.object(where, name, _interrupted), contextlib.suppress(KeyboardInterrupt):
                 fsdp.enable(model, config=config)
                 raise AssertionError(name)
-            assert own(model) == before and _falls_to(held), name
+            assert collectives_of(model) == before and _falls_to(held), name
         torch.testing.assert_close(gradients(model), wanted)
     finally:
         gc.enable()

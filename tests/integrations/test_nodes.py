@@ -78,9 +78,10 @@ def test_calls_along_rails_may_read_and_write_until_they_are_waited_for(
     group: dist.ProcessGroup, layout: Sequence[int]
 ) -> None:
     """Calls along rails may read and write at any time until they are waited for."""
-    with mock.patch.object(communicator, "make_other", Lazy), mock.patch.object(topology, "PIECE_BYTES", 30 << 10):
-        cases.moves(group, layout, (torch.float32, torch.uint8))
-        cases.reduces(group, layout, (torch.float32, torch.int32))
+    with mock.patch.object(communicator, "make_other", Lazy):
+        with mock.patch.object(topology, "PIECE_BYTES", 6 << 10):
+            cases.moves(group, layout, (torch.float32, torch.uint8))
+            cases.reduces(group, layout, (torch.float32, torch.int32))
         cases.listed(group, layout)
 
 

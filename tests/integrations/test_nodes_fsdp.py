@@ -26,7 +26,7 @@ from sidelane.integrations.nodes import topology
 
 
 @on_ranks(4, layout=(0, 0, 1, 1), names=("mixed precision",))
-@on_ranks(4, layout=(0, 1, 1, 0), names=("resharded",))
+@on_ranks(long(4), layout=(0, 1, 1, 0), names=("resharded",))
 def test_shards_among_nodes(group: dist.ProcessGroup, layout: Sequence[int], names: Sequence[str]) -> None:
     """Loss and gradients are those of Gloo, of each set of options."""
     mesh = mesh_of(group)
@@ -139,10 +139,14 @@ def test_copies_of_shards_and_smaller_groups_after_forward(group: dist.ProcessGr
     assert in_two_dimensions(group).keys() == {"all_gather: another group than that of the shards"}
 
 
-def test_meshes_hsdp_and_smaller_groups(tmp_path: Path) -> None:
+def test_copies_of_shards_and_smaller_groups() -> None:
     with crew(4) as ranks:
         for elsewhere in ranks.run(in_two_dimensions):
             assert elsewhere.keys() == {"all_gather: another group than that of the shards"}
+
+
+def test_meshes_on_several_nodes(tmp_path: Path) -> None:
+    with crew(4) as ranks:
         ranks.run(leave)
         ranks.run(scenarios.meshes, None, str(tmp_path))
         ranks.run(scenarios.late, None, str(tmp_path))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from fsdp_models import collectives_of
 from marks import long
 from on_ranks import default_stream, on_ranks
 from process_groups import data, ended, on_cpu, sidelane_group
@@ -442,7 +443,7 @@ def test_fsdp_trains_as_with_gloo(group: dist.ProcessGroup) -> None:
         refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("none of ours"))
         with refused, fsdp.enable(net) as enabled:
             ledger.reset()
-            params = fsdp._param_groups(net)[0]
-            params._reduce_scatter_comm(torch.zeros(2), torch.zeros(2 * ours.size()), ours, dist.ReduceOp.PRODUCT)
+            _, scatter = collectives_of(net)[0]
+            scatter(torch.zeros(2), torch.zeros(2 * ours.size()), ours, dist.ReduceOp.PRODUCT)
         assert enabled.elsewhere
         assert not [row for row in sidelane.report().rows if row.operation.startswith("fsdp reduce")]

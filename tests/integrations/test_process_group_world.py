@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import group_world as scenarios
@@ -15,20 +16,18 @@ from ranks import crew
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "several",
+    [
+        (scenarios.forms, scenarios.replaced, scenarios.parts, scenarios.refused, scenarios.compared),
+        (scenarios.late, scenarios.sent_late, scenarios.timeout_is_set, scenarios.given_back),
+    ],
+    ids=["forms", "ends"],
+)
+def test_a_world_of_its_own_and_its_end(tmp_path: Path, several: Sequence[Callable[..., None]]) -> None:
     with crew(4) as ranks:
         ranks.run(scenarios.leave)
-        for scenario in (
-            *(scenarios.forms, scenarios.replaced, scenarios.parts),
-            *(
-                scenarios.late,
-                scenarios.sent_late,
-                scenarios.timeout_is_set,
-                scenarios.given_back,
-                scenarios.refused,
-                scenarios.compared,
-            ),
-        ):
+        for scenario in several:
             ranks.run(scenario, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))
         assert found == [None, None, 7, None]

@@ -6,6 +6,7 @@ second the number of ranks.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from kernel_scenarios import arranged, on_all_ranks
+from triton.runtime.interpreter import InterpretedFunction
 
 from sidelane.device import layout
 from sidelane.device.launch import Launch
@@ -119,6 +121,8 @@ def main(scenario: str, world_size: int) -> int:
 def run_ranks(world: World, run: Callable[[World], None]) -> int:
     """Run each rank in a process of its own, until one fails; not 0 if one does."""
     torch.set_num_threads(1)
+    for kernel in [found for found in gc.get_objects() if issubclass(type(found), InterpretedFunction)]:
+        kernel.rewrite()  # once, for all ranks
     children = []
     for rank in range(world.world_size):
         child = os.fork()

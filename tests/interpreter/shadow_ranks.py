@@ -1,7 +1,7 @@
 """Ranks as processes under Triton's interpreter: what every block of a kernel does is what its shadow says.
 
-Run as a program with ``TRITON_INTERPRET=1``; the argument is the number of ranks. Each shadow is then given mistakes,
-which must be noticed.
+Run as a program with ``TRITON_INTERPRET=1``; the arguments are the number of ranks, and whether kernels of lists run as
+well. Each shadow is then given mistakes, which must be noticed.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def planted(queues: Sequence[Queue], stays: frozenset[Byte], world_size: int) ->
             yield "something apart in order", with_commands([*queue.commands, *commands])
 
 
-def cases(world_size: int) -> Iterator[KernelProgram]:
+def cases(world_size: int, lists: bool) -> Iterator[KernelProgram]:
     """Kernels of one tensor with all sizes, of lists with the last one."""
     *some, last = PARTS[world_size]
     if world_size >= MANY:
@@ -215,12 +215,12 @@ def cases(world_size: int) -> Iterator[KernelProgram]:
         return
     for part in some:
         yield from (kernel for kernel in kernels(world_size, part, BLOCKS, INTS) if not kernel.listed)
-    yield from kernels(world_size, last, BLOCKS, INTS)
+    yield from (kernel for kernel in kernels(world_size, last, BLOCKS, INTS) if lists or not kernel.listed)
 
 
 def run(world: World) -> None:
     steps, noticed = 0, set[str]()
-    every = list(cases(world.world_size))
+    every = list(cases(world.world_size, "lists" in sys.argv))
     for generation, kernel in enumerate(every, 1):
         steps += compare_blocks(world, kernel, generation, noticed)
     said = [f"rank {world.rank}: {len(every)} kernels, {steps} steps", *sorted(noticed)]

@@ -27,6 +27,8 @@ Step = tuple[str, frozenset[object], frozenset[object]]
 
 SIGNAL, WAIT, MOVE = "signal", "wait", "move"
 CELL = "cell"
+FIRST_CELL = cell_flag(0, 0, 0, 1, 0).index
+CELLS_OF_A_SLOT = cell_flag(0, 1, 0, 2, 0).index - cell_flag(0, 0, 0, 2, 0).index
 NOTHING: frozenset[object] = frozenset()
 
 
@@ -247,8 +249,7 @@ def touched(command: Copy | Reduce, world_size: int) -> frozenset[Byte]:
 
 def _is_register(byte: Byte, world_size: int) -> bool:
     rank, buffer, number = byte
-    slot = number // (cell_flag(0, 1, 0, 2, 0).index - cell_flag(0, 0, 0, 2, 0).index)
-    return buffer == CELL and slot % world_size == rank
+    return buffer == CELL and number // CELLS_OF_A_SLOT % world_size == rank
 
 
 def _bytes_of(span: Span, world_size: int) -> Iterator[Byte]:
@@ -265,7 +266,7 @@ def bytes_of(span: Span) -> frozenset[Byte]:
 
 
 def _cell_of(flag: Flag) -> Byte:
-    return flag.rank, CELL, flag.index - cell_flag(0, 0, 0, 1, 0).index
+    return flag.rank, CELL, flag.index - FIRST_CELL
 
 
 def _is_loaded(flag: Flag, world_size: int) -> bool:

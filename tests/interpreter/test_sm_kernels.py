@@ -34,9 +34,9 @@ def test_reducing(run: Run, dtypes: str, world_size: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [long(1), 3])
-def test_lists(run: Run, world_size: int) -> None:
-    run("lists", world_size)
+@pytest.mark.parametrize(("world_size", "calls"), [long(1, 4), (3, 2), long(3, 4)])
+def test_lists(run: Run, world_size: int, calls: int) -> None:
+    run(f"lists:{calls}", world_size)
 
 
 @needs_triton

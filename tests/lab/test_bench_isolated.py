@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from sidelane.c3.strategies import named
-from sidelane.cli import main
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
@@ -198,17 +196,6 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     assert verdicts["partition"].time_us is None and verdicts["partition"].note == "no partition was run"
     refused = {one.means: one.note for one in rows if one.what == "pair" and one.time_us is None}
     assert set(refused) == {"c3_rp", "c3_sp_rp", "conccl_rp"} and "green contexts" in refused["c3_rp"]
-
-
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[IsolatedOptions] = []
-    monkeypatch.setattr(running, "run", asked.append)
-    for arguments in (["--gemm", "cb1"], ["--fresh"], ["--report", "x"], ["--study", "c3", "--quick"]):
-        assert "--study c3" in CliRunner().invoke(main, ["tune", *arguments]).output
-    given = ["--gemm", "8,8,16", "--bytes", "1K", "--collective", "all_gather", "--seconds", "9"]
-    assert CliRunner().invoke(main, ["tune", "--study", "c3", *given]).exit_code == 0
-    (one,) = asked
-    assert (one.gemms, one.sizes, one.collectives, one.budget_s) == (("8x8x16",), (1024,), (Kind.ALL_GATHER,), 9.0)
 
 
 def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from sidelane.c3.partitions import PairStreams
-from sidelane.cli import main
-from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
 from sidelane_lab.model import pipeline as model
@@ -186,22 +183,6 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
         assert (one.shape, one.implementation, one.iterations) == ("rows", "gloo", 3)
     page = (tmp_path / "report" / "report.md").read_text()
     assert "Pipelined iterations" in page and page.count(".png") == 2
-
-
-def test_options_of_one_study_do_not_go_with_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[OccupancyOptions] = []
-    monkeypatch.setattr(running, "run", asked.append)
-    for arguments, text in (
-        (["--tile", "opt1"], "--tile goes with --study occupancy"),
-        (["--study", "occupancy", "--strategy", "serial"], "--strategy goes with --study pairs"),
-        (["--study", "occupancy", "--machine", "h200x4"], "sidelane pipeline"),
-    ):
-        done = CliRunner().invoke(main, ["c3", *arguments])
-        assert done.exit_code and text in done.output, done.output
-    given = ["--tile", "opt2", "--blocks", "16", "--blocks", "0", "--json", "-"]
-    assert CliRunner().invoke(main, ["c3", "mb1_64M", "--study", "occupancy", *given]).exit_code == 0
-    assert (asked[0].shapes, asked[0].blocks, asked[0].workloads) == (("opt2",), (16, 0), ("mb1_64M",))
-    assert asked[0].collectives == (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
 
 
 def test_shapes_of_a_gpu() -> None:

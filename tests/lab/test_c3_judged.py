@@ -180,18 +180,6 @@ def test_a_described_machine(machine: str) -> None:
     }  # fmt: skip
 
 
-def test_options(tmp_path: Path) -> None:
-    for given, reason in (
-        (["--results", __file__], "--results goes with --study heuristics"),
-        (["--study", "heuristics", "--blocks", "4"], "--blocks goes with --study occupancy"),
-        (["--study", "heuristics", "--machine", "none"], "none"),
-        (["--study", "heuristics", "--machine", "h200x4", "--results", __file__], "one of the two"),
-        (["--study", "heuristics", "--results", __file__], "not a result file"),
-    ):
-        told = CliRunner().invoke(main, ["c3", *given])
-        assert told.exit_code and reason in told.output, told.output
-
-
 SMALL_PAIR = parse_workload("8x6x4_1K", Kind.ALL_REDUCE, "float32")
 NAMES = ("gemm", "small gemm", "all_reduce")
 

@@ -11,9 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane_lab.studies.demo import figures
-from sidelane_lab.studies.demo.figures import measured
-from sidelane_lab.studies.demo.show import NEXT, CollectiveCheck, prove
+from sidelane_lab.studies.demo import NEXT, PAPER, CollectiveCheck, measured, overlap_percents, prove
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ROOT / "src" / "sidelane_lab" / "papers" / "data" / "measured.json"
@@ -68,8 +66,8 @@ def test_measured_figures_are_those_of_the_result_files() -> None:
 
 def test_predictions_stand_beside_what_was_measured() -> None:
     """A model that has gone astray shows here, before anyone sees the picture."""
-    predicted, found, again = figures.overlap_percents(measured())
-    assert all(abs(predicted[name] - figures.PAPER[name]) < 10 for name in figures.PAPER)
+    predicted, found, again = overlap_percents(measured())
+    assert all(abs(predicted[name] - PAPER[name]) < 10 for name in PAPER)
     assert all(abs(again[name] - found[name]) < 10 for name in again)
     assert found["auto"] > found["nccl_ce"] > found["c3_base"]
 

@@ -29,7 +29,7 @@ WAYS = {
 @on_ranks(2, long(3), interpreted=True)
 @pytest.mark.parametrize("name", WAYS)
 def test_ways_of_a_workload_agree(group: dist.ProcessGroup, name: str) -> None:
-    """Ways of a workload, by small size; each way's result is close to the first one's, twice."""
+    """Ways of a workload, by small size; each way's result is close to the first one's, twice for the first size."""
     workload = importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD
     sizes = {size: workload.sizes[size] for size in sizes_of(workload, (), on_cpu=True)}
     found = agree(group, workload, sizes)
@@ -56,7 +56,7 @@ def agree(group: dist.ProcessGroup, workload: EndToEndWorkload, sizes: dict[str,
             prepared = workload.prepare(parameters, group, comm, comm.device)
             assert prepared.units > 0
             assert all(value > 0 for value in prepared.facts.values()), prepared.facts
-            for _ in range(2):
+            for _ in range(2 if size == "tiny" else 1):
                 compare(prepared, size)
             found[size] = list(prepared.steps)
         comm.synchronize()

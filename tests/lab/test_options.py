@@ -9,19 +9,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from sidelane import cli
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
-from sidelane_lab.cli.clients import ClientOptions
-from sidelane_lab.cli.collectives import FusedOptions
-from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.options import (
     MOST_TENSORS,
     StudyOptions,
     count,
-    declared,
     either,
     kinds,
     names,
@@ -29,34 +25,14 @@ from sidelane_lab.harness.options import (
     size_span,
     study_command,
 )
-from sidelane_lab.harness.study import studies
 from sidelane_lab.studies.chain import ChainOptions
 from sidelane_lab.studies.collectives import CollectiveOptions
 from sidelane_lab.studies.gemms import GemmOptions
-from sidelane_lab.studies.host import HostOptions
-from sidelane_lab.studies.layouts import LayoutOptions
 from sidelane_lab.studies.ordinary import OrdinaryOptions
 from sidelane_lab.studies.phases.rows import PhasesOptions
 from sidelane_lab.studies.power.rows import PowerOptions
 from sidelane_lab.studies.process_group import GroupOptions
 from sidelane_lab.studies.tune.command import IsolatedOptions, TuneOptions
-
-COMMANDS: dict[str, type[StudyOptions]] = {
-    "c3": C3Options,
-    "chain": ChainOptions,
-    "clients": ClientOptions,
-    "collective": CollectiveOptions,
-    "e2e": EndToEndOptions,
-    "fsdp": FsdpOptions,
-    "fused": FusedOptions,
-    "gemms": GemmOptions,
-    "layouts": LayoutOptions,
-    "host": HostOptions,
-    "ordinary": OrdinaryOptions,
-    "pg": GroupOptions,
-    "phases": PhasesOptions,
-    "power": PowerOptions,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,17 +52,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     options: list[Any] = []
     monkeypatch.setattr(running, "run", options.append)
     return options
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_without_options_takes_the_defaults_of_its_class(seen: list[Any], name: str) -> None:
-    done = CliRunner().invoke(cli.main, [name, "--device", "cpu"])
-    assert done.exit_code == 0, done.output
-    expected = COMMANDS[name](device="cpu")
-    if "min_bytes" in {option.name for option in cli.main.find(name).params}:
-        expected = dataclasses.replace(expected, sizes=expected.sizes_on("cpu"))  # type: ignore[call-arg]
-    assert seen == [expected]
-    assert expected.study in studies()
 
 
 def test_fields_are_read_from_options(seen: list[Any], tmp_path: Path) -> None:
@@ -208,9 +173,3 @@ def test_wrong_options_are_refused_before_a_rank_starts(
     with pytest.raises(ValueError) as refused:
         running.run(options(**{"device": "cpu", "quiet": True, **wrong}))
     assert reason in str(refused.value)
-
-
-def test_a_prediction_needs_a_machine(seen: list[Any]) -> None:
-    done = CliRunner().invoke(cli.main, ["power", "--gemm", "cb1"])
-    assert done.exit_code == 2 and "--gemm is for predictions; it needs --machine" in done.output
-    assert {name for name, one in declared(PowerOptions).items() if one.predicted} == {"gemms"} and not seen

@@ -286,10 +286,9 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
     assert (content["study"], content["machine"]) == ("power", "mi300x8")
     assert len([PowerRow.from_dict(row) for row in content["rows"]]) == 16
     assert (tmp_path / "report" / "power-all_gather-in-place.png").stat().st_size > 5000
-    reductions = dataclasses.replace(options, collectives=(Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+    reductions = dataclasses.replace(options, collectives=(Kind.REDUCE_SCATTER, Kind.ALL_REDUCE), report=None)
     power_predict.main("mi300x8", reductions)
     shown = capsys.readouterr().out
     assert "all_reduce, in place" in shown and "reduce_scatter, out of place" in shown
-    assert (tmp_path / "report" / "power-all_reduce-in-place.png").stat().st_size > 5000
     with pytest.raises(ValueError, match=r"no model .* \(value=broadcast, allowed=all_gather, .*without --machine"):
         power_predict.main("mi300x8", dataclasses.replace(options, collectives=(Kind.BROADCAST,)))

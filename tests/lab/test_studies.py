@@ -22,9 +22,9 @@ from marks import long
 
 from goldens import check_golden
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[StudyOptions, int, int]] = {
     "one tensor": (LayoutOptions(**ONCE, shapes=((2, 4, 2, 8),), tensors=1, parts=("alone",)), 1, 0),
     "ordinary": (OrdinaryOptions(**ONCE, sizes=(1000,), pairs=("256x256x256_256K",)), 8, 6),
     "process_group": (GroupOptions(**ONCE, sizes=(1000,)), 5, 0),
-    "fused": (FusedOptions(**ONCE), 8, 2),
+    "fused": (FusedOptions(**{**ONCE, "timeout_s": 300.0}), 8, 2),
     "fsdp": (FsdpOptions(**ONCE, cases=("8b:1x512",), layers=2), 1, 1),
     "e2e": (EndToEndOptions(**QUICK, workloads=("decode",), warmup=1, rounds=2, steps=1), 1, 1),
 }
@@ -72,8 +72,7 @@ MEASURED = ("_us", "_ms", "gbps", "_mb", "tflops", "speedup", "ideal", "_percent
 MEASURED += ("max_rel_err", "difference", "loss", "grad_norm")
 """Ends of the names of figures that no two runs have alike."""
 
-LONG = ("lists", "gemms", "chain", "ordinary", "process_group", "fused", "fsdp")
-LARGE = ("fused", "fsdp", "e2e")
+LONG = ("lists", "gemms", "chain", "layouts", "ordinary", "process_group", "fused", "fsdp")
 WITH_LIBRARY = ("fsdp", "e2e")
 UNCOMPARED = ("compute", "collective", "compute_only", "compute_only_straight", "none")
 READ_BYTES = {"embedding_all_to_all": 4 * 2 * 2 * 8 * 4, "gemv_all_reduce": 20 * 8 * 4}
@@ -88,7 +87,7 @@ def measured(rank: Rank, options: StudyOptions, sender: Sender) -> Iterator[Flat
     def spoilt(make: Callable[[], Any]) -> Any:
         way = make()
         number = next(numbers[type(way)])
-        if number == 0 or (number == 2 and options.study not in LARGE):
+        if number == 0 or (number == 2 and options.study not in WITH_LIBRARY):
             way.run_again = lambda: None
         if number == 0:
             way.run = way.run_again

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import rich.console
+from marks import long
 
 from sidelane.choice.store import InForce, builtin
 from sidelane.cli import info
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.explain import call as explain
 from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
@@ -36,13 +37,11 @@ from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.figure_command import FIGURES, list_table, summary_table
 from sidelane_lab.papers.figures import ClaimPredictions
 from sidelane_lab.papers.results import compare
-from sidelane_lab.studies import machine_list
+from sidelane_lab.studies import demo, machine_list
 from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelines
 from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
 from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
 from sidelane_lab.studies.collectives import CollectiveOptions, collective_tables, predicted_rows
-from sidelane_lab.studies.demo import show
-from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
@@ -119,12 +118,12 @@ def predicted_among_nodes() -> list[Table]:
 
 
 def of_the_demo() -> list[Table]:
-    data = measured()
-    checked = [show.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
+    data = demo.measured()
+    checked = [demo.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
     return [
-        show.checked_table(checked, 4),
-        show.overlap_table(data, *overlap_percents(data)),
-        show.choice_table(show.choices_of()),
+        demo.checked_table(checked, 4),
+        demo.overlap_table(data, *demo.overlap_percents(data)),
+        demo.choice_table(demo.choices_of()),
     ]
 
 
@@ -257,7 +256,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", [long(name) if name == "figure" else name for name in MADE])
 def test_nothing_is_cut(name: str) -> None:
     tables = MADE[name]()
     assert tables

@@ -42,6 +42,7 @@ def test_it_is_compiled_once(cache: Path) -> None:
     assert file.stat().st_mtime_ns == made
 
 
+@pytest.mark.long
 def test_ranks_may_compile_at_the_same_time(cache: Path, interpreter: Interpreter, tmp_path: Path) -> None:
     script = "from sidelane.native import load_replays as load; r = load(); assert r.module.Replay, r; print(r.words)"
     interpreter.start(script, tmp_path, (), ())
@@ -133,7 +134,7 @@ def test_a_file_that_is_not_whole_is_made_again(cache: Path, interpreter: Interp
     assert load().module is not None
     (file,) = cache.iterdir()
     nbytes = file.stat().st_size
-    lengths = [0, 1, 4096, nbytes // 2, nbytes - 4096, nbytes - 32, nbytes - 1, -5]
+    lengths = [0, 4096, nbytes - 1, -5]
     said = interpreter.run(AGAIN, tmp_path, str(file), *map(str, lengths)).splitlines()
     assert len(said) == len(lengths)
     assert all(line.startswith("compiled by ") and line.endswith(" True") for line in said), said

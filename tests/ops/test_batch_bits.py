@@ -58,11 +58,12 @@ def test_sums(group: dist.ProcessGroup, batches: Sequence[int], hidden: int) -> 
 def test_norms(group: dist.ProcessGroup, batches: Sequence[int], hidden: int) -> None:
     """Norms of batches by both schedules: those of the rows in the largest batch."""
     with communicator(group) as comm:
-        for dtype in DTYPES:
+        for number, dtype in enumerate(DTYPES):
             most = max(batches)
             mine = rows_of_ranks(comm, most, hidden, dtype)[comm.rank] / 100
             residual, weight = numbers(8, 0, most * hidden, dtype).view(most, hidden), numbers(9, 0, hidden, dtype)
-            for before in (residual, None):
+            every = (residual, None)
+            for before in every if comm.device.type == "cuda" else every[number % 2 :][:1]:
                 wanted = None
                 for batch in sorted(batches, reverse=True):
                     for schedule in ("pushed", "cells", "auto"):

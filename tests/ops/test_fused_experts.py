@@ -41,7 +41,7 @@ KINDS = (
 
 
 @on_ranks(long(2), long(3), interpreted=True, calls=8)
-@on_ranks(3, interpreted=True, calls=4)
+@on_ranks(3, interpreted=True, calls=2)
 @on_ranks(gpu=fused, timeout_s=240, calls=60)
 def test_gemm_all_to_all_back_to_back(group: dist.ProcessGroup, calls: int) -> None:
     """Skewed routing, nothing at all for some, rows that stay; outputs that peers write while others are late."""

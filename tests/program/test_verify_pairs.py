@@ -66,7 +66,7 @@ def with_flags_behind(program: Program, offset: int) -> Program:
     return dataclasses.replace(program, queues=queues, flag_count=program.flag_count + offset)
 
 
-@pytest.mark.parametrize("n", [long(2), 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_every_pair(n: int) -> None:
     programs = pool(n)
     assert len(programs) > 30

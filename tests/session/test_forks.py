@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import group_world
@@ -13,6 +14,7 @@ import nodes_world
 import pytest
 from cpu_calls import in_a_forked_copy
 from group_world import leave
+from marks import long
 from ranks import crew
 
 import sidelane
@@ -81,12 +83,11 @@ print(copy, server.address)
 
 
 @pytest.mark.timeout(720)
-def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copied", [group_world.copied, long(nodes_world.copied)], ids=["a node", "nodes"])
+def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path, copied: Callable[..., None]) -> None:
     with crew(4) as ranks:
         ranks.run(leave)
-        ranks.run(group_world.copied, None, str(tmp_path), timeout_s=300)
-        (tmp_path / "nodes").mkdir()
-        ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"), timeout_s=300)
+        ranks.run(copied, None, str(tmp_path), timeout_s=300)
 
 
 def test_a_copy_ends_like_any_program_though_it_has_a_group(interpreter: Interpreter, tmp_path: Path) -> None:

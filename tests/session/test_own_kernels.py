@@ -27,7 +27,8 @@ from sidelane.device.layout import GENERATION, MAX_RANKS, REGION_FLAGS_OFFSET
 from sidelane.program.wraparound import as_int32
 
 
-@on_ranks(long(1), long(2), 3, interpreted=True, seed=3, launches=40)
+@on_ranks(3, interpreted=True, seed=3, launches=15)
+@on_ranks(long(1), long(2), long(3), interpreted=True, seed=3, launches=40)
 @on_ranks(gpu=True, seed=0, launches=300, timeout_s=150)
 @on_ranks(gpu=True, seed=1, launches=300, timeout_s=150)
 def test_kernels_and_collectives_in_turn(group: dist.ProcessGroup, seed: int, launches: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named, parse
 from sidelane_lab.model import fused as fused_model

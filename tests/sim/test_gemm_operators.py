@@ -11,7 +11,7 @@ import pytest
 
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
-from sidelane_lab.cli.collectives import FUSED_OPS, FusedOptions
+from sidelane_lab.cli.fused import FUSED_OPS, FusedOptions
 from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused

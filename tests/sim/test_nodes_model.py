@@ -72,12 +72,12 @@ def test_a_wider_network_helps_and_spines_do_not_matter_to_rails():
     narrow = TWO.with_value("links.oversubscription", 16).with_value("links.leaf_nodes", 1)
     within = TWO.with_value("links.oversubscription", 16)
     for kind in KINDS:
-        times = [nodes_times(machine, kind, 32 << 20) for machine in (fast, TWO, slow, within)]
+        times = [nodes_times(machine, kind, 12 << 20) for machine in (fast, TWO, slow, within)]
         assert times[0].flat_us <= times[1].flat_us < times[2].flat_us
         assert times[0].hierarchical_us <= times[1].hierarchical_us <= times[2].hierarchical_us
         assert times[3].hierarchical_us == times[1].hierarchical_us
     exchange = Kind.ALL_TO_ALL
-    assert nodes_times(narrow, exchange, 32 << 20).flat_us > 4 * nodes_times(TWO, exchange, 32 << 20).flat_us
+    assert nodes_times(narrow, exchange, 12 << 20).flat_us > 4 * nodes_times(TWO, exchange, 12 << 20).flat_us
 
 
 def test_what_is_not_modelled_is_refused():

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from sidelane.c3.strategies import strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.operators import ORDERS

@@ -300,6 +300,7 @@ def test_what_is_planted_is_found():
                 assert "all_gather" in bad.tally.texts[0]
 
 
+@pytest.mark.long
 def test_memory_that_grows_is_found():
     with crew(2) as ranks:
         good, bad = ranks.run(performed, 2, episode(2, calls=240, kind=SIZED), "leak")
@@ -375,6 +376,7 @@ def table_of(printed: str, *rows: str) -> list[list[str]]:
     return [line[:-5] + line[-4:] for line in lines if line and line[0] in rows]
 
 
+@pytest.mark.long  # `make soak` is a campaign; ends of episodes are tested one by one above
 def test_a_campaign_adds_up_and_an_episode_is_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "soak.txt"
     assert campaign.main([*QUICK, "--calls", "200", "--text", str(path)]) == 0

@@ -511,6 +511,7 @@ def test_goals_are_held_against_files(tool: ModuleType, tmp_path: Path) -> None:
     assert "1 of 2 (not: h200x4/c3/worst 9.0)" in found[5]
 
 
+@pytest.mark.long
 def test_autos_table_is_made_of_what_was_measured(
     tool: ModuleType, folders: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

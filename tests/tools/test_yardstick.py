@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +40,11 @@ def test_mutants_change_one_line_that_computes(yardstick: ModuleType) -> None:
     for mutant in found:
         assert ast.dump(ast.parse(SOURCE)) != ast.dump(ast.parse(SOURCE.replace(mutant.line, mutant.mutated)))
     assert found == yardstick.mutants("src/room.py", SOURCE, 50)
+
+
+def test_it_is_a_plugin_where_nothing_else_of_the_tools_is(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).resolve().parents[2] / "tools" / "yardstick.py", tmp_path)
+    subprocess.run([sys.executable, "-c", "import yardstick"], cwd=tmp_path, check=True, timeout=60)
 
 
 def test_a_mutant_is_found_where_its_function_has_moved(yardstick: ModuleType, tmp_path: Path) -> None:

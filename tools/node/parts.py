@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import device_tests
-from sidelane_lab.cli.collectives import FUSED_OPS
+from sidelane_lab.cli.fused import FUSED_OPS
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers.results import JUDGES
 

@@ -18,7 +18,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
-from sidelane.config import GPU
+from sidelane.config import GPU, HOST
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
@@ -29,7 +29,7 @@ from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
-from sidelane.memory.pinned import PinnedMemory, goes_through_host
+from sidelane.memory.pinned import PinnedMemory
 from sidelane.memory.torch_symm import TorchSymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import MOST_RANKS, KernelCall, KernelProgram
@@ -65,7 +65,7 @@ class CudaBackend(Backend):
         like: CudaBackend | None = None,
         peers: str = GPU,
     ) -> None:
-        self.through_host = goes_through_host(exchange, peers) if like is None else like.through_host
+        self.through_host = peers == HOST if like is None else like.through_host
         self.memory: SymmetricMemory = (
             PinnedMemory(exchange, device) if self.through_host else TorchSymmetricMemory(exchange, device, timeout_s)
         )

@@ -11,8 +11,7 @@ import sys
 
 import torch
 
-from sidelane.config import HOST
-from sidelane.errors import MismatchError, Page, UnavailableError
+from sidelane.errors import Page, UnavailableError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
 from sidelane.memory.host_shared import ShmMemory
@@ -31,6 +30,7 @@ class PinnedMemory(ShmMemory):
     """
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        exchange("symmetric memory in host memory (Config.peers)", lambda: None)  # ranks of other settings are named
         super().__init__(exchange)
         self._device = device
         lanes.add(self)
@@ -94,20 +94,3 @@ class RegisteredMemory:
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
             self._runtime.cudaHostUnregister(self._address)
-
-
-def goes_through_host(exchange: Exchange, peers: str) -> bool:
-    """Return True if the GPUs of all ranks are to reach each other through host memory. Collective.
-
-    Args:
-        exchange: connection of the ranks.
-        peers: ``Config.peers`` of this rank.
-
-    Raises:
-        MismatchError: the settings of the ranks differ.
-    """
-    posted = exchange("peers", lambda: peers)
-    if len(set(posted)) > 1:
-        named = ", ".join(f"rank {rank}: {setting}" for rank, setting in enumerate(posted))
-        raise MismatchError(f"Communicator: Config.peers differs between the ranks: {named}")
-    return peers == HOST

@@ -45,7 +45,7 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
         from sidelane_lab.harness.launch import choose_target
 
         if choose_target(ranks, device).on_cpu:
-            loaded("studies.demo.show").main(report, ranks, json)
+            loaded("studies.demo").main(report, ranks, json)
             return
         from sidelane.cli import info
         from sidelane_lab.harness.terminal import tables_console

@@ -27,7 +27,7 @@ from sidelane.program.kernel import KernelProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import hidden_shares
 from sidelane.sizes import format_bytes
-from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.cli.explain import ExplainOptions
 from sidelane_lab.explain.nodes import explain_on, times_as_fast
 from sidelane_lab.explain.submitted import (
     CALLERS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,25 +50,35 @@ NOTE = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ExplainedStep:
-    """A step of a rank.
+class ExplainedPlan:
+    """The plan of rank 0 in bytes.
 
     Attributes:
-        where: place of the step: a node or a rail.
-        what: description of the step.
-        nbytes: bytes of this rank's side; 0 for none.
-        begin_us: predicted begin; of a wait, too.
-        end_us: predicted end.
+        steps: objects of ``--json``, with the bytes of this rank's side (0 for none), and microseconds.
+        stays: bytes of scratch in symmetric memory, which stay.
+        scratch: bytes of other scratch.
     """
 
-    where: str
-    what: str
-    nbytes: int
-    begin_us: float
-    end_us: float
+    steps: tuple[dict[str, Any], ...] = ()
+    stays: int = 0
+    scratch: int = 0
 
 
-def _explained(plan: NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedStep]) -> Iterator[ExplainedStep]:
+def _plan_of(kind: Kind, nbytes: int, nodes: Nodes, dtype: str, times: NodesTimes) -> ExplainedPlan:
+    """Return the plan of a call; without steps where the group takes none."""
+    if times.choice.name != HIERARCHICAL:
+        return ExplainedPlan()
+    item = ELEMENT_BYTES[dtype]
+    elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
+    count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
+    plan = make_plan(kind, nodes, 0, (count,), pieces_of(times.choice, nbytes))
+    stays = sum(plan.sizes[name] for name in plan.sent) * item
+    return ExplainedPlan(
+        tuple(_explained(plan, nodes, item, times.steps)), stays, sum(plan.sizes.values()) * item - stays
+    )
+
+
+def _explained(plan: NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedStep]) -> Iterator[dict[str, Any]]:
     """Yield the steps of rank 0 with their times."""
     rail = rail_of(nodes, 0)
     begun = 0
@@ -81,7 +92,8 @@ def _explained(plan: NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedSte
         else:
             where = "rank" if isinstance(step, Copies) else "node 0"
             what, count = _near(step, nodes.members[0])
-        yield ExplainedStep(where, what, count * item, times.begin_us, times.end_us)
+        times_us = {"begin_us": times.begin_us, "end_us": times.end_us}
+        yield {"where": where, "what": what, "nbytes": count * item, **times_us}
 
 
 def _near(step: Step, own: Sequence[int]) -> tuple[str, int]:
@@ -116,27 +128,17 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
             raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
     times = nodes_times(machine, kind, nbytes)
     nodes, choice = nodes_of([machine.gpus] * machine.nodes), times.choice
-    pieces = pieces_of(choice, nbytes)
-    steps: list[ExplainedStep] = []  # none below the bound of the choice, where the group takes none
-    stays = scratch = 0
-    if choice.name == HIERARCHICAL:
-        item = ELEMENT_BYTES[dtype]
-        elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
-        count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
-        plan = make_plan(kind, nodes, 0, (count,), pieces)
-        steps = list(_explained(plan, nodes, item, times.steps))
-        stays = sum(plan.sizes[name] for name in plan.sent) * item
-        scratch = sum(plan.sizes.values()) * item - stays
+    plan = _plan_of(kind, nbytes, nodes, dtype, times)
     if json is not None:
         content = {
             "nodes": [len(ranks) for ranks in nodes.members],
             "takes": choice.name,
             "reason": choice.reason,
-            "pieces": pieces,
+            "pieces": pieces_of(choice, nbytes),
             "rank": 0,
-            "steps": [dataclasses.asdict(step) for step in steps],
-            "scratch_that_stays_bytes": stays,
-            "scratch_bytes": scratch,
+            "steps": list(plan.steps),
+            "scratch_that_stays_bytes": plan.stays,
+            "scratch_bytes": plan.scratch,
             "machine": machine.name,
             "status": str(machine.runs),
         }
@@ -151,21 +153,16 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
     say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
     say(console, f"why {choice.name}: {choice.reason}")
-    if steps:
-        lines = tuple(
-            Line(
-                (
-                    *(step.where, step.what, format_bytes(step.nbytes) if step.nbytes else "-"),
-                    *(f"{step.begin_us:.1f}", f"{step.end_us:.1f}"),
-                )
-            )
-            for step in steps
-        )
-        columns = ("<where", "<what", "bytes", "begin\nus", "end\nus")
-        console.print()
-        console.print(Table("Steps of rank 0, predicted", columns, lines, (NOTE,), keys=2).to_rich())
-    else:
+    if not plan.steps:
         say(console, f"note: {NOTE}")
+        return
+    lines = []
+    for step in plan.steps:
+        moved = format_bytes(step["nbytes"]) if step["nbytes"] else "-"
+        lines.append(Line((step["where"], step["what"], moved, f"{step['begin_us']:.1f}", f"{step['end_us']:.1f}")))
+    columns = ("<where", "<what", "bytes", "begin\nus", "end\nus")
+    console.print()
+    console.print(Table("Steps of rank 0, predicted", columns, tuple(lines), (NOTE,), keys=2).to_rich())
 
 
 def times_as_fast(ours_us: float | None, library_us: float | None) -> str:

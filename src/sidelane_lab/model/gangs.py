@@ -116,13 +116,13 @@ def _plan_gangs(machine: Machine, kind: Kind, nbytes: int, times: NodesTimes) ->
             if isinstance(one.step, Near):
                 parts = dma_gangs(node, one.step.kind, one.step.input.count * ELEMENT_BYTES[DTYPE])
             longer = took / run_device(node, parts).time_us
-            found += [_stretched(part, longer) for part in named_gangs(parts, name, near)]
+            found += [stretched(part, longer) for part in named_gangs(parts, name, near)]
             near = (name,)
     found.append(Gang("collective", NOTHING_US, 0.0, after=(*near, *fars[-1:])))
     # Between steps a plan waits for its host and for flags; here what it takes is that of its steps.
     assert times.hierarchical_us is not None, "a plan has a time"
     longer = times.hierarchical_us / gangs_us(machine, tuple(found))
-    return tuple(_stretched(gang, longer, part_of=str(kind)) for gang in found)
+    return tuple(stretched(gang, longer, part_of=str(kind)) for gang in found)
 
 
 def _far(machine: Machine, kind: Kind, alone_us: float) -> Gang:
@@ -153,6 +153,6 @@ def named_gangs(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> li
     ]
 
 
-def _stretched(gang: Gang, longer: float, **fields: Any) -> Gang:
+def stretched(gang: Gang, longer: float, **fields: Any) -> Gang:
     """Return a gang that takes longer by a factor, with other fields besides."""
     return dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer, **fields)

@@ -28,7 +28,6 @@ UNITS = "on compute units (number of workgroups)"
 ENGINES = "on DMA engines"
 KIND_COLOURS = {UNITS: VERMILLION, ENGINES: BLUE}
 """Colours of timelines, alike in all of them."""
-"""Kind of the intervals of kernels that hold compute units."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +64,6 @@ class Panel:
         log: numbers grow by factors.
         level: of a line across, as of a ratio of 1; None: none.
         low, high: of the axis of values; None: as it comes.
-        roomy: leave room for the legend above the curves.
         legend: how it is placed.
     """
 
@@ -82,7 +80,6 @@ class Panel:
     level: float | None = None
     low: float | None = None
     high: float | None = None
-    roomy: bool = False
     legend: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def draw(self, axes: Axes) -> None:
@@ -137,8 +134,6 @@ class Panel:
     def limit(self, axes: Axes) -> None:
         """Set the ends of the axis of values, once all panels that share it are drawn."""
         axes.set_ylim(self.low, self.high)
-        if self.roomy:
-            axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
         mark_cut(axes)
 
 
@@ -172,9 +167,9 @@ def draw_panels(
         return drawing.save_both(figure, name, folder)
 
 
-def over_sizes(sizes: Sequence[int], every: Sequence[int] = ()) -> dict[str, Any]:
+def over_sizes(sizes: Sequence[int]) -> dict[str, Any]:
     """Return how a panel over bytes names them: a tick at every fourth of some sizes."""
-    ticks = {float(n): format_bytes(n) for n in (every or sizes)[::4] if n >= min(sizes)}
+    ticks = {float(n): format_bytes(n) for n in sizes[::4]}
     return {"x": sizes, "ticks": ticks, "xlabel": f"bytes ({BANDS})"}
 
 

@@ -9,7 +9,7 @@ from sidelane.c3.strategies import Mover, Order, Strategy, named, strategies
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
-from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, stretched
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
 from sidelane_lab.pairs.workload import Bound, C3Class, Workload, applies, classify, ideal_speedup, percent_of_ideal
@@ -286,10 +286,7 @@ def pair_kernels(
             units = whole[0].units if by_own else alone.library_units
             gangs = (dataclasses.replace(whole[0], units=units, need=min(whole[0].need, units)),)
         longer = alone.comm_us / run_device(machine, whole).time_us
-        gangs = tuple(
-            dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
-            for gang in gangs
-        )
+        gangs = tuple(stretched(gang, longer) for gang in gangs)
     if own is not None and strategy.mover is Mover.LIBRARY_DMA:
         # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
         gangs, own = (dataclasses.replace(gangs[0], after=(gemm.name,)), *gangs[1:]), None

@@ -97,7 +97,6 @@ PHASES = RowFigure(rows_of("phases"), _phase_curves, _phase_panel, MI300X, NUMBE
 SPEEDUP: dict[str, Any] = {
     "level": 1,
     "low": 0,
-    "roomy": True,
     "ylabel": "speedup over the library",
     "legend": {"ncols": 3, "loc": "upper center"},
 }

@@ -326,9 +326,6 @@ def _draw_row(part: SubFigure, source: str, row: Sequence[tuple[str, AnyPanel]])
     wheres = list(dict.fromkeys(where for where, _ in row))
     same = len(wheres) == 1
     part.suptitle(", ".join(filter(None, (source, wheres[0] if same else ""))), x=0.01, ha="left", fontsize=10)
-    row = [
-        (where, dataclasses.replace(panel, roomy=False) if isinstance(panel, Panel) else panel) for where, panel in row
-    ]
     panels = [panel for _, panel in row if isinstance(panel, Panel)]
     alike = len({panel.ylabel for panel in panels if panel.ylabel}) == 1 and len(panels) == len(row)
     most = max((set(panel.curves) for panel in panels), key=len, default=set())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import study as files
 from sidelane_lab.harness.table import Line, Table, grouped, number
 from sidelane_lab.harness.terminal import say_written, tables_console

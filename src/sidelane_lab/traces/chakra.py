@@ -53,6 +53,8 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
 UNPACKED = {3: "<d", 5: "<f", 19: "<I", 21: "<Q", 23: "<i", 25: "<q"}
 """Formats of attributes' values that have a fixed size, by field."""
+WRITTEN = ((bool, 27), (int, 9), (float, 3), (str, 29))
+"""Fields of attributes' values that are written, by the first type that fits."""
 
 
 def read_chakra(path: Path) -> TraceGraph:
@@ -91,10 +93,9 @@ def write_chakra(path: Path, nodes: Iterable[TraceNode]) -> Path:
     The schema has whole microseconds and no sizes of groups. Two attributes of ours have them, which other readers pass
     over: ``duration_us`` with fractions, and ``comm_ranks``.
     """
-    parts = [_message(_bytes(1, VERSION.encode()) + _bytes(2, _attribute("schema", "1.0.2-chakra.0.0.4")))]
-    parts += [_message(_written(node)) for node in nodes]
+    metadata = _field(1, VERSION) + _field(2, _attribute("schema", "1.0.2-chakra.0.0.4"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(parts))
+    path.write_bytes(b"".join(_encoded(len(one)) + one for one in (metadata, *map(_written, nodes))))
     return path
 
 
@@ -243,7 +244,7 @@ def _signed(field: int, value: int) -> int:
 
 def _written(node: TraceNode) -> bytes:
     kinds = {kind: number for number, kind in TYPES.items()}
-    attributes: dict[str, Value | bool] = {"is_cpu_op": node.on_host, "duration_us": node.duration_us}
+    attributes: dict[str, Value] = {"is_cpu_op": node.on_host, "duration_us": node.duration_us}
     if node.collective:
         attributes["comm_type"] = COLLECTIVES.index(node.collective)
     if node.nbytes:
@@ -254,23 +255,26 @@ def _written(node: TraceNode) -> bytes:
         attributes["num_ops"] = node.flops
     if node.lane:
         attributes["stream"] = node.lane
-    parts = [_count(1, node.ident), _bytes(2, node.name.encode()), _count(3, kinds[node.kind])]
+    parts = [_field(1, node.ident), _field(2, node.name), _field(3, kinds[node.kind])]
     if node.after:
-        parts.append(_bytes(5, b"".join(map(_encoded, node.after))))
-    parts += [_count(6, round(node.start_us)), _count(7, round(node.duration_us))]
-    parts += [_bytes(10, _attribute(name, value)) for name, value in attributes.items()]
+        parts.append(_field(5, b"".join(map(_encoded, node.after))))
+    parts += [_field(6, round(node.start_us)), _field(7, round(node.duration_us))]
+    parts += [_field(10, _attribute(name, value)) for name, value in attributes.items()]
     return b"".join(parts)
 
 
-def _attribute(name: str, value: Value | bool) -> bytes:
-    begin = _bytes(1, name.encode())
-    if isinstance(value, bool):
-        return begin + _count(27, value)
-    if isinstance(value, int):
-        return begin + _count(9, value)
+def _attribute(name: str, value: Value) -> bytes:
+    number = next(number for kind, number in WRITTEN if isinstance(value, kind))
+    return _field(1, name) + _field(number, value)
+
+
+def _field(number: int, value: Value) -> bytes:
     if isinstance(value, float):
-        return begin + _encoded(3 << 3 | FIXED64) + struct.pack("<d", value)
-    return begin + _bytes(29, value.encode() if isinstance(value, str) else value)
+        return _encoded(number << 3 | FIXED64) + struct.pack("<d", value)
+    if isinstance(value, int):
+        return _encoded(number << 3 | VARINT) + _encoded(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _encoded(number << 3 | LENGTH) + _encoded(len(data)) + data
 
 
 def _encoded(value: int) -> bytes:
@@ -280,15 +284,3 @@ def _encoded(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
-
-
-def _count(field: int, value: int) -> bytes:
-    return _encoded(field << 3 | VARINT) + _encoded(value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _encoded(field << 3 | LENGTH) + _encoded(len(value)) + value
-
-
-def _message(data: bytes) -> bytes:
-    return _encoded(len(data)) + data

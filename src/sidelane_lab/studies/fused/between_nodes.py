@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.studies.fused.study import BEST, rows_of

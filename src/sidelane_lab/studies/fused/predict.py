@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from sidelane.choice.fused import FUSED
 from sidelane.execute.timeline import write_chrome_trace
-from sidelane_lab.cli.collectives import FUSED_OPS, FusedOptions
+from sidelane_lab.cli.fused import FUSED_OPS, FusedOptions
 from sidelane_lab.harness.drawing import RC, save_both
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.ranges import ends, variations

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERS, ROUTED, SPLIT, UNFUSED, WITHOUT_KERNEL, FusedTime
 from sidelane.choice.key import CPU, SOFTWARE, MachineKey
-from sidelane_lab.cli.collectives import FUSED_OPS
+from sidelane_lab.cli.fused import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, table_of

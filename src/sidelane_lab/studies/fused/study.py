@@ -30,7 +30,7 @@ from sidelane.session import Communicator
 from sidelane.user_files import write_whole
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.collectives import FusedOptions
+from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank

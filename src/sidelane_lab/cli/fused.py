@@ -1,10 +1,9 @@
-"""The commands that measure collectives: ``collective``, ``phases``, ``power``, ``chain``, ``host``, ``fused``."""
+"""The command ``sidelane fused``: fused operators, measured and predicted."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from sidelane_lab.harness.help import HOW, OUTPUT
 from sidelane_lab.harness.options import (
@@ -93,12 +92,3 @@ def _fused(machine: str, options: FusedOptions) -> None:
 
 
 fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "occupancy", "late_us", "results", *WRITTEN))
-
-MOVED = {"collective": "studies.collectives", "phases": "studies.phases.rows", "power": "studies.power.rows"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a command under its former entry point."""
-    if name in MOVED:
-        return getattr(loaded(MOVED[name]), name)
-    raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""The command ``sidelane explain``, and ``tune`` under its former entry point."""
+"""The command ``sidelane explain``."""
 
 from __future__ import annotations
 
@@ -120,5 +120,3 @@ def _explain(**parameters: Any) -> None:
 
 
 explain = command("explain", _explain, (ExplainOptions,), heading=PREDICT)
-
-tune = loaded("studies.tune.command").tune

@@ -1,1 +1,0 @@
-"""The demo on a machine without GPUs: a proof, real bytes between processes, and predictions."""
