@@ -290,7 +290,8 @@ def test_speedups_of_fused_operators_are_within_a_quarter(verdicts):
 def test_what_a_text_lacks_decides_its_claim(claim_id, verdicts):
     claim = command.CLAIMS[claim_id]
     _, argument, ends = fused.OPEN[claim_id]
-    low, high = sorted(claim.predicted(fused.open_study(named("mi210x4"), claim_id, value)) for value in ends)
+    taken = [{argument: (value,) if argument == "widths" else value} for value in ends]
+    low, high = sorted(claim.predicted(fused.FusedContext(named("mi210x4"), **lacking)) for lacking in taken)
     assert low < published()[claim_id]["value"] < high
     assert argument in ("pooling", "columns", "widths")
     assert all(str(value) in verdicts[claim_id].incomparable for value in ends)

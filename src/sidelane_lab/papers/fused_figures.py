@@ -6,12 +6,12 @@ Predictions are of shapes that stand in for the paper's; files have those that w
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, FusedTimes, predict_fused
+from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, Embedding, Gemv, TiledGemm, predict_fused
 from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
 from sidelane_lab.papers import dlrm
 from sidelane_lab.papers.claims import published
@@ -25,7 +25,8 @@ from sidelane_lab.papers.fused import (
     MACHINE,
     NORMALISED,
     PROFILED,
-    FusedStudy,
+    FusedContext,
+    operator_rows,
     scale_out,
 )
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
@@ -45,8 +46,8 @@ def _published(*claim_ids: str) -> PublishedValue:
 
 def _occupancy_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     def times(changed: Machine) -> dict[str, list[float]]:
-        study = FusedStudy(changed)
-        return {"predicted, fitted": [study.occupied_us(share) / study.occupied_us(0.75) for share in OCCUPANCIES]}
+        context = FusedContext(changed)
+        return {"predicted, fitted": [context.occupied_us(share) / context.occupied_us(0.75) for share in OCCUPANCIES]}
 
     rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
     heights = (1 / (1 + rise / 100), 1.0, 1 + fall / 100)
@@ -65,7 +66,7 @@ def _occupancy_panels(machine: Machine, ranges: bool, version: str) -> list[Pane
 
 def _skew_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     def skews(changed: Machine) -> dict[str, list[float]]:
-        return {"predicted; bags are not in the text": [FusedStudy(changed).skew_percent(order) for order in ORDERS]}
+        return {"predicted; bags are not in the text": [FusedContext(changed).skew_percent(order) for order in ORDERS]}
 
     return [
         Panel(
@@ -84,8 +85,7 @@ def _bars(
     claims: tuple[str, ...],
     *,
     words: str,
-    names: Sequence[str],
-    times_of: Callable[[FusedStudy], Sequence[FusedTimes]],
+    operators: tuple[Embedding, ...] | tuple[Gemv, ...] | tuple[TiledGemm, ...],
     measured_words: str,
     read: Callable[[ResultFile], Mapping[str, float]],
     machine: str = MACHINE,
@@ -99,8 +99,7 @@ def _bars(
         caption: of the figure.
         claims: that it shows, of which the first two are the mean and the best percent lower.
         words: below the predicted bars.
-        names: of the predicted bars.
-        times_of: their times.
+        operators: that are predicted; embeddings among the nodes of ``MI210X2`` where that is the machine.
         measured_words: below the bars of a file.
         read: these bars, by name.
         machine: of the catalogue, that the paper measured on.
@@ -114,8 +113,11 @@ def _bars(
     ]
 
     def normalised(changed: Machine) -> dict[str, list[float]]:
-        times = times_of(FusedStudy(changed))
-        return {FUSED_WORDS: [one.fused.time_us / one.unfused_us for one in times]}
+        rows = operator_rows(changed if machine == MACHINE else scale_out(changed), operators)
+        return {FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
+
+    sizes = [(one.batch, one.tables) if isinstance(one, Embedding) else (one.rows, one.columns) for one in operators]
+    names = [f"{first}\n{second}" for first, second in sizes]
 
     def predicted(machine: Machine, ranges: bool, version: str) -> list[Panel]:
         curves = bands(machine, normalised, SECTIONS if ranges else ())
@@ -187,15 +189,13 @@ def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePane
     return [TimelinePanel(intervals=run.timeline, title=str(PROFILED))]
 
 
-BAGS = [f"{one.batch}\n{one.tables}" for one in EMBEDDINGS]
 FIGURES = (
     _bars(
         "8",
         "Fused embedding and all-to-all over the same unfused, in a node",
         ("FU-EMB-01", "FU-EMB-02"),
         words="batch, and tables a GPU",
-        names=BAGS,
-        times_of=lambda study: study.embeddings,
+        operators=EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_by_shape("embedding_all_to_all"),
     ),
@@ -204,8 +204,7 @@ FIGURES = (
         "Fused GEMV and all-reduce over the same unfused",
         ("FU-GEMV-01", "FU-GEMV-02", "FU-GEMV-03"),
         words="rows, and columns of all GPUs",
-        names=[f"{one.rows}\n{one.columns}" for one in GEMVS],
-        times_of=lambda study: study.gemvs,
+        operators=GEMVS,
         measured_words="rows, columns, tokens",
         read=_by_shape("gemv_all_reduce"),
     ),
@@ -214,8 +213,7 @@ FIGURES = (
         "Fused GEMM and all-to-all over the same unfused",
         ("FU-GEMM-01", "FU-GEMM-02"),
         words="rows a GPU, and columns",
-        names=[f"{one.rows}\n{one.columns}" for one in GEMMS],
-        times_of=lambda study: study.gemms,
+        operators=GEMMS,
         measured_words="rows a GPU, depth, columns",
         read=_by_shape("gemm_all_to_all"),
     ),
@@ -235,8 +233,7 @@ FIGURES = (
         "Fused embedding and all-to-all over the same unfused, between two nodes",
         ("FU-EMB-03", "FU-EMB-04", "FU-EMB-05"),
         words="batch, and tables a GPU",
-        names=BAGS,
-        times_of=lambda study: study.embeddings_across,
+        operators=EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_between_nodes,
         machine=MI210X2,

@@ -283,8 +283,7 @@ class FusedReadings:
     """Fused operators in graphs beside the same with the process group's collective, each as fast as it can be."""
 
     def __init__(self, file: ResultFile) -> None:
-        launches = {row["launch"] for row in file.rows}
-        launch = "graph" if "graph" in launches else "eager"
+        launch = min((row["launch"] for row in file.rows), key=("graph", "eager", MODEL).index, default=MODEL)
         self.rows = [row for row in file.rows if row["launch"] == launch and row["time_us"] is not None]
 
     def _shapes(self, op: str) -> list[str]:
@@ -311,11 +310,11 @@ class FusedReadings:
         """Return the percent by which the fused kernel's time is lower, by shape."""
         return [100 * (1 - ratio) for ratio in self.normalised(op).values()]
 
-    def bound_share(self, op: str, shape: str) -> float:
-        """Return the fused time over that of the longer of computation and collective alone."""
+    def bound_shares(self, op: str, shape: str) -> list[float]:
+        """Return the fused times over that of the longer of computation and collective alone, by shape and schedule."""
         mine = [row for row in self.rows if row["op"] == op and row["shape"].startswith(shape)]
         kernel = [row for row in mine if row["implementation"] == "fused" and "programs" not in row["schedule"]]
-        return float(min(row["time_us"] / row["bound_us"] for row in kernel))
+        return [row["time_us"] / row["bound_us"] for row in kernel]
 
     def by_programs(self) -> dict[int, float]:
         """Return the time by the number of programs on a compute unit."""

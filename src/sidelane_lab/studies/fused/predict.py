@@ -71,7 +71,18 @@ def predict(machine: Machine, options: FusedOptions) -> list[FusedRow]:
     rows: list[FusedRow] = []
     for op in options.ops or (SYMMETRIC if among_many(machine) else FUSED_OPS):
         for place, shape in enumerate(options.shapes or ON_GPUS[op]):
-            rows += _ShapeModel(machine, op, shape, options).rows(is_first=place == 0)
+            ways = operators_of(op, shape, machine.world_size, even=among_many(machine))
+            rows += _ShapeModel(machine, ways, options).rows(is_first=place == 0)
+    return rows
+
+
+def compared_rows(machine: Machine, operators: Sequence[OperatorModel]) -> list[FusedRow]:
+    """Return two rows for each of some operators: unfused, and fused with what its peers wait for first."""
+    rows = []
+    for operator in operators:
+        model = _ShapeModel(machine, [(operator, "")], FusedOptions())
+        fused_us = model.predicted(machine, operator).fused.time_us
+        rows += [model.row("unfused_nccl", "", model.unfused[""].unfused_us), model.row(FUSED, REMOTE_FIRST, fused_us)]
     return rows
 
 
@@ -135,14 +146,12 @@ class _ShapeModel:
 
     Args:
         machine: that is described.
-        op: name of the operator.
-        shape: its sizes.
+        ways: the operator in every way in which it is computed unfused, and what that is made of.
         options: occupancy of its kernel, and how late the last rank is.
     """
 
-    def __init__(self, machine: Machine, op: str, shape: tuple[int, ...], options: FusedOptions) -> None:
-        self.machine, self.is_many = machine, among_many(machine)
-        self.ways = operators_of(op, shape, machine.world_size, even=self.is_many)
+    def __init__(self, machine: Machine, ways: Sequence[tuple[OperatorModel, str]], options: FusedOptions) -> None:
+        self.machine, self.ways, self.is_many = machine, ways, among_many(machine)
         self.operator = self.ways[0][0]  # fused, all ways are one kernel
         self.starts_us = (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
         self.is_about_kernel = options.late_us > 0 or options.occupancy is not None or machine.nodes > 1
@@ -165,12 +174,12 @@ class _ShapeModel:
         if is_first and not self.is_many and isinstance(self.operator, Embedding | Gemv):
             for share in OCCUPANCIES:
                 schedule = with_programs(REMOTE_FIRST, resident(self.machine, share) // int(self.machine.gpu.units))
-                yield self._row(FUSED, schedule, time_at(self.machine, self.operator, share, self.starts_us))
+                yield self.row(FUSED, schedule, time_at(self.machine, self.operator, share, self.starts_us))
 
     def _alone(self) -> Iterator[FusedRow]:
         for words, times in self.unfused.items():
-            yield self._row("compute", words, times.compute_us)
-        yield self._row("collective", "library", self.comm_us)
+            yield self.row("compute", words, times.compute_us)
+        yield self.row("collective", "library", self.comm_us)
 
     def _unfused(self) -> Iterator[FusedRow]:
         """Yield each way with how much less time the fused kernel takes, and the same on copy engines."""
@@ -180,25 +189,26 @@ class _ShapeModel:
                 varied = [self.predicted(one.machine, made).lower_percent for one in variations(self.machine, SECTIONS)]
                 low, high = ends(self.predicted(self.machine, made).lower_percent, varied)
             time_us = self.unfused[words].unfused_us
-            yield self._row("unfused_nccl", words, time_us, low_percent=low, high_percent=high)
+            yield self.row("unfused_nccl", words, time_us, low_percent=low, high_percent=high)
         for made, words in () if self.is_about_kernel else self.ways:
             if (chain := chain_us(self.machine, made)) is not None:
-                yield self._row("unfused_sidelane", words, chain)
+                yield self.row("unfused_sidelane", words, chain)
 
     def _fused(self, note: str) -> Iterator[FusedRow]:
         if self.is_many:
-            yield self._row(FUSED, REMOTE_FIRST, self.predicted(self.machine, self.operator).fused.time_us, note=note)
+            yield self.row(FUSED, REMOTE_FIRST, self.predicted(self.machine, self.operator).fused.time_us, note=note)
             return
         for order in ORDERS:
             ended = self.predicted(self.machine, self.operator, order).fused.ended_us
-            yield self._row(FUSED, order, max(ended), skew_us=max(ended) - min(ended) if len(ended) > 1 else None)
+            yield self.row(FUSED, order, max(ended), skew_us=max(ended) - min(ended) if len(ended) > 1 else None)
 
     def _in_parts(self) -> Iterator[FusedRow]:
         for pieces in PIECES:
             if (time_us := split_us(self.machine, self.operator, pieces)) is not None:
-                yield self._row(FUSED, in_parts(pieces), time_us)
+                yield self.row(FUSED, in_parts(pieces), time_us)
 
-    def _row(self, implementation: str, schedule: str, time_us: float, **others: Any) -> FusedRow:
+    def row(self, implementation: str, schedule: str, time_us: float, **others: Any) -> FusedRow:
+        """Return a row of the operator with these columns, and ``others``."""
         what = {"op": self.operator.name, "shape": str(self.operator)}
         alone = {"compute_us": self.compute_us, "comm_us": self.comm_us, "bound_us": max(self.compute_us, self.comm_us)}
         unknown = dict.fromkeys(("p10_us", "p90_us", "max_rel_err", "correct"))
