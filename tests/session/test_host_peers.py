@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 import sidelane
 from sidelane import Communicator, Config, ops
 from sidelane.collectives import backend_cuda
-from sidelane.errors import MismatchError
+from sidelane.errors import MismatchError, UnavailableError
 from sidelane.program.builders import build
 from sidelane.program.collective import all_gather
 
@@ -92,6 +92,8 @@ def on_made_up_gpus(group: dist.ProcessGroup) -> str:
             comm.all_reduce(inside := torch.ones(1000, dtype=torch.int32), variant="b2b")
         comm.synchronize()
         assert inside.eq(comm.world_size).all()
+        with pytest.raises(UnavailableError, match="through host memory"):
+            comm.peers(tensor)
         program = build(all_gather([4000] * comm.world_size), "b2b")
         with pytest.raises(ValueError, match="symmetric"):
             comm.load(program, {"input": tensor, "output": comm.empty(1000 * comm.world_size)})

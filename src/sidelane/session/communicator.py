@@ -617,9 +617,12 @@ class Communicator:
 
         Raises:
             ValueError: the tensor is not symmetric memory, or not contiguous.
-            UnavailableError: a graph is being captured, and the tensor is new.
+            UnavailableError: a graph is being captured, and the tensor is new; or GPUs reach each other through host
+                memory alone (``Config.peers``).
         """
         (region,) = self.arguments.regions("peers", tensor)
+        if self.backend.through_host:
+            raise UnavailableError("peers: these GPUs reach each other through host memory alone (Config.peers)")
         if region.location is None:
             raise ValueError(
                 "peers: the tensor must be symmetric memory (value=ordinary memory, "

@@ -122,7 +122,7 @@ class Trial:
         """Go on with another model: FSDP2 is in the middle of a step of this one. Collective."""
         self._attached.remove(name)
         self.meter.attempt(self.ways.close)
-        self._made = None
+        self._made = self.last = None  # the next model has made no step
         gc.collect()
 
     def close(self) -> None:
