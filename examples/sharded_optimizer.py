@@ -1,8 +1,8 @@
 """Train a small Llama with DDP and AdamW, and with AdamW sharded over the ranks (ZeRO 1), which hides its collectives.
 
-A reduce-scatter of each block's gradients runs beside the backward pass of the block before it. Each rank updates its
-part of the weights, and keeps AdamW's state of that part alone. Copy engines gather the parts beside the next forward
-pass, which waits for a block's weights when it gets there. DDP cannot do this: its all-reduces end before the update.
+A reduce-scatter of each block's gradients overlaps the backward pass of the block before it. Each rank updates its part
+of the weights, and keeps AdamW's state for that part alone. Copy engines gather the parts during the next forward pass,
+which waits for a block's weights when it gets there. DDP cannot do this: its all-reduces end before the update.
 
 torchrun --nproc-per-node 2 examples/sharded_optimizer.py    (--dim, --layers, --heads, --length, --batch, --steps,
                                                               --tokenizer, --vocabulary)
@@ -86,7 +86,7 @@ class ShardedAdamW:
             unit.gather()
 
     def zero_grad(self) -> None:
-        """Do nothing: `gather` zeroes the gradients, which `part.grad` has the means of."""
+        """Do nothing: `gather` has zeroed the gradients. `part.grad` is overwritten by the next reduce-scatter."""
 
     def save(self, model: nn.Module, path: Path) -> None:
         """Write two files: rank 0 the weights, each rank AdamW's state of its parts."""
@@ -106,7 +106,7 @@ class ShardedAdamW:
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW behind ``clip_grad_norm_``."""
+    """AdamW that clips gradients first, as the sharded one does."""
 
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CLIP)

@@ -1,4 +1,4 @@
-"""What the first call of a shape does, counted."""
+"""Counts of the work that the first call of a shape makes."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def gemm_reduce(comm: Communicator) -> Case:
 
 
 def gather_gemm(comm: Communicator) -> Case:
-    """Of tiles that are not whole."""
+    """Return a product whose tiles at the edges are not whole."""
     x, weight = torch.zeros(150, 96, device=comm.device), torch.randn(300, 96, device=comm.device)
     return lambda step: x.fill_(step + comm.rank), lambda: [ops.all_gather_gemm(comm, x, weight)]
 

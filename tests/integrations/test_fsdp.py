@@ -235,7 +235,7 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
 @on_ranks(2)
 @on_ranks(gpu=ON_NCCL, timeout_s=150)
 def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
-    """As torch has it, while Sidelane is on or after it was. The handle cannot be copied or saved."""
+    """A model is copied and saved as without Sidelane, while it is on and afterwards. The handle cannot be."""
     _ends_as_without(group, KEEPERS)
     with fsdp.enable(build(mesh_of(group)), config=CONFIG) as handle:
         for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
@@ -457,7 +457,7 @@ def test_a_factor_of_ones_own_is_multiplied_behind_a_sum(group: dist.ProcessGrou
 @on_ranks(2)
 @on_ranks(gpu=ON_NCCL)
 def test_on_and_off(group: dist.ProcessGroup) -> None:
-    """What is refused; and a model that trains on after it is switched off."""
+    """Wrong arguments are refused, and a model goes on training after it is switched off."""
     mesh = mesh_of(group)
     model = build(mesh)
     before = collectives_of(model)

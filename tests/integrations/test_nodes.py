@@ -87,7 +87,7 @@ def test_calls_along_rails_may_read_and_write_until_they_are_waited_for(
 
 @on_ranks(4)
 def test_what_has_no_steps_goes_flat(group: dist.ProcessGroup) -> None:
-    """What is small, has no steps, or has split sizes goes flat, and is right."""
+    """Calls that are small, have no steps, or have split sizes go flat, and are right."""
     with cases.on_nodes(group, (0, 1, 1, 0)) as nodes:
         rank, size = nodes.rank(), nodes.size()
         tensor = torch.full((5,), float(rank))
@@ -195,7 +195,7 @@ def test_ctrl_c_while_a_far_step_waits(group: dist.ProcessGroup) -> None:
 
 @on_ranks(4)
 def test_what_one_node_cannot_make_is_made_by_none(group: dist.ProcessGroup) -> None:
-    """What one node cannot make is made by none, and by all the next time: nobody goes by the words of the first."""
+    """A communicator that one node cannot make is made by no node, and by all of them the next time."""
     layout = (0, 0, 1, 1)
 
     def fail(*_: object, **__: object) -> None:

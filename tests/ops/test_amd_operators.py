@@ -133,7 +133,7 @@ def gfx942(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_ranks(2)
 def test_auto_is_unfused_until_it_is_measured(group: dist.ProcessGroup) -> None:
-    """What ``auto`` says of each operator without a measurement, and the kernels that its call launched."""
+    """Return the reason of ``auto`` for each operator without a measurement, and the kernels that its call launched."""
     with amd_ranks(group) as (comm, launches, _):
         n, sizes = comm.world_size, {"all_reduce_rms_norm": (4, 1024)}
         for op, call in calls_of(comm).items():

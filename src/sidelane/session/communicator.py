@@ -200,10 +200,10 @@ class Communicator:
         self.control = ControlBlock(exchange)
         try:
             like = None if self._first is None else self._first.backend
-            made = make_backend(
-                *(exchange, self.device, self.control, self.config.timeout_s), like=like, peers=self.config.peers
+            config = self.config
+            self.backend: Backend = make_backend(
+                exchange, self.device, self.control, config.timeout_s, like=like, peers=config.peers
             )
-            self.backend: Backend = made
             try:
                 self._complete(exchange, number)
             except BaseException:
