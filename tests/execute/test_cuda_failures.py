@@ -19,7 +19,7 @@ from started import start
 
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda import release
+from sidelane.execute.cuda import release, site
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.release import FLAG_CAPACITY, LANES
@@ -321,6 +321,7 @@ def test_nothing_is_read_once_an_executor_is_closed(monkeypatch: pytest.MonkeyPa
 
 def test_a_store_that_does_not_end_keeps_flags_and_words_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "SUBMIT_S", 0.1)
+    monkeypatch.setattr(site, "stuck", [])  # else no memory of this process would be given back any more
     goes_on = threading.Event()
     with world_of(2) as world:
         driver, executor = world.drivers[0], world.executors[0]

@@ -72,8 +72,7 @@ def test_collectives_through_host_memory(group: dist.ProcessGroup) -> None:
                 graph.replay()
             torch.cuda.synchronize()
             assert all(torch.equal(one, right) for _, one, right in found) and len(given) == comm.world_size
-            x = torch.randn(4, 64, device=comm.device)
-            weight = torch.ones(64, device=comm.device)
+            x, weight = torch.randn(4, 64, device=comm.device), torch.ones(64, device=comm.device)
             y, total = ops.all_reduce_rms_norm(comm, x.bfloat16(), weight.bfloat16(), x.bfloat16())
             assert torch.isfinite(y.float()).all() and torch.isfinite(total.float()).all()
 

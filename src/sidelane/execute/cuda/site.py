@@ -121,7 +121,7 @@ MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
 
 SIGNAL_WORDS = 4096  # signals to peers in one program, where they go as 4-byte copies
 _DRAIN_S = 2.0
-_stuck: list[CudaSite] = []
+stuck: list[CudaSite] = []  # streams of these may still write: no memory of the process is given back
 
 
 class CudaSite:
@@ -210,7 +210,7 @@ class CudaSite:
 
     def waits_for_the_host(self) -> bool:
         """Return True if the device may have work that waits for an act of this host: armed, or stuck."""
-        return self in _stuck or not (self.armed_epoch is None or self.closed or self.watch.finished(self.armed_epoch))
+        return self in stuck or not (self.armed_epoch is None or self.closed or self.watch.finished(self.armed_epoch))
 
     def check(self) -> None:
         """Raise the error of any invocation that has failed so far.
@@ -242,13 +242,13 @@ class CudaSite:
             self.drain()
         self.loaded.clear()
         with self.driver.current():
-            if self not in _stuck:
+            if self not in stuck:
                 with self.lock:
                     self._tables.close()  # while the thread still releases waits that cannot end
             self._end_watch()
             with self.driver.relaxed_capture():
-                if not self.rescue.close() and self not in _stuck:
-                    _stuck.append(self)
+                if not self.rescue.close() and self not in stuck:
+                    stuck.append(self)
             for event in (self.into, self.out_of, self._between):
                 self.driver.destroy_event(event)
             for stream in self._streams:
@@ -314,10 +314,10 @@ class CudaSite:
         come, this object keeps the memory.
         """
         if self.closed:
-            has_ended = self not in _stuck
+            has_ended = self not in stuck
         else:
             with self.driver.current(), self.driver.relaxed_capture():
-                has_drained = self.watch.failure is None or (self not in _stuck and self.drain())
+                has_drained = self.watch.failure is None or (self not in stuck and self.drain())
                 has_ended = has_drained and self.rescue.forget(bases)
         if not has_ended:
             self._never_freed.append(memory)
@@ -413,7 +413,7 @@ class CudaSite:
             return True
         with self.driver.current():
             if not self._are_released():
-                _stuck.append(self)  # streams may still write to its memory
+                stuck.append(self)  # streams may still write to its memory
         return False
 
     def _has_passed(self, deadline: float) -> bool:
