@@ -315,6 +315,7 @@ _SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
 
 VARIABLES = (
     *(f"SIDELANE_{name.upper()}" for name in _SETTINGS),
-    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER", "SIDELANE_SERVERS"),  # settings of the process
+    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),  # settings of the process
+    "SIDELANE_SERVERS",  # for processes of vLLM and SGLang
     "SIDELANE_COMMIT",  # for results: which code ran
 )

@@ -74,7 +74,7 @@ def test_even_calls(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2, 3, gpu=True)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_uneven_calls(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Ranks with rows of their own number, among them none."""
     n, rank = group.size(), group.rank()
