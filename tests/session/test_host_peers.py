@@ -26,7 +26,9 @@ def inputs(comm: Communicator, numel: int) -> list[torch.Tensor]:
     """The input of every rank."""
     made = (torch.Generator().manual_seed(7 * rank + numel) for rank in range(comm.world_size))
     return [
-        torch.randint(-9999, 9999, (comm.world_size * numel,), dtype=torch.int32, generator=each).to(comm.device)
+        torch.randint(-9999, 9999, (comm.world_size * numel,), dtype=torch.int32, generator=each, device="cpu").to(
+            comm.device
+        )
         for each in made
     ]
 
