@@ -269,8 +269,8 @@ def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterat
     with (
         mock.patch.object(dispatch, "MOST_STAGED", limits),
         mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
-        mock.patch.object(dist.ProcessGroup, "_start_coalescing", lambda *_: None),  # Gloo has none
-        mock.patch.object(dist.ProcessGroup, "_end_coalescing", lambda *_: None),
+        mock.patch.object(dist.ProcessGroup, "_start_coalescing", return_value=None),  # Gloo has none
+        mock.patch.object(dist.ProcessGroup, "_end_coalescing", return_value=None),
     ):
         yield ours
 
