@@ -248,14 +248,13 @@ class ServerGroup:
     def normalises(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
-            self.takes(x, weight, dtypes=_NORMALISED)
-            and not self._batch_invariant
+            self.fuses()
+            and self.takes(x, weight, dtypes=_NORMALISED)
             and x.dim() == 2
             and x.dtype == weight.dtype
             and x.shape[0] <= MOST_TOKENS
             and x.shape[1] * x.itemsize % 4 == 0
             and x.shape[1] * x.itemsize <= MOST_ROW_BYTES
-            and self._has_kernels()
         )
 
     def all_reduce_rms_norm(
@@ -279,10 +278,12 @@ class ServerGroup:
             return None
         return all_reduce_rms_norm(self._calls(), x, residual, weight, eps=eps, **tensors)
 
-    def _has_kernels(self) -> bool:
-        comm = self._calls()
-        runs = comm.device.type == "cuda" or INTERPRETED
-        return runs and comm.world_size <= _MOST_FUSED_RANKS and not comm.backend.through_host
+    def fuses(self) -> bool:
+        """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
+        comm = self.comm
+        if comm is None or self._batch_invariant or comm.backend.through_host:
+            return False
+        return comm.world_size <= _MOST_FUSED_RANKS and (comm.device.type == "cuda" or INTERPRETED)
 
     def suspend(self) -> str:
         """Release the memory of the communicator, with all ranks; return why it stays, or an empty text.
