@@ -17,6 +17,7 @@ variable                      meaning                                           
 ``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (f)
 ``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (g)
 ``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (h)
+``SIDELANE_SERVERS``          1: servers use Sidelane, as if their own variable of plug-ins named it            (i)
 ``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
 ============================  ===========================================================================  =======
 
@@ -28,6 +29,7 @@ variable                      meaning                                           
 (f) 0. It is no setting of a communicator.
 (g) none is written (docs/guide/observability.md). It is no setting of a communicator.
 (h) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
+(i) 0 (docs/guide/vllm.md). It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (results/notes/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -173,6 +175,15 @@ def show_log() -> None:
         log.show(level)
 
 
+def is_for_servers() -> bool:
+    """Return whether ``SIDELANE_SERVERS`` asks the plug-ins for servers to replace what they can.
+
+    Raises:
+        ValueError: its value is neither 0 nor 1.
+    """
+    return _switch("SIDELANE_SERVERS", os.environ.get("SIDELANE_SERVERS", "0"))
+
+
 def start_observers() -> None:
     """Start what the environment asks for: log, NVTX ranges, metrics and flight recorder. Again it changes nothing.
 
@@ -306,5 +317,6 @@ _SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
 VARIABLES = (
     *(f"SIDELANE_{name.upper()}" for name in _SETTINGS),
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),  # settings of the process
+    "SIDELANE_SERVERS",  # for processes of vLLM and SGLang
     "SIDELANE_COMMIT",  # for results: which code ran
 )

@@ -139,11 +139,11 @@ class _Chunked:
                 self.overwrites = True
             for sender, unplaced in _segments(call):
                 segment = unplaced.on(placed)
-                to = tuple(segment.targets)
+                receivers = tuple(segment.targets)
                 if segment.reduction is not None and n > 1:
-                    self.added.setdefault((sender, to[0]), []).append(segment)
-                elif to != (sender,):
-                    self.moved.setdefault((sender, to), []).append(segment)
+                    self.added.setdefault((sender, receivers[0]), []).append(segment)
+                elif receivers != (sender,):
+                    self.moved.setdefault((sender, receivers), []).append(segment)
                 elif segment.targets[sender] != segment.source:
                     self.own[sender].append(Copy(segment.targets[sender], segment.source))
         self.piece_bytes = piece_bytes or self._worthwhile_bytes()
