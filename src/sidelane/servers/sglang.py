@@ -11,6 +11,7 @@ SGLang's, as before.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from sidelane.ops.rms_norm import MOST_TOKENS
 from sidelane.servers.group import ServerGroup
 from sidelane.servers.setting import is_named, line, misfit
 
-VARIABLE = "SGLANG_PLUGINS"
 FIRST, LAST = "0.5.12", "0.5.15"
 """Versions of SGLang that fit: the first and the last one whose classes the tests have been run with."""
 
@@ -31,12 +31,14 @@ LOG = logging.getLogger("sglang.sidelane")
 
 _STATE = "sglang.srt.distributed.parallel_state"
 _CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
-_NORM = "sglang.srt.layers.flashinfer_comm_fusion"
+_CALLS = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
+_FUSED = "flashinfer_allreduce_residual_rmsnorm"
 _WEIGHTS = (
     ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"),  # 0.5.12
     ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
 )
-_made: list[ServerGroup] = []
+made: list[ServerGroup] = []
+"""Objects of this process, one for each group of ranks."""
 
 
 def register() -> None:
@@ -44,7 +46,7 @@ def register() -> None:
 
     It is the entry point ``sidelane`` of the group ``sglang.srt.plugins``. SGLang logs what it raises, and goes on.
     """
-    if not is_named(VARIABLE):
+    if not is_named("SGLANG_PLUGINS"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu, is_cuda
@@ -76,7 +78,7 @@ def hooks(is_cpu: bool) -> dict[str, Callable[..., Any]]:
         f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _reduce_scatter,
         f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _all_gather,
         "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion": _fuses,
-        f"{_NORM}.flashinfer_allreduce_residual_rmsnorm": _norm(),
+        f"sglang.srt.layers.flashinfer_comm_fusion.{_FUSED}": _norm(),
         f"{module}.{owner}.release_memory_occupation": _release,
         f"{module}.{owner}.resume_memory_occupation": _resume,
     }
@@ -94,7 +96,7 @@ def _is_deterministic() -> bool:
 def _enable(original: Callable[..., None], enable: bool) -> None:
     """Leave custom all-reduces on in deterministic mode, for which SGLang switches its own off."""
     if not (enable or _is_deterministic()):
-        _say([], {"everything": "--disable-custom-all-reduce"})
+        announce((), (("everything", "--disable-custom-all-reduce"),))
     original(enable or _is_deterministic())
 
 
@@ -104,38 +106,28 @@ def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Calla
     def make(group: Any, device: Any) -> Any:
         is_deterministic = _is_deterministic()
         served = ServerGroup(group, device, batch_invariant=is_deterministic)
-        if served.comm is None and not is_deterministic:
-            _say([], {"everything": served.reason})
-            return original(*args, **options)(group=group, device=device)
-        replaced, kept = ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"], {}
-        norm = "flashinfer_allreduce_residual_rmsnorm"
         if served.comm is None:
-            replaced, kept = [], {"everything": served.reason}
-        elif is_deterministic:
-            kept[norm] = "deterministic mode: the operator does not round the sum, which SGLang does"
-        elif not served.fuses():
-            kept[norm] = "no kernels for these ranks"
-        else:
-            replaced.append(norm)
-        if served.comm is not None and _is_symmetric():
-            replaced, kept = replaced[3:], {**kept, ", ".join(replaced[:3]): "--enable-symm-mem"}
-        _say(replaced, kept)
-        _made.append(served)
+            announce((), (("everything", served.reason),))
+            return served if is_deterministic else original(*args, **options)(group=group, device=device)
+        replaced, kept = [*_CALLS, _FUSED], {}
+        if not served.fuses():
+            exact = "deterministic mode: the operator does not round the sum, which SGLang does"
+            kept[replaced.pop()] = exact if is_deterministic else "no kernels for these ranks"
+        if _is_symmetric():
+            replaced, kept[", ".join(_CALLS)] = replaced[3:], "--enable-symm-mem"
+        announce(tuple(replaced), tuple(kept.items()))
+        made.append(served)
         return served
 
     return make
 
 
-def _say(replaced: list[str], kept: dict[str, str]) -> None:
+@functools.cache
+def announce(replaced: tuple[str, ...], kept: tuple[tuple[str, str], ...]) -> None:
+    """Log what was replaced, and what stays with the reason, once in a process, which may have several groups."""
     from sglang.version import __version__ as version
 
-    text = line("sglang", version, replaced, kept)
-    if text not in _said:  # a process has several groups
-        _said.add(text)
-        LOG.log(logging.INFO if replaced else logging.WARNING, text)
-
-
-_said: set[str] = set()
+    LOG.log(logging.INFO if replaced else logging.WARNING, line("sglang", version, replaced, dict(kept)))
 
 
 def _of(group: Any) -> ServerGroup | None:
@@ -195,8 +187,9 @@ def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
     return all(size == 1 or (each is not None and each.fuses()) for size, each in served)
 
 
-def _norm() -> Callable[..., Any]:
-    """Return the hook of the all-reduce with residual and norm: an operator of PyTorch, which compilers keep whole."""
+@functools.cache
+def _operator() -> tuple[Any, torch.library.Library]:
+    """Define the all-reduce with residual and norm for compilers, and return it with its library, which must stay."""
     library = torch.library.Library("sidelane_sglang", "FRAGMENT")
     library.define(
         "all_reduce_rms_norm(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool is_attention)"
@@ -208,31 +201,23 @@ def _norm() -> Callable[..., Any]:
         lambda x, residual, *_: (torch.empty_like(x), torch.empty_like(residual)),
         lib=library,
     )
-    _libraries.append(library)  # it undoes its work when it goes
+    return torch.ops.sidelane_sglang.all_reduce_rms_norm, library
 
-    def hook(
-        original: Callable[..., Any],
-        input_tensor: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        *args: Any,
-        use_attn_tp_group: bool = True,
-        **options: Any,
-    ) -> Any:
-        served = _of(_groups()[not use_attn_tp_group])
-        if served is None or not served.fuses():
-            return original(input_tensor, residual, weight, eps, *args, use_attn_tp_group=use_attn_tp_group, **options)
-        if not served.normalises(input_tensor, weight):  # FlashInfer may, and says None if it does not
-            found = original(input_tensor, residual, weight, eps, *args, use_attn_tp_group=use_attn_tp_group, **options)
-            if found[0] is not None:
-                return found
-        return torch.ops.sidelane_sglang.all_reduce_rms_norm(input_tensor, residual, weight, eps, use_attn_tp_group)
+
+def _norm() -> Callable[..., Any]:
+    """Return the hook of the all-reduce with residual and norm."""
+    operator, _ = _operator()
+
+    def hook(original: Callable[..., Any], **given: Any) -> Any:
+        from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
+
+        x, weight, is_attention = given["input_tensor"], given["weight"], given["use_attn_tp_group"]
+        served = _of(_groups()[not is_attention])
+        if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
+            return original(**given)  # FlashInfer's
+        return operator(x, given["residual"], weight, given["eps"], is_attention)
 
     return hook
-
-
-_libraries: list[torch.library.Library] = []
 
 
 def _normalise(
@@ -250,14 +235,14 @@ def _normalise(
 def _release(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Release the memory of communicators, too; the scheduler is idle on all ranks."""
     answer = original(*args, **options)
-    for served in _made:
+    for served in made:
         if served.comm is not None and (why := served.suspend()):
             LOG.warning("Sidelane: a group was not suspended: %s", why)
     return answer
 
 
 def _resume(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    for served in _made:
+    for served in made:
         if why := served.resume():
             LOG.warning("Sidelane: a group was not resumed: %s", why)
     return original(*args, **options)
