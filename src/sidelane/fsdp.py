@@ -59,7 +59,7 @@ def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = 
         ValueError: FSDP2 shards nothing of the model, or this is on already.
         As :class:`sidelane.Communicator`.
     """
-    shards = _param_groups(model) if isinstance(model, nn.Module) else []
+    shards = param_groups(model) if isinstance(model, nn.Module) else []
     if not shards:
         text = f"fsdp.enable: the model has no module that fully_shard was applied to (value={type(model).__name__})"
         raise see(ValueError(text), Page.FSDP)
@@ -237,7 +237,7 @@ class Scatter(ReduceScatter):
         return work
 
 
-def _param_groups(model: nn.Module) -> list[Any]:
+def param_groups(model: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups. Modules given to it in one list share a group, which is here once."""
     found: dict[Any, None] = {}
     for module in model.modules():

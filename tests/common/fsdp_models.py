@@ -100,7 +100,7 @@ def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
 
 def collectives_of(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the objects that gather and scatter, for each group of parameters."""
-    return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp.param_groups(model)]
 
 
 def let_go_late(model: Model) -> None:

@@ -381,7 +381,7 @@ def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(
             exchanges.perhaps()
             exchanges.order += "s"
             beside["x"] += bool(exchanges.pending)
-            beside["g"] += any(params._all_gather_result is not None for params in fsdp._param_groups(model))
+            beside["g"] += any(params._all_gather_result is not None for params in fsdp.param_groups(model))
             return scatter(*given, **options)
 
         link.gather.all_gather, link.scatter.reduce_scatter = gathers, scatters

@@ -204,6 +204,7 @@ class GroupCall:
 
     Attributes:
         operation, outputs, inputs, opts, args, key: see above.
+        copies: outputs that ``args`` has copies of, with these copies, which are copied back.
         tensors: all tensors of the caller.
         is_async: the caller goes on before the call has ended.
         timeout: time-out of this call; 0 for the group's.
@@ -223,7 +224,7 @@ class GroupCall:
         key: RepeatKey | None = None,
     ) -> None:
         self.operation, self.outputs, self.inputs = operation, outputs, inputs
-        self.opts, self.args, self.key = opts, args, key
+        self.opts, self.args, self.key, self.copies = opts, args, key, Copies()
         self.tensors = (*outputs, *inputs)
         self.is_async = bool(getattr(opts, "asyncOp", True))
         self.timeout: timedelta = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)

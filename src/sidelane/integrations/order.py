@@ -141,7 +141,7 @@ class HostOrder:
             self._thread.drain()
         return self._mutex.run(job)
 
-    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+    def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group: on CPUs it does not wait for calls of this one."""
         return call()
 
@@ -246,20 +246,23 @@ class StreamOrder:
             return None
         return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
 
-    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+    def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
-        if self._side is None:
-            return call()
-        if not is_async:
-            _wait_for(self._side)
+        side = self._side
+        if side is not None and not is_async:
+            _wait_for(side)
+        if side is None or not is_async:
             return call()
 
         def called() -> dist.Work:
             work = call()
-            work.wait()  # the stream does, not the host
+            work.wait()  # the stream does, not the host; NCCL's work holds its tensors until then only
+            for tensor in tensors:
+                if tensor.is_cuda and tensor.layout is torch.strided:
+                    tensor.record_stream(side.stream)
             return work
 
-        return self._side.run(called)
+        return side.run(called)
 
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""

@@ -223,7 +223,7 @@ class CommunicationWays:
     def __init__(self, model: nn.Module, rank: Rank, engines: Callable[[], Any], timeout_s: float) -> None:
         self._model, self._rank, self._engines = model, rank, engines
         self._config = dataclasses.replace(settings.current(), timeout_s=timeout_s)
-        self._params = fsdp._param_groups(model)
+        self._params = fsdp.param_groups(model)
         self._group: dist.ProcessGroup = self._params[0].mesh_info.shard_process_group
         self._library = (
             [params._all_gather_comm for params in self._params],
