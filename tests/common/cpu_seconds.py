@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
 
 SHOWN = 10
+
+servers: list[int] = []
+"""Processes that all tests share. What they have done themselves is no part of a test; what their children do is."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,13 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its descendants, those that have ended included (Linux)."""
-    ticks, waiting, server = 0, [str(os.getpid())], str(forkserver._forkserver._forkserver_pid)
+    ticks, waiting = 0, [str(os.getpid())]
     while waiting:
         process = waiting.pop()
         with contextlib.suppress(OSError):  # it has ended meanwhile, or there is no such file
             with open(f"/proc/{process}/stat") as stat:
                 own_and_ended = stat.read().rpartition(")")[2].split()[11:15]
-            ticks += sum(map(int, own_and_ended[2 * (process == server) :]))
+            ticks += sum(map(int, own_and_ended[2 * (int(process) in servers) :]))
             for thread in os.listdir(f"/proc/{process}/task"):
                 with open(f"/proc/{process}/task/{thread}/children") as children:
                     waiting += children.read().split()
