@@ -23,7 +23,7 @@ from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.kernel_program import arrange
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged, through_host
 from sidelane.program import kernel_chunks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
@@ -33,7 +33,7 @@ from sidelane.program.verify import verify_sequence
 
 TILE = 64
 BLOCKS = 2
-for module in (block_flags, broadcast, kernel_chunks):
+for module in (block_flags, broadcast, kernel_chunks, through_host):
     module.TILE_BYTES = TILE
 broadcast.RELAYED_TILE_BYTES = TILE
 staged.MOVED_TILE_BYTES = staged.REDUCED_TILE_BYTES = TILE

@@ -76,7 +76,7 @@ class CudaBackend(Backend):
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         implementations = (DMA, SM) if kernels else (DMA,)
         known = self.kernels_move_bytes and not self.through_host
-        self.abilities = Abilities(implementations, self.features.graphs, known)
+        self.abilities = Abilities(implementations, self.features.graphs, known, self.through_host)
         self._side: SideStream | None = None  # of asynchronous calls
         self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams

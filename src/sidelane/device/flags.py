@@ -87,15 +87,53 @@ def signal(arenas, rank, generation, phase, N: tl.constexpr):
     # One thread releases; the barrier orders the accesses of all threads before it.
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arenas, phase) + rank
+    flags = _flags(arenas, phase, tl.program_id(0)) + rank
     tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr):
+    """Signal block number ``block`` on each of N ranks as :func:`signal` does, by stores to arenas in host memory.
+
+    An atomic operation there crosses PCIe and back, and blocks that make them wait for each other
+    (results/notes/kernels.md): on NVIDIA's GPUs, threads fence instead, and one of them stores.
+    """
+    tl.debug_barrier()
+    lane = tl.arange(0, MAX_RANKS)
+    flags, values = _flags(arenas, phase, block) + rank, tl.zeros([MAX_RANKS], tl.int32) + generation
+    if is_nvidia():
+        _fence_sys()
+        tl.store(flags, values, mask=lane < N)
+    else:
+        tl.atomic_xchg(flags, values, mask=lane < N, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_block(arena, senders, generation, status, spent, phase, block):
+    """Wait for signals of :func:`signal_block` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P]."""
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, block) + lane
+    if is_nvidia():
+        spent = _poll(flags, senders, generation, status, spent, MOST_AHEAD)
+        _fence_sys()
+        tl.debug_barrier()
+        return spent
+    return wait_for_words(flags, senders, generation, status, spent, MOST_AHEAD)
+
+
+@triton.jit
+def _fence_sys():
+    """Order all accesses of each thread before it ahead of all after it, for every GPU and the host."""
+    zeros = tl.zeros([MAX_RANKS], tl.int32)
+    assembly: tl.constexpr = "fence.acq_rel.sys; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(assembly, "=r,r", [zeros], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
     """Signal as :func:`signal` does, without ordering memory, for a peer that only waits for this kernel to run."""
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arenas, PHASE) + rank
+    flags = _flags(arenas, PHASE, tl.program_id(0)) + rank
     tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="relaxed", scope="sys")
 
 
@@ -109,7 +147,7 @@ def wait(arena, generation, status, spent, phase, N: tl.constexpr):
         ``spent``, not 0 if the host has abort the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, tl.program_id(0)) + lane
     return wait_for_words(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
@@ -117,7 +155,7 @@ def wait(arena, generation, status, spent, phase, N: tl.constexpr):
 def wait_for_rank(arena, sender, generation, status, spent, phase):
     """Wait as :func:`wait` does, for one rank."""
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, tl.program_id(0)) + lane
     return wait_for_words(flags, lane == sender, generation, status, spent, MOST_AHEAD)
 
 
@@ -128,7 +166,7 @@ def relaxed_wait(arena, generation, status, spent, PHASE: tl.constexpr, N: tl.co
     It is for a block that only needs to know that the kernels of all ranks run, and that ends after it.
     """
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE, tl.program_id(0)) + lane
     _poll(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
@@ -229,8 +267,8 @@ def abort_word(status):
 
 
 @triton.jit
-def _flags(arenas, phase):
-    place = FLAGS_OFFSET + 4 * MAX_RANKS * (phase * MAX_BLOCKS + tl.program_id(0))
+def _flags(arenas, phase, block):
+    place = FLAGS_OFFSET + 4 * MAX_RANKS * (phase * MAX_BLOCKS + block)
     return (arenas + place).to(tl.pointer_type(tl.int32))
 
 
