@@ -21,6 +21,7 @@ from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation, Variant
+from sidelane.sizes import format_bytes
 
 SMALL_BYTES = 1 << 20
 """Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends
@@ -55,6 +56,20 @@ every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. 
 kernels that read the tensors in place stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
 probes, in results/notes/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
+HOST_KERNEL_BYTES: Mapping[Kind, int] = MappingProxyType(
+    {
+        Kind.ALL_GATHER: 16 * MB,
+        Kind.ALL_TO_ALL: 16 * MB,
+        Kind.BROADCAST: 16 * MB,
+        Kind.REDUCE_SCATTER: 64 * MB,
+        Kind.ALL_REDUCE: 64 * MB,
+    }
+)
+"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Kernels store 44 GB/s over
+PCIe and load 43, in a few microseconds; copy engines move 28 GB/s in 4 MiB and 39 in 16, and take no compute units.
+Measured with two ranks on one H200 (results/notes/kernels.md); more ranks are predicted. A kernel's all_reduce loads
+the inputs of all other ranks, so that its bytes are divided by the square of their number."""
+
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
 
@@ -79,6 +94,8 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if call.world_size == 1:
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
+    if abilities.through_host and (profile is None or call.listed):
+        return _through_host(call, legal)
     if call.listed and abilities.captures:
         return _of_list(call, legal)
     curves = () if profile is None else profile.comparable(call)
@@ -147,6 +164,22 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
         pick, how = next(found for found in legal if found.variant == FIRST), "one copy engine a rank"
     others = tuple((found, None) for found in legal if found is not pick)
     return Choice(pick, f"a list of tensors: {how}", ((pick, None), *others))
+
+
+def _through_host(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
+    """Choose where host memory is between the GPUs, without a measurement of this machine."""
+    most = HOST_KERNEL_BYTES.get(call.kind, 0)
+    if call.kind is Kind.ALL_REDUCE:
+        most //= (call.world_size - 1) ** 2
+    kernel = next((found for found in legal if found.implementation == SM), None)
+    if kernel is not None and call.nbytes < most:
+        pick, how = kernel, f"a kernel below {format_bytes(most)}"
+    else:
+        pick, how = next(found for found in legal if found.variant == FIRST), "one copy engine a rank"
+    others = tuple((found, None) for found in legal if found is not pick)
+    return Choice(
+        pick, f"through host memory, nothing was measured here; rule of thumb: {how}", ((pick, None), *others)
+    )
 
 
 def _wide(candidate: Candidate) -> Candidate:

@@ -307,9 +307,10 @@ def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_out
 
 
 def _protocol_through_host(program: KernelProgram) -> Protocol:
-    if not (program.listed or program.two_shot) and program.part_bytes <= HOST_LL_BYTES:
-        return Protocol.LL
-    return Protocol.REDUCE if program.two_shot else Protocol.HOST
+    if program.two_shot:
+        return Protocol.REDUCE
+    is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
+    return Protocol.LL if is_small and not program.listed else Protocol.HOST
 
 
 def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:
