@@ -10,7 +10,7 @@ variable                      meaning                                           
 ``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
 ``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
 ``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
-``SIDELANE_PEERS``            ``host``: GPUs reach each other through host memory (never run on GPUs yet)    gpu
+``SIDELANE_PEERS``            ``host``: host memory between GPUs; ``gpu``: their own                         auto
 ``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (d)
 ``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
 ``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (e)
@@ -60,8 +60,8 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """Values of the hint ``beside``: the computation that runs next to a call."""
 
-GPU, HOST = "gpu", "host"
-PEERS = (GPU, HOST)
+CHOSEN, GPU, HOST = "auto", "gpu", "host"
+PEERS = (CHOSEN, GPU, HOST)
 """Values of ``Config.peers``: memory through which GPUs reach each other."""
 
 BUILTIN = "builtin"
@@ -85,8 +85,9 @@ class Config:
         deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
             rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
             ranks.
-        peers: memory through which GPUs reach each other: ``gpu`` is their own, ``host`` is host memory, for GPUs that
-            cannot reach each other's (never run on GPUs yet). The same on all ranks.
+        peers: memory through which GPUs reach each other: ``gpu`` is their own, ``host`` is host memory; ``auto``
+            takes host memory if some pair of GPUs cannot reach each other's (docs/guide/without-nvlink.md). The same on
+            all ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
         warn_s: seconds after which a wait for a peer is a line of the log, once, that names the call and the ranks
@@ -99,7 +100,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
-    peers: str = GPU
+    peers: str = CHOSEN
     virtual_nodes: tuple[int, ...] | None = None
     deterministic: bool = False
     warn_s: float = DEFAULT_WARN_S

@@ -129,6 +129,8 @@ def illegal_reason(call: CallShape, candidate: Candidate, abilities: Abilities =
     if call.resharded and not reshards(candidate):
         return "takes contiguous parts only"
     algorithm = candidate.algorithm(call.kind)
+    if algorithm is not None and algorithm.through_host and not abilities.through_host:
+        return "is for host memory between GPUs"
     return _of_kernel(call, candidate) if algorithm is None else _of_algorithm(call, algorithm)
 
 

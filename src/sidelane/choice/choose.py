@@ -21,7 +21,6 @@ from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation, Variant
-from sidelane.sizes import format_bytes
 
 SMALL_BYTES = 1 << 20
 """Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends
@@ -94,9 +93,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if call.world_size == 1:
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
-    if abilities.through_host and (profile is None or call.listed):
-        return _through_host(call, legal)
-    if call.listed and abilities.captures:
+    if call.listed and abilities.captures and not abilities.through_host:
         return _of_list(call, legal)
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
@@ -105,7 +102,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if beside is not None:
         times = [(found, None if us is None else _together_us(beside, found, us)) for found, us in times]
     if all(us is None for _, us in times):
-        return _by_heuristic(call, legal, tuple(times), measured=profile is not None)
+        return _by_heuristic(call, legal, tuple(times), abilities.through_host, measured=profile is not None)
     what = f" with {beside}" if beside is not None else ""
     return select(times, equal=EQUALS, beside=what, basis=_differences(call, curves[0]))
 
@@ -166,22 +163,6 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     return Choice(pick, f"a list of tensors: {how}", ((pick, None), *others))
 
 
-def _through_host(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
-    """Choose where host memory is between the GPUs, without a measurement of this machine."""
-    most = HOST_KERNEL_BYTES.get(call.kind, 0)
-    if call.kind is Kind.ALL_REDUCE:
-        most //= (call.world_size - 1) ** 2
-    kernel = next((found for found in legal if found.implementation == SM), None)
-    if kernel is not None and call.nbytes < most:
-        pick, how = kernel, f"a kernel below {format_bytes(most)}"
-    else:
-        pick, how = next(found for found in legal if found.variant == FIRST), "one copy engine a rank"
-    others = tuple((found, None) for found in legal if found is not pick)
-    return Choice(
-        pick, f"through host memory, nothing was measured here; rule of thumb: {how}", ((pick, None), *others)
-    )
-
-
 def _wide(candidate: Candidate) -> Candidate:
     """Return the wide kernel whose times stand in for a narrow one: equal up to a MiB, some percent less above."""
     return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
@@ -196,10 +177,12 @@ def _staging_us(call: CallShape, candidate: Candidate) -> float:
     return STAGED_US[Variant.of(candidate.variant).algorithm] + call.nbytes / STAGING_BYTES_PER_US
 
 
-def _by_heuristic(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
+def _by_heuristic(
+    call: CallShape, legal: tuple[Candidate, ...], table: Table, through_host: bool, *, measured: bool
+) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    most = _most_by_heuristic(call)
+    most = _most_through_host(call) if through_host else _most_by_heuristic(call)
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
@@ -216,6 +199,12 @@ def _most_by_heuristic(call: CallShape) -> float:
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES
     return math.inf if _is_relayed(call) else BROADCAST_BYTES
+
+
+def _most_through_host(call: CallShape) -> int:
+    """Return the bytes below which a kernel without measurements is taken through host memory."""
+    most = HOST_KERNEL_BYTES.get(call.kind, 0)
+    return most // (call.world_size - 1) ** 2 if call.kind is Kind.ALL_REDUCE else most
 
 
 def _is_relayed(call: CallShape) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
-from sidelane.config import GPU, HOST
+from sidelane.config import CHOSEN, HOST
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
@@ -26,6 +27,8 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaArrival, CudaTrigger, require_free_channel
 from sidelane.execute.cuda.virtual import VirtualMemory
+from sidelane.machine.local import peer_access
+from sidelane.machine.peers import PeerMemory, decide
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
@@ -63,9 +66,9 @@ class CudaBackend(Backend):
         timeout_s: float,
         *,
         like: CudaBackend | None = None,
-        peers: str = GPU,
+        peers: str = CHOSEN,
     ) -> None:
-        self.through_host = peers == HOST if like is None else like.through_host
+        self.peers = agree_on_peers(exchange, device, peers) if like is None else like.peers
         self.memory: SymmetricMemory = (
             PinnedMemory(exchange, device) if self.through_host else TorchSymmetricMemory(exchange, device, timeout_s)
         )
@@ -374,3 +377,26 @@ class CudaMarkedWork(CudaWork):
     def _require_all_marks(self) -> None:
         if self._unmarked:
             raise RuntimeError(f"wait: triggers that were not fired in this capture (value={sorted(self._unmarked)})")
+
+
+def agree_on_peers(exchange: Exchange, device: torch.device, setting: str) -> PeerMemory:
+    """Return the memory between the ranks' GPUs. Collective.
+
+    Args:
+        exchange: connection of the ranks.
+        device: device of this rank.
+        setting: ``Config.peers``.
+
+    Raises:
+        MismatchError: ranks have different settings.
+        PeerError, PeerTimeoutError: a rank did not take part.
+    """
+
+    def own() -> tuple[str, str]:
+        gpu, reached = peer_access(device, exchange.world_size) if setting == CHOSEN else ("", {})
+        return gpu, json.dumps(reached)
+
+    posted = exchange(f"the memory between GPUs (Config.peers={setting!r})", own)
+    if setting != CHOSEN:
+        return PeerMemory(setting == HOST, f"Config.peers is {setting!r}")
+    return decide([(gpu, json.loads(reached)) for gpu, reached in posted])

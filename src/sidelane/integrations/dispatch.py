@@ -324,7 +324,7 @@ class GroupDispatcher:
         if not isinstance(communicator, Communicator):
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
-        choice = communicator.last_choice()
+        choice, self.ledger.peers = communicator.last_choice(), communicator.backend.peers
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
