@@ -36,6 +36,7 @@ BLOCKS = 2
 for module in (block_flags, broadcast, kernel_chunks, through_host):
     module.TILE_BYTES = TILE
 broadcast.RELAYED_TILE_BYTES = TILE
+through_host.LEAST_ROUNDS = 1
 staged.MOVED_TILE_BYTES = staged.REDUCED_TILE_BYTES = TILE
 direct.MOVED_TILE_BYTES = direct.LISTED_TILE_BYTES = direct.TILE_BYTES = TILE
 direct.PAIR_TILE_BYTES = direct.FEW_TILE_BYTES = TILE

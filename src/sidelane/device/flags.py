@@ -92,17 +92,28 @@ def signal(arenas, rank, generation, phase, N: tl.constexpr):
 
 
 @triton.jit
-def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr):
+def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr, STORED: tl.constexpr = True):
     """Signal block number ``block`` on each of N ranks as :func:`signal` does, by stores to arenas in host memory.
 
-    An atomic operation there crosses PCIe and back, and blocks that make them wait for each other
-    (results/notes/kernels.md): on NVIDIA's GPUs, threads fence instead, and one of them stores.
+    On NVIDIA's GPUs one warp fences, and stores: fences of system scope wait for each other, 1.4 us each, and an atomic
+    operation crosses PCIe and back (results/notes/kernels.md). ``STORED``: the peer waits for bytes that this block
+    has stored; False: it waits until they are loaded here. Then there is no fence: all threads have stored what they
+    have loaded, so that their loads have been performed.
     """
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
     flags, values = _flags(arenas, phase, block) + rank, tl.zeros([MAX_RANKS], tl.int32) + generation
     if is_nvidia():
-        _fence_sys()
+        if STORED:
+            assembly: tl.constexpr = """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 first, thread, 32;
+            @first fence.acq_rel.sys;
+            mov.u32 $0, $1;
+            }"""
+            values = tl.inline_asm_elementwise(assembly, "=r,r", [values], dtype=tl.int32, is_pure=False, pack=1)
         tl.store(flags, values, mask=lane < N)
     else:
         tl.atomic_xchg(flags, values, mask=lane < N, sem="release", scope="sys")
@@ -110,23 +121,50 @@ def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr):
 
 @triton.jit
 def wait_for_block(arena, senders, generation, status, spent, phase, block):
-    """Wait for signals of :func:`signal_block` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P]."""
+    """Wait for signals of :func:`signal_block` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P].
+
+    On NVIDIA's GPUs one warp loads the words, since each load crosses PCIe, and acquires.
+    """
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, block) + lane
     if is_nvidia():
-        spent = _poll(flags, senders, generation, status, spent, MOST_AHEAD)
-        _fence_sys()
+        missing, polls = 1, 0
+        while (missing != 0) & (spent == 0):
+            words = _load_by_first_warp(flags, senders, generation, "volatile")
+            late = _late(words, senders, generation, MOST_AHEAD, False)
+            missing = tl.max(late)
+            polls += 1
+            if polls % POLLS == 0:
+                report_late(status, lane, late, generation)
+                spent = tl.load(status.to(tl.pointer_type(tl.int32)), volatile=True)
+        _load_by_first_warp(flags, senders, generation, "acquire.sys")
         tl.debug_barrier()
         return spent
     return wait_for_words(flags, senders, generation, status, spent, MOST_AHEAD)
 
 
 @triton.jit
-def _fence_sys():
-    """Order all accesses of each thread before it ahead of all after it, for every GPU and the host."""
-    zeros = tl.zeros([MAX_RANKS], tl.int32)
-    assembly: tl.constexpr = "fence.acq_rel.sys; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(assembly, "=r,r", [zeros], dtype=tl.int32, is_pure=False, pack=1)
+def _load_by_first_warp(pointers, mask, generation, ORDER: tl.constexpr):
+    """Return words that the first warp of a block loads; other warps, and other lanes, get ``generation``."""
+    others = tl.zeros([MAX_RANKS], tl.int32) + generation
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred there;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 there, thread, 32;
+        setp.ne.and.s32 there, $2, 0, there;
+        mov.u32 $0, $3;
+        @there ld."""
+        + ORDER
+        + """.global.u32 $0, [$1];
+        }""",
+        "=&r,l,r,r",
+        [pointers, mask.to(tl.int32), others],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -1,17 +1,19 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
-"""Collectives of many bytes through host memory: half of the thread blocks store, and the other half load.
+"""Collectives of many bytes through host memory: a few thread blocks store, and the others load.
 
-    block b of rank 0        input -> own staging, chunk 0 | signal all | chunk 1 | signal all | ...
-    block B + b of rank 0    own output <- chunk 0 of every peer's staging, once it is there | chunk 1 | ... | read?
+    block b of B of rank 0    input -> own staging, chunk 0 | signal all | chunk 1 | signal all | ...
+    its LOADERS               own output <- chunk 0 of every peer's staging, once it is there | chunk 1 | ... | read?
 
 Stagings are in host memory, at the other end of each GPU's PCIe link, which moves bytes in both directions at once. So
-a chunk is loaded while the next ones are stored. A rank stores one copy for all peers, and its own part nowhere. Block
-B + b waits for block b of all ranks, its own included: in place it overwrites what block b has sent by then. ``read?``
-is a wait for the last blocks of all ranks: the next launch stores to the same staging.
+a chunk is loaded while the next ones are stored. A rank stores one copy for all peers, and its own part nowhere. The
+blocks B + b, 2 B + b, ... load what blocks b of all ranks have stored. They wait for their own rank's block b as well:
+in place they overwrite what it has sent by then. ``read?`` is a wait for the loaders of all ranks: the next launch
+stores to the same staging.
 
-Flags are stored behind a fence and polled by plain loads (``flags.signal_block``).
+Stores need few blocks, since they are posted, but each signal a fence (``flags.signal_block``), and fences wait for
+each other. Loads need many blocks, and no fence.
 
 Equivalent: see ``ll``. In place is allowed. In a broadcast the root stores, and the others load.
 
@@ -41,6 +43,13 @@ from sidelane.program.kernel_chunks import MOST_CHUNKS
 
 TILE_BYTES = 8192
 WARPS = 16
+SENDERS, LOADERS = 4, 4
+"""Blocks that store, and blocks that load for each of these: 4 of an H200 store 43 GB/s, and 16 load as many
+(results/notes/kernels.md)."""
+
+LEAST_ROUNDS = 8
+"""Smallest number of tiles that a block stores in a chunk, for which it fences once."""
+
 DONE = tl.constexpr(layout.PHASES - 1)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
@@ -67,18 +76,19 @@ def arrange(
         root: the only rank that sends; None if all do.
     """
     n = site.world_size
-    pairs = max(1, min(tiles.count, site.most_blocks // 2))
-    rounds = -(-tiles.count // (pairs * MOST_CHUNKS))
+    senders = max(1, min(SENDERS, tiles.count, site.most_blocks // (1 + LOADERS)))
+    rounds = max(LEAST_ROUNDS, -(-tiles.count // (senders * MOST_CHUNKS)))
     constants = {
         "N": n,
         "SHARDS": n if distinct else 1,
         "ROOTED": root is not None,
+        "LOADERS": LOADERS,
         **tiles.constants,
         **reduction_constants(reduction),
     }
     numbers = (staged_bytes, rounds, site.rank, root or 0, site.status, site.counters)
     addresses = padded(site.rotated(site.arenas)) + padded(site.rotated(stagings) if reduction is None else stagings)
-    return Launch(_through_host, 2 * pairs, WARPS, (*tiles.arguments, *numbers, *addresses), constants)
+    return Launch(_through_host, senders * (1 + LOADERS), WARPS, (*tiles.arguments, *numbers, *addresses), constants)
 
 
 @triton.jit
@@ -86,30 +96,30 @@ def _through_host(
     table, tiles, input, output, nbytes, input_stride, output_stride, staged, rounds, rank, root, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
-    N: tl.constexpr, SHARDS: tl.constexpr, ROOTED: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr,
-    UNIT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr,
-    DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, SHARDS: tl.constexpr, ROOTED: tl.constexpr, LOADERS: tl.constexpr, TABLE: tl.constexpr,
+    WORDS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
     generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
-    pairs = tl.num_programs(0) // 2
-    block = tl.program_id(0) % pairs
-    tile = block.to(tl.int64)
-    step = pairs * rounds
+    blocks = tl.num_programs(0) // (1 + LOADERS)
+    block, turn = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    step = blocks * rounds
     chunks = (tiles + step - 1) // step
     chunk = rounds * 0
-    if tl.program_id(0) < pairs:
+    if turn == 0:
         if not ROOTED or rank == root:
             own = s0 if OP == "" else address_of(stagings, rank, N)
             while chunk < chunks:
+                tile = chunk * step + block
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:
                     at_tile(_store, (own, staged, rank, N, SHARDS, ROOTED, OP == ""), call, tile,
                             TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
-                    tile += pairs
+                    tile += blocks
                 signal_block(arenas, rank, generation, 1 + chunk, block, N)
                 chunk += 1
     else:
@@ -119,6 +129,7 @@ def _through_host(
             while chunk < chunks:
                 senders = lane == root if ROOTED else lane < N
                 spent = wait_for_block(p0, senders, generation, status, spent, 1 + chunk, block)
+                tile = chunk * step + block + (turn - 1) * blocks
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:
                     if ROOTED:
@@ -130,10 +141,11 @@ def _through_host(
                     else:
                         at_tile(_reduce, (stagings, staged, rank, N, SHARDS, OP, DTYPE, ELEMENT_BYTES, FLOAT), call,
                                 tile, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
-                    tile += pairs
+                    tile += blocks * LOADERS
                 chunk += 1
-        signal_block(arenas, rank, generation, DONE, block, N)
-        wait_for_block(p0, lane < N, generation, status, spent, DONE, block)
+        loader = tl.program_id(0) - blocks
+        signal_block(arenas, rank, generation, DONE, loader, N, False)
+        wait_for_block(p0, lane < N, generation, status, spent, DONE, loader)
     end_generation(counters, generation)
 
 

@@ -48,8 +48,7 @@ NARROW_BLOCKS = 10
 in 171, 6 in 181, and 128 wide ones in 164 (probes: results/notes/probes.md)."""
 
 HOST_BLOCKS = 32
-"""Thread blocks of kernels through host memory. Over PCIe, 16 of an H200 store 44 GB/s and 16 load 43
-(results/notes/kernels.md)."""
+"""Thread blocks that a kernel through host memory may have (``kernels/through_host.py``)."""
 
 HOST_LL_BYTES = 64 << 10
 """Bytes from rank to rank up to which data travels with its own flags through host memory."""
@@ -79,7 +78,7 @@ class Protocol(StrEnum):
     for broadcasts. ``push``: into the peers' outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out
     of the peers' staging. ``reduce``: as ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of
     the peers' inputs, and in two shots into their outputs. ``send``: as ``direct`` in two shots, but into the peers'
-    staging. ``host``: as ``pull`` and ``reduce``, by half of the blocks each way, for staging in host memory.
+    staging. ``host``: as ``pull`` and ``reduce``, by other blocks each way, for staging in host memory.
     """
 
     LL = "ll"

@@ -1,4 +1,4 @@
-"""The shadow of the kernel through host memory (``kernels/through_host.py``): half of the blocks store, half load."""
+"""The shadow of the kernel through host memory (``kernels/through_host.py``): few blocks store, and the others load."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Iterator
 
 from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
+from sidelane.kernels import through_host as kernel
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_chunks import MOST_CHUNKS
 
 
 def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Program:
-    """Chunk by chunk, tiles go into the own staging; blocks of the second half load those of all peers. ``read``."""
-    n, pairs = program.world_size, max(1, blocks // 2)
-    halves = Blocks(n, pairs, tile_bytes)
-    tensors = Tensors(program, halves)
+    """Chunk by chunk, tiles go into the own staging; the loaders of a block load those of all peers. ``read``."""
+    n, senders = program.world_size, max(1, blocks // (1 + kernel.LOADERS))
+    grid = Blocks(n, senders, tile_bytes)
+    tensors = Tensors(program, grid)
     root, reduction = tensors.root, tensors.reduction
-    rounds = -(-sum(len(list(tensors.tiles(block))) for block in range(pairs)) // (pairs * MOST_CHUNKS))
+    counts = [len(list(tensors.tiles(block))) for block in range(senders)]
+    rounds = max(kernel.LEAST_ROUNDS, -(-sum(counts) // (senders * MOST_CHUNKS)))
 
     def chunks(block: int) -> Iterator[list[Tile]]:
         tiles = list(tensors.tiles(block))
-        most = max(len(list(tensors.tiles(other))) for other in range(pairs))
-        return (tiles[at : at + rounds] for at in range(0, most, rounds))
+        return (tiles[at : at + rounds] for at in range(0, max(counts), rounds))
 
     def store(rank: int, tile: Tile) -> Iterator[Command]:
         if tensors.shards == 1:
@@ -45,21 +46,21 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
             yield from reduced(tile.output(rank), tuple(srcs), reduction)
 
     def commands(rank: int, block: int) -> Iterator[Command | Apart]:
-        number = block % pairs
-        if block < pairs:
+        number, turn = block % senders, block // senders
+        if turn == 0:
             for chunk, tiles in enumerate(chunks(number) if root in (None, rank) else ()):
                 for tile in tiles:
                     yield from store(rank, tile)
-                yield from halves.tell(rank, number, 1 + chunk, but=root)
+                yield from grid.tell(rank, number, 1 + chunk, but=root)
             return
         for chunk, tiles in enumerate(chunks(number) if root != rank else ()):
             if root is None:
-                yield from halves.hear(rank, number, 1 + chunk)
+                yield from grid.hear(rank, number, 1 + chunk)
             else:
-                yield halves.hear_from(root, rank, number, 1 + chunk)
-            for tile in tiles:
+                yield grid.hear_from(root, rank, number, 1 + chunk)
+            for tile in tiles[turn - 1 :: kernel.LOADERS]:
                 yield from load(rank, tile)
-        yield from halves.meet(rank, number, DONE)
+        yield from grid.meet(rank, block - senders, DONE)
 
-    grid = Blocks(n, 2 * pairs, tile_bytes)
-    return made_of(program, grid, commands, staging_bytes=program.staging_bytes)
+    every = Blocks(n, senders * (1 + kernel.LOADERS), tile_bytes)
+    return made_of(program, every, commands, staging_bytes=program.staging_bytes)
