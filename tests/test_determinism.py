@@ -15,9 +15,10 @@ from marks import long, needs_triton
 from on_ranks import on_ranks
 from sweeps import communicator, variants
 
-from sidelane import Communicator, Config, config, fsdp, ops
+from sidelane import Communicator, Config, config, ops
 from sidelane.config import from_environment
 from sidelane.errors import Page, ProgramError, UnavailableError, page_of
+from sidelane.integrations import fsdp_calls
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build, build_batch
@@ -268,7 +269,7 @@ def test_other_backends_add_no_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     """FSDP2 and groups on several nodes have ways around a Sidelane group's calls."""
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     calls = SimpleNamespace(is_of=lambda group: False)
-    scatter = fsdp.Scatter(cast(Any, calls), cast(Any, None), True)
+    scatter = fsdp_calls.Scatter(cast(Any, calls), cast(Any, None), True)
     group: Any = None
     with pytest.raises(UnavailableError, match="nccl would make it \\(another group than that of the shards\\)"):
         scatter(torch.ones(2), torch.ones(4), group, dist.ReduceOp.AVG)
