@@ -139,11 +139,10 @@ def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_p
 
 
 def reducing(world: World, *dtype_names: str) -> None:
-    """Every kernel that reduces."""
+    """Every kernel that reduces; :func:`reducing_in_chunks` has the one of large messages."""
     delay = random.Random(world.rank)
     for dtype_name in dtype_names:
         _reduce_all(world, dtype_name, delay)
-    _reduce_in_chunks(world, dtype_names[0])
 
 
 def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
@@ -165,7 +164,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
                         _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
 
 
-def _reduce_in_chunks(world: World, dtype_name: str) -> None:
+def reducing_in_chunks(world: World, dtype_name: str) -> None:
     """More chunks than their slots, while rank 0 pauses so long that the others could get two chunks ahead."""
     reduction = Reduction(ReduceOp.SUM, dtype_name)
     shard_bytes = 82 * kernel_chunks.TILE_BYTES - 100 * reduction.element_bytes

@@ -44,6 +44,12 @@ def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> It
     yield from _lists(n, part, blocks, reduction)
 
 
+def half_of(names: set[str], which: str) -> list[str]:
+    """Return the ``first`` or ``second`` half of the names of kernels, in turn; all of them for any other word."""
+    start, step = {"first": (0, 2), "second": (1, 2)}.get(which, (0, 1))
+    return sorted(names)[start::step]
+
+
 def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
     few = part // 4 + 1  # each word is two commands
     for in_place in (False, True):

@@ -1,7 +1,8 @@
 """Ranks as processes under Triton's interpreter: what every block of a kernel does is what its shadow says.
 
-Run as a program with ``TRITON_INTERPRET=1``; the arguments are the number of ranks, and whether kernels of lists run as
-well. Each shadow is then given mistakes, which must be noticed.
+Run as a program with ``TRITON_INTERPRET=1``; the arguments are the number of ranks, and which kernels: ``lists`` for
+those of lists as well, ``first`` or ``second`` for a half of all others. Each shadow is then given mistakes, which must
+be noticed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from accesses import recorded
 from kernel_ranks import World, run_ranks
-from shadowed_kernels import kernels, name_of
+from shadowed_kernels import half_of, kernels, name_of
 from shadows import shadows_of
 from shadows.blocks import block_of
 from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
@@ -222,6 +223,8 @@ def cases(world_size: int, lists: bool) -> Iterator[KernelProgram]:
 def run(world: World) -> None:
     steps, noticed = 0, set[str]()
     every = list(cases(world.world_size, "lists" in sys.argv))
+    chosen = half_of({name_of(kernel) for kernel in every}, sys.argv[2])
+    every = [kernel for kernel in every if name_of(kernel) in chosen]
     for generation, kernel in enumerate(every, 1):
         steps += compare_blocks(world, kernel, generation, noticed)
     said = [f"rank {world.rank}: {len(every)} kernels, {steps} steps", *sorted(noticed)]
