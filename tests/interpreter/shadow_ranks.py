@@ -24,7 +24,7 @@ from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.kernel_program import arrange
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged, through_host
 from sidelane.program import kernel_chunks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
@@ -34,9 +34,10 @@ from sidelane.program.verify import verify_sequence
 
 TILE = 64
 BLOCKS = 2
-for module in (block_flags, broadcast, kernel_chunks):
+for module in (block_flags, broadcast, kernel_chunks, through_host):
     module.TILE_BYTES = TILE
 broadcast.RELAYED_TILE_BYTES = TILE
+through_host.LEAST_ROUNDS = 1
 staged.MOVED_TILE_BYTES = staged.REDUCED_TILE_BYTES = TILE
 direct.MOVED_TILE_BYTES = direct.LISTED_TILE_BYTES = direct.TILE_BYTES = TILE
 direct.PAIR_TILE_BYTES = direct.FEW_TILE_BYTES = TILE
