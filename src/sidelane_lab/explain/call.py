@@ -219,7 +219,7 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
         times = ", ".join(f"{candidate} {us:.4g} us" for candidate, us in found.simulated)
         say(console, f"simulated there: {times}")
     console.print()
-    console.print(_table(found).to_rich())
+    console.print(choice_table(found).to_rich())
     count = sum(len(lines) for _, lines in found.submitted)
     summary = found.summary or f"{count} commands in {len(found.submitted)} queues"
     say(console, f"Submitted by rank {RANK}: {summary}" + ("" if commands else " (--commands lists them)"))
@@ -233,7 +233,8 @@ def _named(candidate: Candidate) -> dict[str, str]:
     return {"implementation": candidate.implementation, "variant": candidate.variant}
 
 
-def _table(found: Explanation) -> Table:
+def choice_table(found: Explanation) -> Table:
+    """Return the candidates with their times, and why others are not possible."""
     lines = [
         Line(
             (candidate.implementation, candidate.variant, "-" if us is None else f"{us:.4g}"),
