@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ import torch
 
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
-from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
+from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
@@ -50,12 +49,11 @@ class Repeats:
 
     Attributes:
         backend: backend of the communicator.
-        replay: the calls in compiled code; it counts those that it has made, and knows whether the last one was
-            declined because its addresses came again, so that it is worth remembering.
-        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
-            anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
-            inside a capture, behind work on another stream, or while another thread submits. Python makes the call
-            then, or raises the error.
+        replay: the calls in compiled code; it counts those that it has made.
+        run: makes a call again: ``run(kind, tensors, details, variant, beside)``; with one argument more on a stream
+            beside the caller's, and returns its ``Mark``. It returns False, without doing anything, if the call is not
+            remembered or has changed; and None if it cannot run now: after a failure, inside a capture, or while
+            another thread submits. Python makes the call then, or raises the error.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Repeats:
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
             *(tuple(own.slots), tuple(record.address for record in own.slots), own.begun_address),
             *(control, control.post_call, control.lock, lock.acquire, lock.release),
-            *(count_writes, torch.Tensor),
+            *(count_writes, torch.Tensor, *((questions.streams,) if questions.streams else ())),
         )
         self.run = self.replay.run
         self._forgotten = 0  # how often
@@ -126,8 +124,9 @@ class Repeats:
             tensor_of = dict(program.tensor_indices)
             repetition = prepared.loaded.repetition(caller, [*tensor_of])
             rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
-            admits = functools.partial(all_ordinary, self._arguments)
-            form = admits, shape.distance is not None, shape.distance or 0, rows
+            device = self._arguments.device.index
+            place = heap.symmetric_ranges(), -1 if device is None else device
+            form = *place, shape.distance is not None, shape.distance or 0, rows
         else:
             repetition = prepared.loaded.repetition(caller)
         payload = self._calls.control.payload(prepared.signature)

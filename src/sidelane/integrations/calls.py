@@ -142,6 +142,7 @@ class GroupOperation:
         kind: name of the communicator's method; "" if Sidelane has no such operation.
         has_output_parts: the outputs are parts of one tensor for the communicator.
         has_input_parts: the inputs are.
+        is_listed: the communicator takes lists of tensors.
         repeats: calls of it are remembered (``order``).
         flat: reason why it takes no steps among several nodes; "" if it does.
     """
@@ -153,6 +154,7 @@ class GroupOperation:
     has_input_parts: bool = False
     repeats: bool = False
     flat: str = ""
+    is_listed: bool = False
 
     @property
     def lacking(self) -> GroupOperation:
@@ -162,7 +164,9 @@ class GroupOperation:
 
 ALL_GATHER = GroupOperation("all_gather_into_tensor", "_allgather_base", Kind.ALL_GATHER, repeats=True)
 ALL_GATHER_COALESCED = GroupOperation(
-    "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", Kind.ALL_GATHER
+    *("all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", Kind.ALL_GATHER),
+    repeats=True,
+    is_listed=True,
 )
 ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True)
 ALL_TO_ALL = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, repeats=True)
@@ -170,13 +174,15 @@ ALL_TO_ALL_UNEVEN = GroupOperation("all_to_all_single", "alltoall_base", Kind.AL
 ALL_TO_ALL_LIST = GroupOperation("all_to_all", "alltoall", Kind.ALL_TO_ALL, True, True, flat=_SPLITS)
 REDUCE_SCATTER = GroupOperation("reduce_scatter_tensor", "_reduce_scatter_base", Kind.REDUCE_SCATTER, repeats=True)
 REDUCE_SCATTER_COALESCED = GroupOperation(
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced", Kind.REDUCE_SCATTER
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced", Kind.REDUCE_SCATTER),
+    repeats=True,
+    is_listed=True,
 )
 REDUCE_SCATTER_LIST = GroupOperation("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER, has_input_parts=True)
 ALL_REDUCE = GroupOperation("all_reduce", "allreduce", Kind.ALL_REDUCE, repeats=True)
-ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE)
-ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE)
-ALL_REDUCE_COALESCED = GroupOperation("all_reduce_coalesced", "allreduce_coalesced", Kind.ALL_REDUCE)
+ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE, repeats=True, is_listed=True)
+ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE, repeats=True)
+ALL_REDUCE_COALESCED = dataclasses.replace(ALL_REDUCE_LIST, method="allreduce_coalesced")
 BROADCAST = GroupOperation("broadcast", "broadcast", Kind.BROADCAST, repeats=True)
 SCATTER = GroupOperation(
     "scatter", "scatter", Kind.SCATTER, has_input_parts=True, flat="scatter: all of it leaves by the root's network"

@@ -60,6 +60,7 @@ class GroupDispatcher:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
+        self._other_coalesces = False  # NCCL has begun to
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
@@ -74,18 +75,16 @@ class GroupDispatcher:
     def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
-        self._coalescing = []
-        if self.names.get(device.type) == "nccl":
-            self.life.other._start_coalescing(device)
+        self._coalescing, self._other_coalesces = [], False
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """Return the works kept since :meth:`begin_coalescing`, as one."""
         self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        if self.names.get(device.type) == "nccl":
+        if self._other_coalesces:
             last = self.life.other._end_coalescing(device)
             works = [*works, last] if last is not None else works
-        return JoinedWork(works)
+        return works[0] if len(works) == 1 else JoinedWork(works)
 
     def launch(
         self,
@@ -115,28 +114,30 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        if not operation.repeats:
+        if not (operation.repeats and outputs):
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
-        tensors, device = (*outputs, *inputs), outputs[0].device
-        key = (operation.name, detail, outputs[0].dtype, device)
+        tensors, first = (*outputs, *inputs), outputs[0]
+        nbytes, device = first.nbytes, first.device
+        key = (operation.name, detail, first.dtype, device)
         repeated = self._repeated.get(key)
         if (
             repeated is None
-            or opts.timeout > NO_TIMEOUT
-            or self._coalescing is not None
-            or (operation is calls.ALL_TO_ALL and tensors[0].nbytes >= STAGED_BYTES)  # see _slower_staged
-            or (device.type == "cpu" and self._captures())
+            or (operation is calls.ALL_TO_ALL and nbytes >= STAGED_BYTES)  # see _slower_staged
+            or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures()))
         ):
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         is_async = opts.asyncOp
         try:
-            work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
+            work = repeated.order.repeat(repeated, tensors, is_async)
         except Exception as error:
             self.life.explain(error)
             raise
         if work is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
-        nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
+        if operation.is_listed:
+            nbytes = max(sum(tensor.nbytes for tensor in side) for side in (outputs, inputs))
+        elif inputs:
+            nbytes = max(nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
         assert choice is not None
         if choice is not repeated.choice:
@@ -144,6 +145,8 @@ class GroupDispatcher:
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if is_async and nbytes <= SMALL_BYTES:
             self._held.append(work)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
         if observed is not None:
             observed.maker = self._maker(tensors)
         return work
@@ -283,7 +286,7 @@ class GroupDispatcher:
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
-            self._repeated[call.key] = RepeatedCall(communicator, call)
+            self._repeated[call.key] = RepeatedCall(communicator, call, self.life.orders[device])
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
@@ -293,6 +296,9 @@ class GroupDispatcher:
         self._note(call, device, name, call.refusal)
         try:
             args, copies = call.args, calls.Copies()
+            if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
+                self.life.other._start_coalescing(call.tensors[0].device)
+                self._other_coalesces = True
             if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
                 args, copies = calls.contiguous_arguments(call)
             work = getattr(self.life.other, call.operation.method)(*args)

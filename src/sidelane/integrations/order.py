@@ -43,9 +43,11 @@ class RepeatedCall:
     Args:
         communicator: communicator that makes them.
         call: first of these calls, which has a key.
+        order: order of the group's calls on the device.
 
     Attributes:
-        communicator: communicator that makes them.
+        communicator, order: see above.
+        is_listed: they have lists of tensors.
         dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
@@ -55,9 +57,10 @@ class RepeatedCall:
         row: row of the report for calls of that choice.
     """
 
-    def __init__(self, communicator: Communicator, call: GroupCall) -> None:
+    def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
-        self.communicator, self._options = communicator, call.options
+        self.communicator, self.order, self._options = communicator, order, call.options
+        self.is_listed = call.operation.is_listed
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
@@ -68,9 +71,15 @@ class RepeatedCall:
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
 
-    def make(self, tensors: Sequence[torch.Tensor]) -> None:
+    def columns(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Return the tensors of a call with lists as its lists, the outputs first."""
+        half = len(tensors) // 2
+        return (tensors,) if self.kind is Kind.ALL_REDUCE else (tensors[:half], tensors[half:])
+
+    def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        self._method(*[tensor.data for tensor in tensors], **self._options)
+        plain = tuple(tensor.data for tensor in tensors)
+        self._method(*(map(list, self.columns(plain)) if self.is_listed else plain), **self._options)
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -127,12 +136,12 @@ class HostOrder:
         self.alone(job)
         return EndedWork(outputs)
 
-    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+    def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one; see :meth:`StreamOrder.repeat`."""
         if is_async or not are_plain(tensors, call.dtype, call.device):
             return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
         self.alone(lambda: call.make(tensors))
-        return EndedWork(tensors[:1])
+        return ENDED
 
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
@@ -206,8 +215,7 @@ class StreamOrder:
     ) -> dist.Work:
         """Queue a call as :meth:`HostOrder.run` makes one; ``timeout`` is for ``Work.wait`` to give."""
         if not is_async:
-            if self._side is not None:
-                _wait_for(self._side)
+            self._join()
             job()
             return EndedWork(outputs)
         if self._side is None:
@@ -216,35 +224,41 @@ class StreamOrder:
         made: dist.Work = self._communicator().backend.work_on(self._side, tensors, tuple(outputs))
         return made
 
-    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+    def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one, in compiled code if that remembers it.
+
+        It orders streams, too: a call on the group's stream behind the caller's work so far, each behind the last one.
 
         Args:
             call: decisions for calls like this one.
-            tensors: tensors of the caller, the output first.
+            tensors: tensors of the caller, the outputs first.
             is_async: the caller goes on at once.
 
         Returns:
             Work of the call; None, with no call made, if decisions are needed.
         """
         for tensor in tensors:  # compiled code cannot look at others, and does not find out about them
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            if type(tensor) not in PLAIN:
                 return None
-        side = self._side
-        given = (tensors[0], tensors[0]) if call.kind is Kind.ALL_REDUCE else tuple(tensors)
+        side, outputs, given = self._side, tensors[:1], tensors
+        if call.is_listed:
+            given = call.columns(tensors)
+            outputs = given[0]
+        if call.kind is Kind.ALL_REDUCE:
+            given = given[0], given[0]
         if not is_async:
-            if side is not None:
-                _wait_for(side)
+            if side is not None and side.is_open:
+                self._join()
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
-                return EndedWork(tensors[:1])
+                return ENDED
         elif side is not None:
-            side.follow()
-            if call.communicator.repeat_call(call.kind, given, call.details, side.handle):
-                made: dist.Work = call.backend.work_on(side, tensors, (tensors[0],))
+            mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
+            if mark:
+                made: dist.Work = call.backend.work_on(side, tensors, outputs, mark)
                 return made
         if not are_plain(tensors, call.dtype, call.device):
             return None
-        return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
+        return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
@@ -266,10 +280,20 @@ class StreamOrder:
         self._side = None
 
 
+    def _join(self) -> None:
+        """Make the current stream, on which a call of the communicator follows, wait for the group's."""
+        if self._side is not None and self._side.is_open:
+            _wait_for(self._side)
+            # A later call comes behind that call, whatever its stream; not in a capture, which other calls do not know.
+            self._side.is_open = torch.cuda.is_current_stream_capturing()
+
+
+ENDED = EndedWork()
+"""Work of a repeated call for which its caller has waited, or its stream."""
+
+
 def _wait_for(side: SideStream) -> None:
     """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
-    if side.is_joined():
-        return
     if torch.cuda.is_current_stream_capturing():
         with torch.cuda.stream(side.stream):
             if not torch.cuda.is_current_stream_capturing():
