@@ -106,6 +106,12 @@ def made_up_gpus(
             if finish:
                 driver.synchronize()
 
+    def captures() -> bool:
+        return driver.graph is not None
+
+    def side(_: torch.device) -> MadeUpSide:
+        return MadeUpSide(driver)
+
     patches = (
         mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_cuda, "probe", return_value=FEATURES),
@@ -113,10 +119,10 @@ def made_up_gpus(
         mock.patch.object(backend_cuda, "VirtualMemory"),
         mock.patch.object(backend_cuda, "ExportedMemory", return_value=None),
         mock.patch.object(backend_cuda.CudaBackend, "wait_for_stores"),
-        mock.patch.object(backend_cuda, "SideStream", lambda device: MadeUpSide(driver)),
-        mock.patch.object(order, "SideStream", lambda device: MadeUpSide(driver)),
+        mock.patch.object(backend_cuda, "SideStream", side),
+        mock.patch.object(order, "SideStream", side),
         mock.patch.object(backend_cuda, "StreamMark", MadeUpMark),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: driver.graph is not None),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", captures),
         mock.patch.object(backend_cuda, "_hold_for", lambda _, tensors: driver.owned.append(tensors)),
         mock.patch.object(communicator, "make_backend", backend_cuda.CudaBackend),
         mock.patch.object(making, "choose_device", return_value=torch.device("cpu")),

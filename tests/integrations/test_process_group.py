@@ -574,7 +574,7 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
     """
     draw, ops, n = random.Random(seed), torch.ops._c10d_functional, group.size()
     without_kernels = mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False)
-    with without_kernels, made_up_gpus(driver=NativeDriver(), finish=False, is_async=True) as driver:
+    with without_kernels, made_up_gpus(driver=NativeDriver(), is_async=True) as driver:
         ours: Any = sidelane.wrap(group)
         orders = ours._lifetime.orders
         orders["cpu"] = orders["cuda"]
@@ -603,6 +603,12 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
                     call(number)
             manager.wait()
 
+        def loose(call: Callable[[list[torch.Tensor]], dist.Work | None]) -> None:
+            parted = [torch.zeros(40, dtype=torch.int32) for _ in range(n)]
+            if (work := call(parted)) is not None:
+                waited(work)
+            wholes[0].copy_(torch.cat(parted))
+
         def taken(output: torch.Tensor, target: torch.Tensor) -> None:
             found = ops.wait_tensor(output)
             driver.synchronize()
@@ -618,6 +624,8 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
             "async": lambda: waited(dist.all_gather_into_tensor(wholes[0], parts[0], group=ours, async_op=True)),
             "functional": lambda: taken(ops.all_gather_into_tensor(parts[0], n, name), wholes[0]),
             "row": lambda: dist.all_gather(list(wholes[0].split(40)), parts[0], group=ours),
+            "parts": lambda: loose(lambda parted: dist.all_gather(parted, parts[0], group=ours)),
+            "parts async": lambda: loose(lambda parted: dist.all_gather(parted, parts[0], ours, async_op=True)),
             "row async": lambda: waited(dist.all_gather(list(wholes[0].split(40)), parts[0], ours, async_op=True)),
         }
         scatters = {
@@ -625,6 +633,7 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
             "async": lambda: waited(dist.reduce_scatter_tensor(parts[0], wholes[0], group=ours, async_op=True)),
             "functional": lambda: taken(ops.reduce_scatter_tensor(wholes[0], "sum", n, name), parts[0]),
             "row": lambda: dist.reduce_scatter(parts[0], list(wholes[0].split(40)), group=ours),
+            "parts": lambda: dist.reduce_scatter(parts[0], [part.clone() for part in wholes[0].split(40)], group=ours),
         }
         of_three = {
             "sums": lambda: coalesced(lambda number: dist.all_reduce(parts[number], group=ours)),
@@ -632,11 +641,13 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
                 lambda number: dist.all_gather_into_tensor(wholes[number], parts[number], group=ours)
             ),
             "functional": lambda: [
-                taken(*each)
-                for each in zip(ops.all_gather_into_tensor_coalesced(parts, n, name), wholes, strict=True)
+                taken(*each) for each in zip(ops.all_gather_into_tensor_coalesced(parts, n, name), wholes, strict=True)
             ],
         }
-        total, forms = n * (n - 1) // 2, (("sum", sums), ("gather", gathers), ("scatter", scatters), ("three", of_three))
+        total, forms = (
+            n * (n - 1) // 2,
+            (("sum", sums), ("gather", gathers), ("scatter", scatters), ("three", of_three)),
+        )
         try:
             for step in range(160):
                 what, table = draw.choice(forms)

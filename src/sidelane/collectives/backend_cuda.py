@@ -187,7 +187,7 @@ class CudaBackend(Backend):
             mark: end of the call, if compiled code has made it; None for all that the stream has so far.
         """
         work = CudaWork(self, side)
-        work.mark, work.held, work.outputs = mark or StreamMark(side, self.executor.watch), tensors, outputs
+        work.end, work.held, work.outputs = mark or StreamMark(side, self.executor.watch), tensors, outputs
         return work
 
     def engine_streams(self) -> Sequence[int]:
@@ -266,11 +266,11 @@ class CudaWork(Work):
         side: stream of the call.
 
     Attributes:
-        mark: end of the call.
+        end: end of the call.
         held: tensors that the call uses, as long as it holds them.
     """
 
-    mark: StreamMark
+    end: StreamMark
     held: Sequence[torch.Tensor] = ()
 
     def __init__(self, backend: CudaBackend, side: SideStream) -> None:
@@ -286,18 +286,18 @@ class CudaWork(Work):
         return self._side.stream
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        is_callers = self.mark.follow()
+        is_callers = self.end.follow()
         if is_callers is None:
             self._backend.executor.check()
             with self._backend.executor.driver.current():
-                is_callers = self.mark.follow()
+                is_callers = self.end.follow()
         if held := self.held:
             self.held = ()
             if not is_callers:
                 _hold_for(self._side.stream, held)
         if timeout > NO_TIMEOUT:
             until = time.monotonic() + timeout.total_seconds()
-            while not self.mark.query():
+            while not self.end.query():
                 self._backend.executor.check()
                 if time.monotonic() > until:
                     raise PeerTimeoutError(timed_out(timeout, self.outputs))
@@ -306,7 +306,7 @@ class CudaWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self.mark.query()
+        return self.end.query()
 
     def exception(self) -> BaseException | None:
         watch = self._backend.executor.watch
@@ -363,7 +363,7 @@ class CudaMarkedWork(CudaWork):
 
     def _capture(self) -> None:
         self._loaded.run(0, (self._side.handle, True))
-        self.mark = StreamMark(self._side, self._backend.executor.watch)
+        self.end = StreamMark(self._side, self._backend.executor.watch)
 
     def _require_all_marks(self) -> None:
         if self._unmarked:

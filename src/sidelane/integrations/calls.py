@@ -7,6 +7,7 @@ that every rank gives. Each rank handles by itself tensors that are not contiguo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -59,8 +60,8 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
         return
     whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     yield [whole]
-    for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.data.copy_(part.view(tensor.shape))
+    parts = zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True)
+    torch._foreach_copy_([tensor.data for tensor in tensors], [part.view(tensor.shape) for tensor, part in parts])
 
 
 def contiguous_arguments(call: GroupCall) -> tuple[list[Any], Copies]:
@@ -92,6 +93,17 @@ def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
     """
     whole = None if apart_from is None else _in_a_row(tensors, apart_from)
     return torch.cat([plain(tensor).flatten() for tensor in tensors]) if whole is None else whole
+
+
+def wholes(
+    operation: GroupOperation, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return output and input of a call in which one side is parts in a row; None if they are not."""
+    if operation.has_output_parts:
+        whole = _in_a_row(outputs, inputs[0])
+        return None if whole is None else (whole, inputs[0])
+    whole = _in_a_row(inputs, outputs[0])
+    return None if whole is None else (outputs[0], whole)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -157,6 +169,16 @@ class GroupOperation:
     is_listed: bool = False
 
     @property
+    def has_parts(self) -> bool:
+        """True if one side is parts of one tensor."""
+        return self.has_output_parts or self.has_input_parts
+
+    @property
+    def has_lists(self) -> bool:
+        """True if its tensors are lists."""
+        return self.is_listed or self.has_parts
+
+    @property
     def lacking(self) -> GroupOperation:
         """This operation in a form that Sidelane does not have."""
         return GroupOperation(self.name, self.method)
@@ -168,7 +190,7 @@ ALL_GATHER_COALESCED = GroupOperation(
     repeats=True,
     is_listed=True,
 )
-ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True)
+ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True, repeats=True)
 ALL_TO_ALL = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, repeats=True)
 ALL_TO_ALL_UNEVEN = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, flat=_SPLITS)
 ALL_TO_ALL_LIST = GroupOperation("all_to_all", "alltoall", Kind.ALL_TO_ALL, True, True, flat=_SPLITS)
@@ -178,7 +200,9 @@ REDUCE_SCATTER_COALESCED = GroupOperation(
     repeats=True,
     is_listed=True,
 )
-REDUCE_SCATTER_LIST = GroupOperation("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER, has_input_parts=True)
+REDUCE_SCATTER_LIST = GroupOperation(
+    *("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER), has_input_parts=True, repeats=True
+)
 ALL_REDUCE = GroupOperation("all_reduce", "allreduce", Kind.ALL_REDUCE, repeats=True)
 ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE, repeats=True, is_listed=True)
 ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE, repeats=True)
@@ -261,6 +285,12 @@ class GroupCall:
             if len({tensor.numel() for tensor in parts}) > 1:
                 return "parts of several sizes"
         return _refusal_of(known, op)
+
+    def without_tensors(self, outputs: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> GroupCall:
+        """Return a call like this one of other tensors, for :meth:`make`."""
+        made = copy.copy(self)
+        made.outputs, made.inputs, made.tensors, made.args, made.opts = outputs, inputs, (), (), None
+        return made
 
     @property
     def adds_floats(self) -> bool:

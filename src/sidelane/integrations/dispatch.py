@@ -134,7 +134,7 @@ class GroupDispatcher:
             raise
         if work is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
-        if operation.is_listed:
+        if repeated.has_lists:
             nbytes = max(sum(tensor.nbytes for tensor in side) for side in (outputs, inputs))
         elif inputs:
             nbytes = max(nbytes, tensors[1].nbytes)

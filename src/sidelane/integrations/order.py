@@ -23,6 +23,7 @@ from sidelane.collectives.call_forms import own_part
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.integrations import calls
 from sidelane.integrations.calls import GroupCall, dtype_name
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
@@ -47,7 +48,7 @@ class RepeatedCall:
 
     Attributes:
         communicator, order: see above.
-        is_listed: they have lists of tensors.
+        operation, has_lists: operation of the calls, and whether its tensors are lists.
         dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
@@ -60,7 +61,7 @@ class RepeatedCall:
     def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
         self.communicator, self.order, self._options = communicator, order, call.options
-        self.is_listed = call.operation.is_listed
+        self.operation, self.has_lists, self._call = call.operation, call.operation.has_lists, call.without_tensors()
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
@@ -72,14 +73,30 @@ class RepeatedCall:
         self.row = ("", "", "", "", "")
 
     def columns(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """Return the tensors of a call with lists as its lists, the outputs first."""
-        half = len(tensors) // 2
-        return (tensors,) if self.kind is Kind.ALL_REDUCE else (tensors[:half], tensors[half:])
+        """Return the outputs and the inputs of a call with lists; the tensors alone if it is in place."""
+        operation = self.operation
+        outputs = -1 if operation.has_output_parts else 1 if operation.has_input_parts else len(tensors) // 2
+        return (tensors,) if self.kind is Kind.ALL_REDUCE else (tensors[:outputs], tensors[outputs:])
+
+    def takes(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return True for tensors that need no further decisions."""
+        if self.operation.has_parts and len({tensor.numel() for tensor in max(self.columns(tensors), key=len)}) > 1:
+            return False
+        return are_plain(tensors, self.dtype, self.device)
+
+    def given(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
+        """Return lists as the communicator takes them; None for parts that do not lie in a row."""
+        columns: tuple[Any, ...] = self.columns(tensors)
+        if self.operation.has_parts:
+            return calls.wholes(self.operation, *columns) if self.takes(tensors) else None
+        return columns
 
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        plain = tuple(tensor.data for tensor in tensors)
-        self._method(*(map(list, self.columns(plain)) if self.is_listed else plain), **self._options)
+        if self.has_lists:
+            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
+        else:
+            self._method(*[tensor.data for tensor in tensors], **self._options)
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -138,7 +155,7 @@ class HostOrder:
 
     def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one; see :meth:`StreamOrder.repeat`."""
-        if is_async or not are_plain(tensors, call.dtype, call.device):
+        if is_async or not call.takes(tensors):
             return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
         self.alone(lambda: call.make(tensors))
         return ENDED
@@ -240,23 +257,21 @@ class StreamOrder:
         for tensor in tensors:  # compiled code cannot look at others, and does not find out about them
             if type(tensor) not in PLAIN:
                 return None
-        side, outputs, given = self._side, tensors[:1], tensors
-        if call.is_listed:
-            given = call.columns(tensors)
-            outputs = given[0]
-        if call.kind is Kind.ALL_REDUCE:
+        outputs = call.columns(tensors)[0] if call.has_lists else tensors[:1]
+        side, given = self._side, call.given(tensors) if call.has_lists else tensors
+        if given is not None and call.kind is Kind.ALL_REDUCE:
             given = given[0], given[0]
-        if not is_async:
+        if given is not None and not is_async:
             if side is not None and side.is_open:
                 self._join()
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return ENDED
-        elif side is not None:
+        elif given is not None and side is not None:
             mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
             if mark:
                 made: dist.Work = call.backend.work_on(side, tensors, outputs, mark)
                 return made
-        if not are_plain(tensors, call.dtype, call.device):
+        if not call.takes(tensors):
             return None
         return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
@@ -278,7 +293,6 @@ class StreamOrder:
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""
         self._side = None
-
 
     def _join(self) -> None:
         """Make the current stream, on which a call of the communicator follows, wait for the group's."""

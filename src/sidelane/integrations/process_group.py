@@ -274,10 +274,10 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``reduce_scatter``."""
         opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
         nested = inputs if isinstance(inputs[0], list | tuple) else [inputs]
-        operation, args = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts)
+        operation, args, detail = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts), opts.reduceOp.op
         if len(outputs) != 1:
             return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
-        return self._dispatcher.launch(operation, outputs, nested[0], opts, args)
+        return self._dispatcher.launch(operation, outputs, nested[0], opts, args, detail)
 
     def allreduce(self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
