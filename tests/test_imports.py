@@ -33,7 +33,7 @@ LAYERS = (
     ("sidelane_lab.harness",),
     ("sidelane.__main__",),
     ("sidelane.cli",),
-    ("sidelane.torchtitan",),
+    ("sidelane.torchtitan", "sidelane.servers"),
     ("sidelane.fsdp",),
     ("sidelane.integrations",),
     ("sidelane.c3", "sidelane.ops"),

@@ -247,6 +247,8 @@ class Sources:
     def successors(self, test: str) -> list[str]:
         """Return the test itself where it still is, otherwise tests of its name in other files."""
         file, _, name = test.partition("::")
+        if not name:  # a file that cannot be imported with the mutant
+            return [test] if (self.tree / file).is_file() else []
         files = self.tests.get(name.partition("[")[0].rpartition("::")[2], [])  # a test may be in a class
         return [f"{each}::{name}" for each in ([file] if file in files else files)]
 
@@ -708,24 +710,26 @@ def killer_of(tree: Tree, tried: Iterable[Sequence[tuple[float, str]]]) -> tuple
             alone = tree.run(run.failed[:1], limits[0], "-x", limits[1])
             if alone.failed:
                 return run.failed[0], alone.wall
-            names = [test for _, test in left]
-            left = left[names.index(run.failed[0]) + 1 :] if run.failed[0] in names else []
+            left = left[[*(test for _, test in left), *run.failed].index(run.failed[0]) + 1 :]
     return "", 0.0
 
 
 def check(options: argparse.Namespace) -> int:
-    """Apply each mutant and run its killer; 1 if a mutant survives that was killed before."""
+    """Apply each mutant and run its killer, or where it has none yet, its ``others``; 1 if a mutant survives."""
     notes = Notes(options.out, {"passing": {}, "verdicts": {}})
     passing, verdicts = notes.content["passing"], notes.content["verdicts"]
     found = load()
-    wanted = [number for number in options.only or range(len(found)) if found[number].killer]
+    wanted = sorted(
+        (number for number in options.only or range(len(found)) if found[number].killer != ""),
+        key=lambda number: found[number].killer is None,
+    )
     with trees(options.commit, options.jobs, options.until) as copies:
         sources = Sources(copies[0].tree)
         killers = {number: sources.successors(found[number].killer or "") for number in wanted}
         for number, mutant in ((number, found[number]) for number in wanted):
             if not killers[number]:
-                killers[number] = [test for other in mutant.others for test in sources.successors(other)]
-                killers[number] += [] if killers[number] else about(mutant, sources)
+                others = [test for other in mutant.others for test in sources.successors(other)]
+                killers[number] = others or about(mutant, sources)
 
         def control(tree: Tree, tests: Sequence[str]) -> None:
             run = tree.run(tests, START_S + 300.0, "--timeout=120")
@@ -753,11 +757,10 @@ def check(options: argparse.Namespace) -> int:
                 print(f"{number} {place or mutant.file} {mutant.line} -> {mutant.mutated}: {verdict}", flush=True)
 
         by_file: dict[str, list[str]] = collections.defaultdict(list)
-        for test in dict.fromkeys(test for number in wanted for test in killers[number]):
-            if test not in passing:
-                by_file[test.partition("::")[0]].append(test)
-        left = [number for number in wanted if str(number) not in verdicts]
-        done = side_by_side(copies, by_file.values(), control) and side_by_side(copies, left, work)
+        for test in {test: None for number in wanted for test in killers[number] if test not in passing}:
+            by_file[test.partition("::")[0]].append(test)
+        done = side_by_side(copies, sorted(by_file.values(), key=len, reverse=True), control)
+        done = done and side_by_side(copies, [n for n in wanted if str(n) not in verdicts], work)
     counts = collections.Counter(verdict.partition(":")[0] for verdict in verdicts.values())
     print(f"mutants: {dict(counts)}, of {len(wanted)}")
     return 2 if not done else int(any(not verdict.startswith(("killed", "gone")) for verdict in verdicts.values()))
@@ -766,8 +769,8 @@ def check(options: argparse.Namespace) -> int:
 def about(mutant: Mutant, sources: Sources) -> list[str]:
     """Return at most three test files that share words with a mutant's file."""
     words = set(re.split(r"[/_.]", mutant.file)) - {"src", "sidelane", "lab", "py"}
-    files = sorted({file for files in sources.tests.values() for file in files if not re.match(OTHER_TESTS, file)})
-    return sorted(files, key=lambda file: -len(words & set(re.split(r"[/_.]", file))))[:3]
+    files = {file for files in sources.tests.values() for file in files if not re.match(OTHER_TESTS, file)}
+    return sorted(files, key=lambda file: (-len(words & set(re.split(r"[/_.]", file))), file))[:3]
 
 
 def defects(options: argparse.Namespace) -> int:

@@ -10,13 +10,14 @@ variable                      meaning                                           
 ``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
 ``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
 ``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
-``SIDELANE_PEERS``            ``host``: GPUs reach each other through host memory (never run on GPUs yet)    gpu
+``SIDELANE_PEERS``            ``host``: host memory between GPUs; ``gpu``: their own                         auto
 ``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (d)
 ``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
 ``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (e)
 ``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (f)
 ``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (g)
 ``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (h)
+``SIDELANE_SERVERS``          1: servers use Sidelane, as if their own variable of plug-ins named it            (i)
 ``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
 ============================  ===========================================================================  =======
 
@@ -28,6 +29,7 @@ variable                      meaning                                           
 (f) 0. It is no setting of a communicator.
 (g) none is written (docs/guide/observability.md). It is no setting of a communicator.
 (h) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
+(i) 0 (docs/guide/vllm.md). It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (results/notes/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -58,8 +60,8 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """Values of the hint ``beside``: the computation that runs next to a call."""
 
-GPU, HOST = "gpu", "host"
-PEERS = (GPU, HOST)
+CHOSEN, GPU, HOST = "auto", "gpu", "host"
+PEERS = (CHOSEN, GPU, HOST)
 """Values of ``Config.peers``: memory through which GPUs reach each other."""
 
 BUILTIN = "builtin"
@@ -83,8 +85,9 @@ class Config:
         deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
             rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
             ranks.
-        peers: memory through which GPUs reach each other: ``gpu`` is their own, ``host`` is host memory, for GPUs that
-            cannot reach each other's (never run on GPUs yet). The same on all ranks.
+        peers: memory through which GPUs reach each other: ``gpu`` is their own, ``host`` is host memory; ``auto``
+            takes host memory if some pair of GPUs cannot reach each other's (docs/guide/without-nvlink.md). The same on
+            all ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
         warn_s: seconds after which a wait for a peer is a line of the log, once, that names the call and the ranks
@@ -97,7 +100,7 @@ class Config:
     profile: str | None = None
     native: bool = True
     memory_bytes: int | None = None
-    peers: str = GPU
+    peers: str = CHOSEN
     virtual_nodes: tuple[int, ...] | None = None
     deterministic: bool = False
     warn_s: float = DEFAULT_WARN_S
@@ -170,6 +173,15 @@ def show_log() -> None:
     """
     if (level := _log_level(os.environ)) is not None:
         log.show(level)
+
+
+def is_for_servers() -> bool:
+    """Return whether ``SIDELANE_SERVERS`` asks the plug-ins for servers to replace what they can.
+
+    Raises:
+        ValueError: its value is neither 0 nor 1.
+    """
+    return _switch("SIDELANE_SERVERS", os.environ.get("SIDELANE_SERVERS", "0"))
 
 
 def start_observers() -> None:
@@ -305,5 +317,6 @@ _SETTINGS: Mapping[str, tuple[Rule, str, Callable[[str, str], Any]]] = {
 VARIABLES = (
     *(f"SIDELANE_{name.upper()}" for name in _SETTINGS),
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),  # settings of the process
+    "SIDELANE_SERVERS",  # for processes of vLLM and SGLang
     "SIDELANE_COMMIT",  # for results: which code ran
 )

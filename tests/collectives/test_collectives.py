@@ -211,7 +211,7 @@ def test_large_messages(group: dist.ProcessGroup) -> None:
         out = torch.empty(n * size, dtype=torch.uint8)
         relayed = comm.empty(3 * size, dtype=torch.uint8)  # 24 MiB: three chunks for each engine
         for root in range(n):
-            sent = inputs[root][: 3 * size]
+            sent = any_bytes(8, root, 3 * size, torch.uint8)
             if rank == root:
                 relayed.copy_(sent)
             comm.broadcast(relayed, root=root, variant="relay")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from sidelane import Communicator, Config
 
 
-def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
-    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
+def communicator(group: dist.ProcessGroup, device: Any = "cpu", **settings: Any) -> Communicator:
+    return Communicator(group, device=device, config=Config(**{"timeout_s": 20, **settings}))
 
 
 def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:

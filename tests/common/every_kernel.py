@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 def site_of(ranks: int) -> LaunchSite:
-    return LaunchSite(0, tuple(range(MB, (ranks + 1) * MB, MB)), 64, 64)
+    return LaunchSite(0, tuple(range(MB, (ranks + 1) * MB, MB)), 64, 1024, 64)
 
 
 def moving(odd: int, ranks: int = 8) -> Iterator[Launch]:

@@ -20,7 +20,7 @@ import numpy as np
 from sidelane.execute.base import CallerStream, Questions
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.native import Bound, addresses_of
+from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0
 WORD = 0xFFFFFFFF
@@ -444,6 +444,11 @@ def c_function(work: Callable[..., int | None], arguments: int) -> Any:
         return work(*(value or 0 for value in values)) or 0
 
     return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * arguments)(call)
+
+
+def addresses_of(functions: Sequence[Any]) -> tuple[object, ...]:
+    """Return C functions, to keep them, and the address of each."""
+    return functions, *(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
 
 
 def _set(address: int, kind: Any, value: int) -> None:

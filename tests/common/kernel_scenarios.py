@@ -370,7 +370,7 @@ def _list(
 def generations_wrap(world: World) -> None:
     """Behind the largest generation comes one that is not that of untouched memory, and slots still alternate."""
     start = -4  # as if 2**32 - 4 calls had been
-    offset = world.arenas[world.rank] - world.base
+    offset = world.site.counters - world.base
     counters = world.whole[offset : offset + 4 * layout.MAX_BLOCKS].view(torch.int32)
     counters.fill_(start)
     seen = []

@@ -70,7 +70,8 @@ class Heap:
         self.arenas = tuple(self.base + peer * self.span for peer in range(self.world_size))
         self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
         self.status_words = self.heaps[rank] + HEAP_BYTES
-        self.site = LaunchSite(rank, self.arenas, self.status_words, self.most_blocks)
+        counters = self.status_words + 4 * layout.STATUS_WORDS
+        self.site = LaunchSite(rank, self.arenas, self.status_words, counters, self.most_blocks)
 
     def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
         start = self.used + misalign

@@ -10,9 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from fake_driver import c_function
+from fake_driver import addresses_of, c_function
 
-from sidelane.execute.cuda.native import addresses_of
 from sidelane.memory.record import Record
 
 RING, PAYLOAD = 4, b"all_gather\0"

@@ -21,6 +21,7 @@ from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import loaded as loaded_module
 from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.machine.peers import PeerMemory
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program
@@ -33,6 +34,7 @@ class Ranks:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world = world
         monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: None)
+        monkeypatch.setattr(backend_cuda, "agree_on_peers", lambda *_: PeerMemory())
         monkeypatch.setattr(backend_cuda, "probe", lambda *_: DriverFeatures("13.0", 3, True, True))
         self.backends = []
         for rank, executor in enumerate(world.executors):

@@ -17,7 +17,7 @@ from on_ranks import on_ranks
 from ranks import crew
 from worlds import Rig, holdings, random_delays
 
-from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.errors import PeerError
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     Collective,
@@ -165,31 +165,6 @@ def leftovers(rig: Rig) -> list[str]:
     return [line for line in holdings() if line in mine]
 
 
-@on_ranks(4)
-def test_a_rank_that_stays_away_is_named_on_every_rank(group: dist.ProcessGroup) -> None:
-    rig = Rig(group, timeout_s=2.0)
-    loaded = rig.load(build(all_gather([100] * rig.world_size), "pcpy"))
-    loaded.run_checked(1)
-    try:
-        if rig.rank == 2:
-            dist.barrier(group)  # busy elsewhere; when it comes, the others have given up
-        loaded.run_checked(2)
-    except PeerError as error:
-        result = seen(error)
-        error.__traceback__ = None
-    if rig.rank != 2:
-        dist.barrier(group)
-    del loaded
-    dist.barrier(group)
-    assert leftovers(rig) == []
-    kind, ranks, text = result
-    assert (kind, ranks) == ("PeerTimeoutError", (2,))
-    assert "all_gather(4 ranks, 400 bytes, out of place) pcpy, invocation 2: rank" in text
-    assert "(wait flag" in text and "queue dma:" in text
-    assert "rank 2 (pid" in text and "alive, ended call 1) has not come" in text
-    assert dist.get_rank(group) != 2 or "gave up" in text, "it is told who gave up on it"
-
-
 @on_ranks(3)
 def test_a_rank_that_waits_itself_is_not_to_blame(group: dist.ProcessGroup) -> None:
     """Rank 2 stays away; rank 1 waits for it in call 1, and rank 0, which needed nothing from 2, for both in call 2."""
@@ -213,37 +188,6 @@ def test_a_rank_that_waits_itself_is_not_to_blame(group: dist.ProcessGroup) -> N
     kind, ranks, text = result
     assert (kind, ranks) == ("PeerTimeoutError", (2,)), text
     assert "rank 1 (pid" in text and "in call 1" in text and "have not come" in text
-
-
-def one_is_killed(group: dist.ProcessGroup) -> tuple[Seen, list[str]]:
-    """Rank 1 is killed in the middle of an invocation, with its engines half-way."""
-
-    def die(queue: object, index: int) -> None:
-        if rig.control.begun(1) == 3 and index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    rig = Rig(group, timeout_s=60, delay=die if dist.get_rank(group) == 1 else None)
-    loaded = rig.load(build(all_reduce(split_evenly(4000, rig.world_size, 4), SUM), "b2b"))
-    for epoch in (1, 2):
-        loaded.run_checked(epoch)
-    with pytest.raises(PeerError) as caught:
-        loaded.run_checked(3)
-    assert not isinstance(caught.value, PeerTimeoutError)
-    result = seen(caught.value)
-    del loaded, caught
-    return result, leftovers(rig)
-
-
-def test_a_killed_rank_is_named_long_before_the_time_out_and_nothing_is_left() -> None:
-    before = set(os.listdir("/dev/shm"))
-    with crew(3) as own:
-        first, code, last = own.run(one_is_killed, None, dying=[1], timeout_s=40)
-    assert code == -signal.SIGKILL
-    for (kind, ranks, text), left in (first, last):
-        assert (kind, ranks) == ("PeerError", (1,))
-        assert "rank 1 died in or before call 3" in text
-        assert left == []
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "sidelane" in name}
 
 
 def interrupt_one(group: dist.ProcessGroup) -> tuple[Seen, list[str]]:

@@ -355,9 +355,8 @@ def test_a_kernel_elsewhere_gets_what_it_would_get_anew(
         buffers = {key: base + step * draw.randrange(-1000, 1000) + (step < 16) for key, base in first.buffers.items()}
         there = dataclasses.replace(first, buffers=buffers)
         moved = rank.executor.load_kernel(program, there, frozen=False)
-        site = LaunchSite(
-            0, there.arenas, rank.executor.status_words, program.blocks, rank.executor.features.shared_bytes
-        )
+        words = rank.executor.status_words, rank.executor.counters
+        site = LaunchSite(0, there.arenas, *words, program.blocks, rank.executor.features.shared_bytes)
         assert moved._launch == arrange(program, site, there, None)
         assert (moved._entry is known._entry) == (step == 16), (
             "kernels are compiled for aligned addresses or for others"

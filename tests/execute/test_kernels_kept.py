@@ -207,7 +207,7 @@ from sidelane.execute.cuda.kernel_launch import KernelTarget, compiled
 from sidelane.device.launch import LaunchSite
 from sidelane.kernels import ll
 from sidelane.program.collective import Reduction
-site = LaunchSite(0, (1 << 20, 1 << 21), 4096, 4)
+site = LaunchSite(0, (1 << 20, 1 << 21), 4096, 8192, 4)
 launch = ll.arrange(site, 1 << 22, 1 << 23, 4096, Reduction("sum", "bfloat16"), distinct=False)
 found = compiled(KernelTarget("cuda", 90, 32), launch.kernel, launch.constants, launch.warps, None)
 print(found.name, found.warps, found.shared_bytes, len(found.image), "triton" in sys.modules)

@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ranks import RankError, RankPool
 from torch.distributed import distributed_c10d as c10d
 
 import sidelane
+from sidelane import config
 from sidelane.collectives import backend_cuda
 from sidelane.integrations import dispatch, ledger, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
@@ -240,16 +241,8 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
 def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
     """Large exchanges of ordinary tensors, which the other backend makes as if it were NCCL, and of pooled ones; what
     the report says of each. ``mixes``: rank 1 comes with pooled tensors where the others have ordinary ones."""
-    with sidelane_group(group) as wrapped:
-        pass
-    ours = dist.split_group(wrapped, [list(range(group.size()))])
-    assert isinstance(ours, SidelaneGroup)
-    size, rank, count = ours.size(), ours.rank(), 5000
-    ledger.reset()
-    with (
-        mock.patch.object(dispatch, "STAGED_BYTES", 20_000),
-        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
-    ):
+    size, rank, count = group.size(), group.rank(), 5000
+    with left_to_library(group, 20_000) as ours:
         pool = sidelane.pool(ours.communicator(torch.get_default_device()), 1 << 20)
         for step, pooled, numel in [
             (0, False, count),
@@ -268,12 +261,102 @@ def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str
     return [(row.where, row.why) for row in sidelane.report().rows if row.operation == "all_to_all_single"]
 
 
+@contextlib.contextmanager
+def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterator[SidelaneGroup]:
+    """A new group whose library takes the name of NCCL; ``most``: bytes of ordinary tensors that are staged."""
+    with sidelane_group(group) as wrapped:
+        pass
+    ours = dist.split_group(wrapped, [list(range(group.size()))])
+    assert isinstance(ours, SidelaneGroup)
+    ledger.reset()
+    limits = dispatch.MOST_STAGED if most is None else dict.fromkeys(dispatch.MOST_STAGED, (most, most))
+    with (
+        mock.patch.object(dispatch, "MOST_STAGED", limits),
+        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
+        mock.patch.object(dist.ProcessGroup, "_start_coalescing", return_value=None),  # Gloo has none
+        mock.patch.object(dist.ProcessGroup, "_end_coalescing", return_value=None),
+    ):
+        yield ours
+
+
 @on_ranks(2)
 def test_large_exchanges_of_ordinary_tensors_are_left_to_nccl(group: dist.ProcessGroup) -> None:
     rows = exchange_large(group, mixes=False)
     assert {where for where, _ in rows} == {"nccl", "sidelane"}
     (why,) = {why for where, why in rows if where == "nccl"}
     assert why.startswith("ordinary tensors of ") and "sidelane.pool" in why
+
+
+def coalesced_calls(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank, device = group.size(), group.rank(), torch.get_default_device()
+    gathered = [torch.zeros(size * count, dtype=dtype) for count in (n, n + 2)]
+    summed = [data(count, dtype, rank) for count in (n, n + 3)]
+    parts = [torch.zeros(count, dtype=dtype) for count in (n, n + 4)]
+    for function, calls in (
+        (dist.all_gather_into_tensor, [(each, data(each.numel() // size, dtype, rank)) for each in gathered]),
+        (dist.all_reduce, [(each,) for each in summed]),
+        (dist.reduce_scatter_tensor, [(each, data(each.numel() * size, dtype, rank)) for each in parts]),
+    ):
+        with dist._coalescing_manager(group, device, async_ops=a) as manager:
+            for tensors in calls:
+                function(*tensors, group=group)
+        if a:
+            manager.wait()
+    return [*gathered, *summed, *parts]
+
+
+def functional_calls(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
+    size, rank = group.size(), group.rank()
+    made = [
+        functional.all_gather_tensor(data(n, dtype, rank), 0, group),
+        functional.all_reduce(data(n, dtype, rank), "sum", group),
+        functional.reduce_scatter_tensor(data(n * size, dtype, rank), "sum", 0, group),
+        functional.all_to_all_single(data(n * size, dtype, rank), None, None, group),
+    ]
+    return [functional.wait_tensor(each) for each in made]
+
+
+LARGE_FORMS = (
+    *(all_gather_into_tensor, all_gather, all_to_all_single, all_reduce, reduce_scatter_tensor, reduce_scatter),
+    *(coalesced_calls, functional_calls),
+)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("a", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("form", LARGE_FORMS, ids=lambda form: form.__name__)
+def test_every_form_of_a_large_call_is_left_to_nccl(group: dist.ProcessGroup, form: Any, a: bool) -> None:
+    """Fresh inputs each time, between calls that Sidelane makes; the bytes are Gloo's, for sums within rounding."""
+    with left_to_library(group, 20_000) as ours:
+        for n in (7, 30_001, 7, 30_001, 30_002):
+            with mock.patch.object(dispatch, "all_ordinary", return_value=False):
+                expected = form(ours, torch.float32, n, a)  # by Sidelane, however large
+            for found, wanted in zip(form(ours, torch.float32, n, a), expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        rows = sidelane.report().rows
+        assert {row.where for row in rows} == {"nccl", "sidelane"}
+        (why,) = {row.why for row in rows if row.where == "nccl"}
+        assert why.removeprefix("asynchronous, ").startswith("ordinary tensors of more than 20000; in")
+
+
+@on_ranks(2)
+def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.ProcessGroup) -> None:
+    """Synchronous sums of any size and asynchronous ones of up to 4 MiB stay, and so do views with other strides when
+    a peer's tensor has none; with ``beside`` and with ``deterministic`` nothing leaves."""
+    count = (4 << 20) // 4
+    cases = [(count, False, "sidelane"), (count + 1, False, "sidelane")]
+    cases += [(count, True, "sidelane"), (count + 1, True, "nccl")]
+    for options in ({}, {"beside": "compute"}, {"deterministic": True}):
+        with config.override(config.Config(**options)), left_to_library(group) as ours:
+            for numel, is_async, where in cases:
+                ledger.reset()
+                tensor = torch.full((numel, 2), float(ours.rank() + numel % 5))[:, 0]
+                tensor = tensor if ours.rank() else tensor.clone()
+                work = dist.all_reduce(tensor, group=ours, async_op=is_async)
+                if work is not None:
+                    work.wait()
+                assert tensor.eq(1 + 2 * (numel % 5)).all()
+                assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
 
 
 def test_ranks_whose_memory_differs_are_told(pool: RankPool) -> None:
@@ -576,9 +659,9 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
     without_kernels = mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False)
     with without_kernels, made_up_gpus(driver=NativeDriver(), is_async=True) as driver:
         ours: Any = sidelane.wrap(group)
-        orders = ours._lifetime.orders
-        orders["cpu"] = orders["cuda"]
-        orders["cuda"]._communicator = lambda: ours.communicator("cpu")
+        life = ours._lifetime
+        life.orders["cpu"] = life.orders["cuda"]
+        life.communicators["cuda"] = ours.communicator("cpu")
         streams, name, rank = (driver.caller, driver.create_stream()), ours.group_name, ours.rank()
         wholes, parts = ([torch.zeros(size * 40, dtype=torch.int32) for _ in range(3)] for size in (n, 1))
         kept: list[Any] = []

@@ -109,7 +109,7 @@ class Places:
     def is_control(self, address: int) -> bool:
         """Counters, flags, what the host reads, and what it has written."""
         ranges = [(arena, layout.LL_OFFSET) for arena in self._arenas]
-        ranges += [(self._status_words, 4 * layout.STATUS_WORDS), self._table]
+        ranges += [(self._status_words, 4 * (layout.STATUS_WORDS + layout.MAX_BLOCKS)), self._table]
         return any(start <= address < start + nbytes for start, nbytes in ranges)
 
 

@@ -65,7 +65,7 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])
 def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
-    site = LaunchSite(0, site_of(8).arenas[:ranks], 64, NARROW_BLOCKS, available)
+    site = LaunchSite(0, site_of(8).arenas[:ranks], 64, 1024, NARROW_BLOCKS, available)
     piece = KernelPiece(16 * MB, 16 * MB, MB, groups=((16 * MB,) * ranks,) * 2)
     tiles = Tiles.of(piece, direct.tile_bytes_at(site, listed=False))
     launch = direct.arrange(site, tiles, tiles.count, AVERAGE, gather=True)

@@ -182,6 +182,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         def replay(self) -> None:
             recorder.log.append("replay")
 
+        def reset(self) -> None:
+            recorder.log.append("reset")
+
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     return recorder
 
@@ -203,7 +206,7 @@ def test_a_graph_to_time_holds_all_calls_and_a_graph_to_check_one(recorder: Reco
     assert recorder.log == ["replay", "replay"]
     prepared.close()
     prepared.run()
-    assert recorder.log[-1] == "call"
+    assert recorder.log[2:] == ["reset", "reset", "call"]
 
 
 def test_one_call_needs_one_graph(recorder: Recorder) -> None:

@@ -112,14 +112,14 @@ def trial(group: dist.ProcessGroup, prepare: Callable[..., Prepared]) -> list[Wo
 
 
 def made_up(comm: Communicator, device: torch.device, *, library_fails: bool = False) -> Prepared:
-    def result(by: float, fails: bool = False) -> torch.Tensor:
+    def result(by: float, fails: bool = False, numel: int = 4) -> torch.Tensor:
         if fails:
             raise RuntimeError("not here")
-        return torch.full((4,), by)
+        return torch.full((numel,), by)
 
     wrong = 1.5 if comm.rank == 1 else 1.0
     values = {"gloo": (1.0, library_fails), "near": (1.001,), "far": (wrong,), "nan": (float("nan"),)}
-    values |= {"failing": (1.0, comm.rank == 1), "none": (7.0,)}
+    values |= {"failing": (1.0, comm.rank == 1), "longer": (1.0, False, 4 + comm.rank), "none": (7.0,)}
     steps = {way: functools.partial(result, *value) for way, value in values.items()}
     return Prepared(steps, tolerance=0.01, units=4)
 
@@ -173,6 +173,7 @@ def test_a_way_that_is_wrong_on_one_rank_or_fails_has_no_time_and_leaves_the_oth
             assert found["far"].correct is False and "0.5 from the library's" in found["far"].note
             assert found["nan"].correct is False and found["nan"].difference is None
             assert found["failing"].correct is None and found["failing"].note == "rank 1: RuntimeError: not here"
+            assert found["longer"].step_ms is None and found["longer"].note.startswith("rank 1: RuntimeError: The size")
             assert found["none"].exposed_ms == 0 and found["none"].correct is None
         for rows in ranks.run(trial, None, functools.partial(made_up, library_fails=True)):
             assert not any(row.step_ms for row in rows)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,26 +72,40 @@ class Breaks(StillGather):
 def planted(group: dist.ProcessGroup, options: FsdpOptions) -> list[FsdpRow]:
     """The study of a case in which ``sidelane`` moves nothing, and ``sidelane_ag`` breaks off."""
     torch.set_num_threads(1)
-    make = CommunicationWays._make
 
-    def wrong(self: CommunicationWays, name: str) -> CommunicationWay:
-        way = make(self, name)
-        if name == "sidelane":
-            return CommunicationWay(name, way.params, [StillGather()] * len(way.gathers), make(self, "gloo").scatters)
-        if name == "sidelane_ag":
-            return CommunicationWay(name, way.params, [Breaks()] * len(way.gathers), way.scatters)
-        return way
+    def wrong(ways: CommunicationWays, way: CommunicationWay) -> CommunicationWay:
+        if way.name == "sidelane":
+            still = [StillGather()] * len(way.gathers)
+            return dataclasses.replace(way, gathers=still, scatters=ways.attached["gloo"].scatters)
+        return breaking(way) if way.name == "sidelane_ag" else way
 
-    CommunicationWays._make = wrong  # type: ignore[method-assign]
-    try:
+    with attached_as(wrong):
         return rows_here(options)
-    finally:
-        CommunicationWays._make = make  # type: ignore[method-assign]
 
 
-def rows_here(options: FsdpOptions) -> list[FsdpRow]:
+def breaking(way: CommunicationWay) -> CommunicationWay:
+    return dataclasses.replace(way, gathers=[Breaks()] * len(way.gathers))
+
+
+@contextlib.contextmanager
+def attached_as(
+    other: Callable[[CommunicationWays, CommunicationWay], CommunicationWay],
+) -> Iterator[pytest.MonkeyPatch]:
+    """Let the study have other ways than those that it attaches."""
+    attach = CommunicationWays.attach
+
+    def attach_other(ways: CommunicationWays, name: str) -> None:
+        attach(ways, name)
+        ways.attached[name] = other(ways, ways.attached[name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommunicationWays, "attach", attach_other)
+        yield patch
+
+
+def rows_here(options: FsdpOptions, say: Callable[[str], None] = lambda line: None) -> list[FsdpRow]:
     """The study's rows on this rank."""
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None)
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, say)
     assert study.STUDY.measure is not None
     return list(study.STUDY.measure(rank, options, Sender(rank)))
 
@@ -102,6 +120,53 @@ def test_what_is_wrong_or_breaks_off_has_no_time_and_leaves_the_others_theirs() 
             assert broken.note == "rank 0: RuntimeError: out of something"
             assert wrong.correct is False and "gradients are" in wrong.note
             assert all(row.step_ms and row.correct in (True, None) for row in by_name.values())
+
+
+def failing_on_one_rank(
+    group: dist.ProcessGroup, options: FsdpOptions, failing: str
+) -> tuple[dict[str, tuple[bool, str]], str]:
+    """Times and notes of a case in which a step of the study fails on rank 1 alone, and what the study notes."""
+    torch.set_num_threads(1)
+    lines, calls = list[str](), itertools.count(1)
+
+    def once(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        if failing == name and group.rank() == 1 and (name != "model" or next(calls) == 2):
+            raise RuntimeError(f"no {name}")
+        return result
+
+    def other(ways: CommunicationWays, way: CommunicationWay) -> CommunicationWay:
+        if way.name == "sidelane_ag" and failing == "model":
+            return breaking(way)
+        return dataclasses.replace(way, held=functools.partial(once, "size", way.held))
+
+    with attached_as(other) as patch:
+        patch.setattr(study, "Stepper", functools.partial(once, "model", study.Stepper))
+        patch.setattr(study, "profiled", functools.partial(once, "profile", study.profiled))
+        close = CommunicationWays.close
+        patch.setattr(CommunicationWays, "close", lambda self: once("end", close, self))
+        rows = rows_here(options, lines.append)
+    return {row.implementation: (row.step_ms is not None, row.note) for row in rows}, "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("failing", "time", "note"),
+    [
+        ("size", False, "rank 1: RuntimeError: no size"),
+        # The last way breaks off, and the model cannot be made again for the rounds.
+        ("model", False, "rank 0: UnavailableError: the model cannot be made: rank 1: RuntimeError: no model"),
+        ("profile", True, "not profiled: rank 1: RuntimeError: no profile"),
+        ("end", True, ""),
+    ],
+)
+def test_all_ranks_end_with_the_failure_of_one(failing: str, time: bool, note: str) -> None:
+    options = FsdpOptions(**QUICK, cases=("8b:1x512",), implementations=("sidelane_ag",), profile=True)
+    with crew(2) as ranks:
+        for found, said in ranks.run(failing_on_one_rank, None, options, failing):
+            assert found["gloo"] == (time, note)
+            if failing != "model":
+                assert found["sidelane_ag"][0] == time
+            assert ("could not be closed: rank 1: RuntimeError: no end" in said) == (failing == "end" and bool(said))
 
 
 class Windowed:

@@ -185,7 +185,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     assert all(pair.serial_us > 0 and pair.comm_us > 0 for pair in known.pairs)
     judged = running.run(
         HeuristicsOptions(
-            **OPTIONS, workloads=("64x48x32_3008",), collectives=(Kind.ALL_GATHER,), full_size=True, warmup=0,
+            **OPTIONS, workloads=("64x48x32_3008",), collectives=(Kind.ALL_GATHER,), warmup=0,
             repeats=2, isolated=tmp_path / "c3.json",
         )
     )  # fmt: skip

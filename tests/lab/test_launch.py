@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from interpreter import Interpreter
 from sidelane import Communicator, Config
+from sidelane.config import override
 from sidelane.machine import local
 from sidelane_lab.harness import launch
 from sidelane_lab.harness.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
@@ -308,6 +309,14 @@ def test_places():
         LaunchTarget("cpu", 0)
     with pytest.raises(ValueError, match="fewer devices than ranks"):
         LaunchTarget("cuda", 1000)
+
+
+def test_ranks_share_a_gpu_where_host_memory_is_between_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "device_type_and_count", lambda: ("cuda", 1))
+    with override(Config(peers="host")):
+        assert choose_target(2, "gpu").shares_devices and not choose_target(1, "gpu").shares_devices
+    with pytest.raises(ValueError, match="fewer devices than ranks"):
+        choose_target(2, "gpu")
 
 
 def listening_outside(rank: Rank) -> list[str]:

@@ -118,7 +118,6 @@ WRONG: dict[type[StudyOptions], tuple[tuple[dict[str, Any], str], ...]] = {
         ({"workloads": ("cb9_1M",)}, "cb9"),
         ({"strategies": ("c3",)}, "value='c3'"),
         ({"dtype": "int32"}, "dtype (value=int32"),
-        ({"workloads": ("cb1_1M",), "not_run": (("cb1_1M", "no"),)}, "not_run"),
         ({"resume": True}, "resume (value=True, allowed=with a file that json names)"),
     ),
     OccupancyOptions: (

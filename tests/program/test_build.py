@@ -279,7 +279,7 @@ def test_relays_refuse_what_they_cannot_do() -> None:
 
 
 def test_refusals_name_value_and_choice() -> None:
-    with pytest.raises(ValueError, match=r"variant of scatter \(value='swap', allowed=b2b, striped, pcpy\)"):
+    with pytest.raises(ValueError, match=r"variant of scatter \(value='swap', allowed=b2b, striped, pcpy, chunked\)"):
         build(scatter([8] * 4, 0), "swap")
     with pytest.raises(ValueError, match="swap: all_to_all must exchange equal counts"):
         build(all_to_all([[1, 2], [3, 4]]), "swap")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, outcome
-from marks import long
+from marks import long, needs_triton
 from ranks import RankPool, crew
+from worlds import Rig, holdings
 
 from sidelane import Communicator
+from sidelane.program.builders import build
+from sidelane.program.collective import ReduceOp, Reduction, all_reduce, split_evenly
+
+Ended = tuple[str, tuple[int, ...], str, list[str]]
+"""What became of a call, and the memory and threads that are left after it."""
 
 
 def gathers(comm: Communicator, *, symmetric: bool = True) -> Callable[[], object]:
@@ -53,26 +61,84 @@ def a_program(comm: Communicator) -> Iterator[None]:
         case.run()
 
 
-DEATHS = {make.__name__: make for make in (calls, a_handle, a_program)}
-"""What ranks do; one of them dies where it yields."""
+def communicators_in_turn(comm: Communicator) -> Iterator[None]:
+    """Two that share memory: a call of each ends with the error."""
+    one, other = (gathers(Communicator(comm, name=name)) for name in ("one", "other"))
+    one()
+    other()
+    yield
+    name, at_fault, text = outcome(until_it_fails, one)
+    assert (name, at_fault) == ("PeerError", (1,)), text
+    until_it_fails(other)
 
 
-def dies(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...], str]:
+def until_it_fails(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
+def a_kernel(comm: Communicator) -> Iterator[None]:
+    """A kernel of one's own, by Triton's interpreter."""
+    from own_kernels import waits_for
+
+    kernel = comm.load_kernel(waits_for, flags=2)
+    yield
+    kernel.launch((2,), 1, 1)
+    comm.synchronize()
+
+
+def dies(group: dist.ProcessGroup, make: Callable[[Communicator], Iterator[None]]) -> Ended:
+    """Die where ``make`` yields."""
+    before = holdings()
     with communicator(group, timeout_s=60) as comm:
-        steps = DEATHS[what](comm)
+        steps = make(comm)
         next(steps)
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return outcome(next, steps, None)
+        found = outcome(next, steps, None)
+    del comm, steps
+    return *found, left_since(before)
 
 
-@pytest.mark.parametrize("what", DEATHS)
-def test_a_dead_peer_is_named_and_nothing_is_left(what: str) -> None:
+def dies_half_way(group: dist.ProcessGroup, _: None) -> Ended:
+    """Die in the middle of an invocation of the executor, with the engines of the rank half-way."""
+    before = holdings()
+
+    def die(queue: object, index: int) -> None:
+        if rig.control.begun(1) == 3 and index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rig = Rig(group, timeout_s=60, delay=die if group.rank() == 1 else None)
+    sizes = split_evenly(4000, rig.world_size, 4)
+    loaded = rig.load(build(all_reduce(sizes, Reduction(ReduceOp.SUM, "int32")), "b2b"))
+    for epoch in (1, 2):
+        loaded.run_checked(epoch)
+    found = outcome(loaded.run_checked, 3)
+    rig.close()
+    rig.__dict__.clear()
+    del loaded
+    return *found, left_since(before)
+
+
+def left_since(before: list[str]) -> list[str]:
+    gc.collect()
+    return [line for line in holdings() if line not in before]
+
+
+DEATHS = (calls, a_handle, a_program, communicators_in_turn, pytest.param(a_kernel, marks=needs_triton))
+"""What ranks do with a communicator; one of them dies where it yields. None: with an executor alone."""
+
+
+@pytest.mark.parametrize("make", [*DEATHS, None])
+def test_a_dead_peer_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with crew(3) as ranks:
-        first, _, last = ranks.run(dies, 3, what, dying=(1,))
-    for name, at_fault, text in (first, last):
-        assert (name, at_fault) == ("PeerError", (1,)) and "rank 1" in text, text
+        dying = dies_half_way if make is None else dies
+        first, code, last = ranks.run(dying, 3, make, dying=(1,), timeout_s=40)  # long before the time-out of 60 s
+    assert code == -signal.SIGKILL
+    for name, at_fault, text, left in (first, last):
+        assert (name, at_fault, left) == ("PeerError", (1,), []) and "rank 1 died in or before call" in text, text
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert not [name for name in after - before if "sidelane" in name]
 
@@ -93,9 +159,14 @@ def fires(comm: Communicator, *, arms: bool, from_host: bool = False) -> Callabl
     return lambda: handle.trigger() if arms or comm.rank != 1 else None
 
 
+def of_another(comm: Communicator) -> Callable[[], object]:
+    return gathers(Communicator(comm, name="another"))
+
+
 CALLS: dict[str, Callable[[Communicator], Callable[[], object]]] = {
     "all_gather": gathers,
     "all_gather that is known": known,
+    "all_gather of what shares memory": of_another,
     "empty": lambda comm: lambda: comm.empty(100),
     "all_gather that it never arms": lambda comm: fires(comm, arms=False),
     "all_gather that it never fires": lambda comm: fires(comm, arms=True),
@@ -103,8 +174,15 @@ CALLS: dict[str, Callable[[Communicator], Callable[[], object]]] = {
 }
 """Calls that rank 1 makes when its peers have given up."""
 
+KNOWN = (
+    r"all_gather\(3 ranks, 60 bytes, out of place\) pcpy, invocation \d: rank [02] queue dma:\d command \d "
+    r"\(wait flag \d >= epoch\) waited [\d.]+ s; rank 1 \(pid \d+, alive, ended call \d\) has not come"
+)
+"""What the executor says, whose program waits for that rank."""
 
-def stays_away(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...], str, float]:
+
+def stays_away(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...], str, list[str], float]:
+    before = holdings()
     with communicator(group, timeout_s=2) as comm:
         call = CALLS[what](comm)
         if comm.rank == 1:
@@ -114,14 +192,17 @@ def stays_away(group: dist.ProcessGroup, what: str) -> tuple[str, tuple[int, ...
         waited_s = time.monotonic() - began
     if comm.rank != 1:
         dist.barrier(group)
-    return *found, waited_s
+    del comm, call
+    return *found, left_since(before), waited_s
 
 
 @pytest.mark.parametrize("what", [long(what) if what.endswith("it never fires") else what for what in CALLS])
 def test_a_rank_that_does_not_come_is_named_within_the_time_out(pool: RankPool, what: str) -> None:
     first, late, last = pool.run(stays_away, 3, what)
-    for name, ranks, text, waited_s in (first, last):
-        assert (name, ranks) == ("PeerTimeoutError", (1,)), text
-        assert "rank 1" in text and what.split()[0] in text, text
+    state = KNOWN if what.endswith("known") else r"rank 1 \(pid \d+, alive"
+    for name, ranks, text, left, waited_s in (first, last):
+        assert (name, ranks, left) == ("PeerTimeoutError", (1,), []), text
+        assert re.search(state, text) and what.split()[0] in text, text
         assert waited_s < 15, "a time-out of 2 s on a busy machine"
-    assert late[0] == ("" if what.endswith("it never arms") else "PeerTimeoutError"), "it hears of that when it comes"
+    hears = "" if what.endswith("it never arms") else "PeerTimeoutError"
+    assert late[0] == hears and (not hears or "gave up" in late[2]), "it hears of that when it comes"

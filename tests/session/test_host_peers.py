@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,28 +15,39 @@ from made_up_gpus import OwnedMemory, made_up_gpus
 from on_ranks import on_ranks
 
 import sidelane
-from sidelane import Communicator, Config, ops
+from sidelane import Communicator, Config, log, ops
+from sidelane.choice.key import MachineKey
+from sidelane.cli.info import look
 from sidelane.collectives import backend_cuda
+from sidelane.config import override
 from sidelane.errors import MismatchError, UnavailableError
+from sidelane.machine import local, nvidia
+from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
 from sidelane.program.builders import build
-from sidelane.program.collective import all_gather
+from sidelane.program.collective import Kind, all_gather
+from sidelane_lab.cli.explain import ExplainOptions
+from sidelane_lab.explain.call import explain
 
 HOST = Config(peers="host")
-SIZES = (1, 100, 4099, (1 << 20) + 3)  # elements of a rank's part
+SIZES = (1, 100, 4099, (1 << 20) + 3)  # int32 of a rank's part
 
 
 def inputs(comm: Communicator, numel: int) -> list[torch.Tensor]:
     """The input of every rank."""
     made = (torch.Generator().manual_seed(7 * rank + numel) for rank in range(comm.world_size))
     return [
-        torch.randint(-9999, 9999, (comm.world_size * numel,), dtype=torch.int32, generator=each).to(comm.device)
+        torch.randint(-9999, 9999, (comm.world_size * numel,), dtype=torch.int32, generator=each, device="cpu").to(
+            comm.device
+        )
         for each in made
     ]
 
 
-def calls(comm: Communicator, numel: int, variant: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def calls(
+    comm: Communicator, numel: int, variant: str, given: list[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Calls of each kind: its name, its result and the right one."""
-    n, rank, given = comm.world_size, comm.rank, inputs(comm, numel)
+    n, rank = comm.world_size, comm.rank
     mine = given[rank]
     part = mine[:numel]
     comm.all_gather(output := comm.empty(n * numel, dtype=torch.int32), part, variant=variant)
@@ -52,7 +66,7 @@ def check_calls(comm: Communicator, variants: tuple[str, ...]) -> None:
     for variant in variants:
         for numel in SIZES:
             for _ in range(3):  # planned, cached, repeated
-                for name, found, right in calls(comm, numel, variant):
+                for name, found, right in calls(comm, numel, variant, inputs(comm, numel)):
                     comm.synchronize()
                     assert torch.equal(found, right), (name, variant, numel)
 
@@ -62,12 +76,12 @@ def test_collectives_through_host_memory(group: dist.ProcessGroup) -> None:
     """Between CPU ranks the setting changes nothing."""
     gpus = torch.cuda.is_available()
     with Communicator(group, config=HOST) as comm:
-        check_calls(comm, ("auto", "b2b", *(("one_shot",) if gpus else ())))
+        check_calls(comm, ("auto", "b2b", "chunked", *(("one_shot",) if gpus else ())))
         assert comm.reach(comm.empty(8)).how == ("staged" if gpus else "symmetric")
         if gpus:
             graph, given = torch.cuda.CUDAGraph(), inputs(comm, 4099)
             with torch.cuda.graph(graph):
-                found = list(calls(comm, 4099, "auto"))
+                found = list(calls(comm, 4099, "auto", given))
             for _ in range(3):
                 graph.replay()
             torch.cuda.synchronize()
@@ -84,7 +98,7 @@ def on_made_up_gpus(group: dist.ProcessGroup) -> str:
         Communicator(group, config=HOST) as comm,
     ):
         assert comm.backend.through_host and "host memory" in comm.profile.where
-        check_calls(comm, ("b2b", "pcpy"))
+        check_calls(comm, ("b2b", "pcpy", "chunked"))
         tensor = comm.empty(1000)
         assert comm.location(tensor) is None and comm.reach(tensor).how == "staged"
         with sidelane.pool(comm, 1 << 20):
@@ -99,8 +113,100 @@ def on_made_up_gpus(group: dist.ProcessGroup) -> str:
         return comm.profile.where
 
 
-def test_the_path_of_gpus(pool: object) -> None:
-    assert len(set(pool.run(on_made_up_gpus, 2))) == 1  # type: ignore[attr-defined]
+def test_the_path_of_gpus(pool: Any) -> None:
+    assert len(set(pool.run(on_made_up_gpus, 2))) == 1
+
+
+ACCESS = {
+    "no pair": (3, set(), True, "no GPU reaches another one's memory"),
+    "some pairs": (3, {(0, 1)}, True, "2 of 3 pairs of GPUs do not .*ranks 0 and 2, 1 and 2"),
+    "all pairs": (3, {(0, 1), (0, 2), (1, 2)}, False, "all GPUs reach each other's memory"),
+    "unseen": (2, None, False, "no rank sees the GPUs of 1 of 1 pairs"),
+    "one GPU": (2, "shared", False, "all GPUs reach each other's memory"),
+}
+"""Ranks, pairs of them with peer access, whether host memory is taken, and the reason."""
+
+
+def on_gpus_with(
+    group: dist.ProcessGroup, pairs: object, peers: str, seen_by: int | None = None
+) -> tuple[bool, str, str, str]:
+    rank = group.rank()
+
+    def peer_access(_: torch.device, ranks: int) -> tuple[str, dict[str, bool]]:
+        if not isinstance(pairs, set) or seen_by not in (None, rank):
+            return ("one" if pairs == "shared" else f"GPU {rank}"), {}
+        reached = {f"GPU {peer}": (min(rank, peer), max(rank, peer)) in pairs for peer in range(ranks)}
+        return f"GPU {rank}", reached
+
+    with (
+        made_up_gpus() as driver,
+        mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, _: OwnedMemory(exchange, driver)),
+        mock.patch.object(backend_cuda, "peer_access", peer_access),
+        mock.patch.object(log.calls, "warning") as warn,
+        Communicator(group, config=Config(peers=peers)) as comm,
+    ):
+        check_calls(comm, ("b2b",))
+        how = comm.reach(comm.empty(8)).how
+        return comm.backend.through_host, str(comm.backend.peers), how, str(warn.call_args_list)
+
+
+@pytest.mark.parametrize("case", ACCESS)
+def test_memory_is_chosen_by_what_gpus_reach(pool: Any, case: str) -> None:
+    ranks, pairs, through_host, reason = ACCESS[case]
+    found = pool.run(on_gpus_with, ranks, pairs, "auto")
+    for taken, words, how, warned in found:
+        assert taken is through_host and re.search(reason, words) and how == ("staged" if taken else "symmetric")
+        assert ("host memory" in warned) == (case == "some pairs" and found.index((taken, words, how, warned)) == 0)
+
+
+def test_what_one_rank_knows_counts_for_all(pool: Any) -> None:
+    assert [taken for taken, *_ in pool.run(on_gpus_with, 2, set(), "auto", 1)] == [True, True]
+
+
+@pytest.mark.parametrize(("peers", "through_host"), [("gpu", False), ("host", True)])
+def test_a_setting_is_followed_whatever_gpus_reach(pool: Any, peers: str, through_host: bool) -> None:
+    for taken, words, *_ in pool.run(on_gpus_with, 2, set(), peers):
+        assert taken is through_host and f"Config.peers is '{peers}'" in words
+
+
+def test_a_vendor_is_asked_about_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        NVML_P2P_CAPS_INDEX_READ = NVML_P2P_STATUS_OK = 0
+        nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: int(uuid.removeprefix("GPU-")) + 1)
+        nvmlDeviceGetCount = staticmethod(lambda: 4)
+        nvmlDeviceGetHandleByIndex = staticmethod(lambda index: index + 1)
+        nvmlDeviceGetUUID = staticmethod(lambda handle: f"GPU-{handle - 1}".encode())
+
+        @staticmethod
+        def nvmlDeviceGetP2PStatus(own: int, peer: int, _: int) -> int:
+            if peer == 4:
+                raise OSError("not supported")
+            return 0 if (own, peer) in ((1, 1), (1, 2)) else 5
+
+    monkeypatch.setitem(sys.modules, "pynvml", Library)
+    assert nvidia.peers_by_driver("0") == {"1": True, "2": False}  # the last one is not known
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvidia.peers_by_driver("0") == {}
+
+
+def test_info_and_explain_name_the_memory_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(InstalledGpu(index, "NVIDIA GeForce RTX 4090", 24 << 30, 128, links=0) for index in range(2))
+    without = ((True, False), (False, True))
+    found = Accelerators("cuda", gpus, without, "580", "NCCL 2.28.9", True, symmetric_memory=False)
+    machine = Inventory("a processor", 16, 64 << 30, 8 << 30, found)
+    monkeypatch.setattr(local, "inspect", lambda: machine)
+    monkeypatch.setattr(local, "device_type_and_count", lambda: ("cuda", 2))
+    for reader in ("sidelane.cli.info", "sidelane_lab.explain.call"):
+        monkeypatch.setattr(f"{reader}.key_here", lambda *_: MachineKey("cuda", gpus[0].name, 2, "none"))
+    uses = dict(look(probe=False).uses)
+    assert uses["between GPUs"] == "host memory (no GPU reaches another one's memory)"
+    assert "host memory" in uses["memory"] and "host memory" in uses["choice"]
+    explained = explain(ExplainOptions(kind=Kind.ALL_GATHER, nbytes=64 << 20))
+    assert "through host memory (no GPU" in explained.where and "host memory" in explained.by.where
+    assert not explained.agreement.call.symmetric
+    with override(Config(peers="host")):
+        assert "host memory" in explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=64, machine="h200x2")).by.where
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from marks import long
 from on_ranks import BOTH_STREAMS, everyones, on_ranks
-from ranks import Crew
 from sweeps import communicator
 
 pytest.importorskip("triton")
@@ -115,49 +113,12 @@ def test_sums_as_flags_and_the_last_program(group: dist.ProcessGroup, seed: int,
         assert gather.generation() - begun == launches
 
 
-@on_ranks(3, interpreted=True, gpu=True)
-def test_what_is_refused(group: dist.ProcessGroup) -> None:
-    """What is wrong with a launch is said on every rank, and the next one is as if nothing had been."""
-    told: list[str] = []
-    with communicator(group, timeout_s=20) as comm:
-        output, shard = comm.empty(comm.world_size * 10), torch.full((10,), 1.0 + comm.rank)
-        push = comm.load_kernel(push_tiles, flags=4)
-        other = comm.load_kernel(never_ends, flags=0)
-
-        def attempt(what: Any) -> None:
-            try:
-                what()
-                told.append("nothing")
-            except (RuntimeError, TypeError, ValueError) as error:
-                told.append(f"{type(error).__name__}: {error}")
-
-        for grid in ((), (0,), (1, 1, 1, 1), (2**31,)):
-            attempt(lambda grid=grid: push.launch(grid, comm.peers(output), shard, 10, TILE=TILE))
-        attempt(lambda: comm.peers(shard))
-        attempt(lambda: comm.load_kernel(abs, flags=1))
-        attempt(lambda: comm.load_kernel(push_tiles, flags=-1))
-        attempt(lambda: push.launch((1 + comm.rank,), comm.peers(output), shard, 10, TILE=TILE))  # ranks differ
-        other.launch((3,))
-        comm.synchronize()
-        attempt(lambda: other.launch((3,)))
-        push.launch((2,), comm.peers(output), shard, 10, TILE=TILE)
-        comm.synchronize()
-        assert output.view(-1, 10)[:, 0].tolist() == [1.0 + peer for peer in range(comm.world_size)]
-    errors = ["ValueError"] * 5 + ["TypeError", "ValueError", "MismatchError", "RuntimeError"]
-    assert [text.split(":")[0] for text in told] == errors
-    assert all("grid (value=" in text for text in told[:4]), told
-    assert "symmetric" in told[4] and "a kernel of triton.jit" in told[5] and "flags (value=-1" in told[6], told
-    assert "each program must call end" in told[8], told
-
-
-def waits_in_vain(group: dist.ProcessGroup, flag: int, dead: int | None) -> tuple[str, str, tuple[int, ...]]:
-    """Wait for a signal that nobody sends, or for a rank that ends; what is told."""
+def waits_in_vain(group: dist.ProcessGroup, flag: int) -> tuple[str, str, tuple[int, ...]]:
+    """Wait for a signal that nobody sends; what is told."""
     device = torch.get_default_device()
     comm = Communicator(group, device=device, config=Config(timeout_s=3 if device.type == "cuda" else 1))
     kernel = comm.load_kernel(waits_for, flags=2)
     last = comm.world_size - 1
-    if comm.rank == dead:
-        os._exit(3)
     try:
         kernel.launch((2,), last, flag)
         comm.synchronize()
@@ -172,7 +133,7 @@ def waits_in_vain(group: dist.ProcessGroup, flag: int, dead: int | None) -> tupl
 @on_ranks(gpu=True, flag=-1)
 def test_a_signal_that_nobody_sends(group: dist.ProcessGroup, flag: int) -> None:
     """Also of a flag that there is not."""
-    kind, text, ranks = waits_in_vain(group, flag, None)
+    kind, text, ranks = waits_in_vain(group, flag)
     assert kind == "PeerTimeoutError" and "kernel waits_for" in text, text
     assert 2 in ranks or (ranks and torch.get_default_device().type == "cuda"), ranks
 
@@ -287,24 +248,6 @@ def test_a_kernel_of_ones_own_in_a_graph(group: dist.ProcessGroup, replays: int)
             times.append((time.perf_counter() - began) / 200 * 1e6)
             torch.cuda.synchronize()
         print(times)
-
-
-def interpreting_crew() -> Crew:
-    """Three processes that interpret kernels; this one does not, nor does anybody whom it starts later."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return Crew(3)
-
-
-def test_a_dead_peer() -> None:
-    own = interpreting_crew()
-    try:
-        *told, code = own.run(waits_in_vain, None, 1, 2, dying=(2,))
-    finally:
-        own.kill()
-    assert code == 3
-    for kind, text, ranks in told:
-        assert kind == "PeerError" and ranks == (2,) and "died" in text, text
 
 
 @on_ranks(2)

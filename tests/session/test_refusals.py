@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import communicator, error_of
-from on_ranks import on_ranks
+from on_ranks import everyones, on_ranks
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sidelane
 from goldens import check_golden
 from sidelane import Communicator
-from sidelane.config import COMPUTE, NOTHING
+from sidelane.config import COMPUTE, NOTHING, Config
 
 RANKS = 3
 f = torch.empty
@@ -171,6 +171,14 @@ ROWS: dict[str, Row] = {
         for size in ("1G", 2e9, "lots", True, 0, -5)
     },
     "a device of another name": Row(lambda s: Communicator(s.group, device="gpu")),
+    # communicators that share memory
+    "a name that is there": Row(lambda s: Communicator(s.comm, name="one")),
+    "a device of its own": Row(lambda s: Communicator(s.comm, device="cpu")),
+    "settings of its own": Row(lambda s: Communicator(s.comm, config=Config())),
+    "names differ": Row(lambda s: Communicator(s.comm, name="two" if s.odd else "another")),
+    "a call of what is closed": Row(lambda s: s.ended.all_gather(s.out, f(5))),
+    "sharing what is closed": Row(lambda s: Communicator(s.closed, name="four")),
+    "a call of what shared it": Row(lambda s: s.shared.barrier()),
     # collectives that overlap a computation
     **{
         f"overlap with {name}": Row(lambda s, collective=collective: sidelane.overlap(never, collective, s.comm))
@@ -237,44 +245,64 @@ ARMED: dict[str, Row] = {
 }
 """While a handle is armed, in which nothing may come between."""
 
+KERNELS: dict[str, Row] = {
+    **{
+        f"grid {grid}": Row(lambda s, grid=grid: s.push.launch(grid, *s.tiles, **s.constants))
+        for grid in ((), (0,), (1, 1, 1, 1), (2**31,))
+    },
+    "addresses of ordinary memory": Row(lambda s: s.comm.peers(s.shard)),
+    "a kernel that is none": Row(lambda s: s.comm.load_kernel(abs, flags=1)),
+    "flags": Row(lambda s: s.comm.load_kernel(s.push.kernel, flags=-1)),
+    "grids differ": Row(lambda s: s.push.launch((1 + s.odd,), *s.tiles, **s.constants)),
+    "programs that never end": Row(lambda s: s.endless.launch((3,))),
+}
+"""Kernels of one's own."""
+
 FIRED: dict[str, Row] = {
     "trigger twice": Row(lambda s: s.handle.trigger()),
     "arm what is closed": Row(lambda s: (s.handle.close(), s.handle.arm())),
 }
 
 
-def refused(group: dist.ProcessGroup, debug: bool) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Make all calls; return the type, the ranks at fault and the text of what this rank was told of each."""
+Found = dict[str, tuple[str, tuple[int, ...], str]]
+"""The type of the error, the ranks at fault and the text, as this rank has them, of each row."""
+
+
+def errors_of(s: Any, rows: dict[str, Row], *, calls_are_allowed: bool) -> Found:
+    found, before = {}, s.out.clone()
+    for name, row in rows.items():
+        error = error_of(row.call if s.odd or row.right is None else row.right, s)
+        text = re.sub(r"call \d+", "call N", re.sub(r"of communicator \S+:", "of communicator X:", str(error)))
+        found[name] = type(error).__name__, tuple(getattr(error, "ranks", ())), text
+        assert s.out.equal(before) and s.symmetric.eq(1).all(), f"bytes have moved: {name}"
+        if calls_are_allowed:
+            s.comm.all_reduce(total := torch.ones(3))
+            assert total.tolist() == [s.n] * 3, name
+    return found
+
+
+def refused(group: dist.ProcessGroup, debug: bool) -> Found:
+    """Make all calls."""
     with communicator(group, debug=debug) as comm, communicator(group) as other:
         n, rank = comm.world_size, comm.rank
         symmetric, exchanged = comm.empty(4 * n).fill_(1), f(2 * n)
-        s = SimpleNamespace(group=group, comm=comm, n=n, rank=rank, odd=rank == 1)
+        s = SimpleNamespace(group=group, comm=comm, n=n, rank=rank, odd=rank == 1, symmetric=symmetric)
         s.out, s.whole, s.foreign = torch.full((5 * n,), -1.0), f(8 * n), other.empty(4)
         s.partly_symmetric = symmetric.clone() if s.odd else symmetric
-        found = {}
-
-        def make(rows: dict[str, Row], *, calls_are_allowed: bool) -> None:
-            before = s.out.clone()
-            for name, row in rows.items():
-                error = error_of(row.call if s.odd or row.right is None else row.right, s)
-                text = re.sub(r"call \d+", "call N", str(error))
-                found[name] = type(error).__name__, tuple(getattr(error, "ranks", ())), text
-                assert s.out.equal(before) and symmetric.eq(1).all(), f"bytes have moved: {name}"
-                if calls_are_allowed:
-                    comm.all_reduce(total := torch.ones(3))
-                    assert total.tolist() == [n] * 3, name
-
+        _, s.ended, s.closed = Communicator(comm, name="one"), Communicator(comm, name="ended"), communicator(group)
+        s.shared = Communicator(s.closed, name="shared")
+        s.ended.close()
+        s.closed.close()
         with (
             comm.prepare_all_gather(s.out, torch.full((5,), float(rank))) as s.handle,
             comm.prepare_all_to_all(exchanged, exchanged.clone()) as s.second,
         ):
-            make(ROWS, calls_are_allowed=True)
+            found = errors_of(s, ROWS, calls_are_allowed=True)
             s.handle.arm()
-            make(ARMED, calls_are_allowed=False)
+            found |= errors_of(s, ARMED, calls_are_allowed=False)
             s.handle.trigger()
             assert s.out.view(n, 5).eq(torch.arange(n)[:, None]).all()
-            make(FIRED, calls_are_allowed=True)
-    return found
+            return found | errors_of(s, FIRED, calls_are_allowed=True)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -287,7 +315,32 @@ def test_refusals(pool: RankPool, debug: bool) -> None:
         else:
             assert [peer[0] for peer in peers] == [kind] * 2, (name, peers)
         assert not re.search(r"#[0-9a-f]{12}", text), "digests, by which ranks compare calls, say nothing to a reader"
-    check_golden("refusals", {name: f"{kind}: {text}" for name, (kind, _, text) in odd.items()})
+    check_golden("refusals", texts_of(odd))
+
+
+def texts_of(found: Found) -> dict[str, str]:
+    return {name: f"{kind}: {text}" for name, (kind, _, text) in found.items()}
+
+
+@on_ranks(RANKS, interpreted=True, gpu=True)
+def test_refusals_of_kernels(group: dist.ProcessGroup) -> None:
+    from own_kernels import TILE, never_ends, push_tiles
+
+    with communicator(group, device=torch.get_default_device()) as comm:
+        n, rank = comm.world_size, comm.rank
+        s = SimpleNamespace(comm=comm, n=n, rank=rank, odd=rank == 1, shard=torch.full((10,), 1.0 + rank))
+        s.out, s.symmetric = comm.empty(10 * n).fill_(-1), comm.empty(1).fill_(1)
+        s.tiles, s.constants = (comm.peers(s.out), s.shard, 10), {"TILE": TILE}
+        s.push, s.endless = comm.load_kernel(push_tiles, flags=4), comm.load_kernel(never_ends, flags=0)
+        s.endless.launch((3,))
+        comm.synchronize()
+        found = errors_of(s, KERNELS, calls_are_allowed=True)
+        s.push.launch((2,), *s.tiles, **s.constants)
+        comm.synchronize()
+        assert s.out.view(n, 10)[:, 0].tolist() == [1.0 + peer for peer in range(n)]
+    assert [kind for kind, _, _ in found.values()] == [kind for kind, _, _ in everyones(group, found)[0].values()]
+    if rank == 1:
+        check_golden("refusals-kernels", texts_of(found))
 
 
 @on_ranks(RANKS)

@@ -64,7 +64,7 @@ class DeviceMemory:
         return self._held[-1]
 
     def status_words(self) -> int:
-        words = self._driver.host_words(layout.STATUS_WORDS)
+        words = self._driver.host_words(layout.STATUS_WORDS + layout.MAX_BLOCKS)
         self._status_words.append(words)
         return words.address
 

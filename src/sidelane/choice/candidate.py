@@ -48,11 +48,13 @@ class Abilities:
         captures: callers can capture calls into graphs.
         kernels_have_run: kernels that move bytes have run on a machine of this kind. Elsewhere ``auto`` of a fused
             operator takes a kernel only if it was measured on this machine.
+        through_host: host memory is between the GPUs, and no tensor of a caller is symmetric.
     """
 
     implementations: tuple[str, ...] = (DMA,)
     captures: bool = False
     kernels_have_run: bool = True
+    through_host: bool = False
 
     def include(self, candidate: Candidate) -> bool:
         """Return True if the candidate exists on the machine."""
@@ -127,6 +129,8 @@ def illegal_reason(call: CallShape, candidate: Candidate, abilities: Abilities =
     if call.resharded and not reshards(candidate):
         return "takes contiguous parts only"
     algorithm = candidate.algorithm(call.kind)
+    if algorithm is not None and algorithm.through_host and not abilities.through_host:
+        return "is for host memory between GPUs"
     return _of_kernel(call, candidate) if algorithm is None else _of_algorithm(call, algorithm)
 
 

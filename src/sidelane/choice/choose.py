@@ -79,7 +79,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if call.world_size == 1:
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
-    if call.listed and abilities.captures:
+    if call.listed and abilities.captures and not abilities.through_host:
         return _of_list(call, legal)
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
@@ -88,7 +88,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if beside is not None:
         times = [(found, None if us is None else _together_us(beside, found, us)) for found, us in times]
     if all(us is None for _, us in times):
-        return _by_heuristic(call, legal, tuple(times), measured=profile is not None)
+        return _by_heuristic(call, legal, tuple(times), abilities.through_host, measured=profile is not None)
     what = f" with {beside}" if beside is not None else ""
     return select(times, equal=EQUALS, beside=what, basis=_differences(call, curves[0]))
 
@@ -163,10 +163,12 @@ def _staging_us(call: CallShape, candidate: Candidate) -> float:
     return STAGED_US[Variant.of(candidate.variant).algorithm] + call.nbytes / STAGING_BYTES_PER_US
 
 
-def _by_heuristic(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
+def _by_heuristic(
+    call: CallShape, legal: tuple[Candidate, ...], table: Table, through_host: bool, *, measured: bool
+) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    most = _most_by_heuristic(call)
+    most = SMALL_BYTES if through_host else _most_by_heuristic(call)
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)

@@ -19,6 +19,7 @@ from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
 from sidelane.log import UnfailingLogger
+from sidelane.machine.peers import SHARED, PeerMemory
 from sidelane.user_files import bytes_of
 
 logger = UnfailingLogger(logging.getLogger(__name__))
@@ -50,6 +51,11 @@ class InForce:
         return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
 
     @staticmethod
+    def through_host(peers: PeerMemory) -> InForce:
+        """Return what is in force where host memory is between GPUs, and no setting names a file."""
+        return InForce(None, f"a rule of thumb for {peers}")
+
+    @staticmethod
     def by_table(key: MachineKey, ranks: int | None, notes: tuple[str, ...]) -> InForce:
         """Return the table of this package for a machine, or None for a profile if there is none."""
         table = builtin_for(key, ranks)
@@ -67,16 +73,19 @@ class InForce:
         return InForce(profile, content["where"], tuple(content["notes"]))
 
 
-def in_force(setting: str | None, key: MachineKey) -> InForce:
+def in_force(setting: str | None, key: MachineKey, peers: PeerMemory = SHARED) -> InForce:
     """Find the profile for a machine.
 
     Args:
         setting: ``Config.profile``: a file, ``builtin``, or None for the user's file of this machine.
         key: key of this machine.
+        peers: memory between the GPUs. If it is host memory, only a file that ``setting`` names is for them.
 
     Raises:
         ValueError: the file that ``setting`` names is missing or is not a profile.
     """
+    if peers.through_host and setting in (None, BUILTIN):
+        return InForce.through_host(peers)
     found, notes = users_profile(setting, key, lambda: key)
     return found or InForce.by_table(key, None, notes)
 

@@ -28,6 +28,7 @@ from sidelane.errors import last_line
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
 from sidelane.machine.local import commit, installed_version, processor_name, software_versions
+from sidelane.machine.peers import SHARED, PeerMemory, between
 from sidelane.native import load_replays
 from sidelane.native.build import compiler_version
 from sidelane.version import VERSION
@@ -130,14 +131,18 @@ def look(*, probe: bool) -> Findings:
         device_type, ranks = "cpu", 4 if local.cores() >= 4 else 2
     else:
         ranks = gpus
+    peers = SHARED
+    if device_type != "cpu" and machine.accelerators is not None:
+        peers = between(machine.accelerators, settings.current().peers)
     driver: tuple[str, ...] = ()
     if probe and machine.accelerators is not None:
         # Alone, a GPU's own stream operations can still be tried; operations on peers are reported as not tried.
         try:
-            driver = tuple(from_ranks(_probe, max(1, gpus), machine.accelerators.device_type))
+            job = (machine.accelerators.device_type, peers.through_host)
+            driver = tuple(from_ranks(_probe, max(1, gpus), *job))
         except (RuntimeError, OSError) as problem:
             driver = (f"trying the driver failed: {last_line(str(problem))}",)
-    uses = (*_uses(machine, device_type, ranks), *_choice(device_type, ranks))
+    uses = (*_uses(machine, device_type, ranks, peers), *_choice(device_type, ranks, peers))
     return Findings(machine, software_versions(), driver, uses)
 
 
@@ -223,17 +228,23 @@ def _accelerator_lines(found: Accelerators) -> list[tuple[str, str]]:
     return lines + [("note", note) for note in found.notes]
 
 
-def _uses(machine: Inventory, device_type: str, ranks: int) -> list[tuple[str, str]]:
+def _uses(machine: Inventory, device_type: str, ranks: int, peers: PeerMemory) -> list[tuple[str, str]]:
     found = machine.accelerators
     if device_type != "cpu" and found is not None:
         engines = " with its kernels and with copy engines" if found.library_uses_copy_engines else ""
         return [
             ("ranks", f"one process a GPU, {ranks} in all"),
+            ("between GPUs", str(peers)),
             ("moves", "the GPUs' copy engines, through the driver, or a kernel where that is faster"),
             ("repeated calls", _repeats()),
             ("signals", "stream memory operations where the driver lets them reach a peer, else 4-byte copies"),
             ("reductions", "kernels on as few compute units as it takes: copy engines cannot add"),
-            ("memory", "symmetric tensors directly; ordinary ones through a staging buffer"),
+            (
+                "memory",
+                "tensors through staging in host memory"
+                if peers.through_host
+                else "symmetric tensors directly; ordinary ones through a staging buffer",
+            ),
             ("baseline", f"{found.library}{engines}"),
         ]
     reason = "a single GPU has no peers" if found is not None and len(found.gpus) == 1 else "no GPUs here"
@@ -254,10 +265,10 @@ def _repeats() -> str:
     return f"in C ({found.words})" if found.module is not None else f"in Python, slower: {found.words}"
 
 
-def _choice(device_type: str, ranks: int) -> list[tuple[str, str]]:
+def _choice(device_type: str, ranks: int, peers: PeerMemory) -> list[tuple[str, str]]:
     """Describe the profile by which ``auto`` chooses, and why other ones are not used."""
     try:
-        by = in_force(settings.current().profile, key_here(device_type, ranks))
+        by = in_force(settings.current().profile, key_here(device_type, ranks), peers)
     except ValueError as problem:
         return [("choice", f"communicators will fail: {problem}")]
     return [("choice", f"auto goes by {by.where}"), *(("note", note) for note in by.notes)]
@@ -272,11 +283,12 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
     return table
 
 
-def _probe(store: dist.Store, rank: int, gpus: int, device_type: str) -> list[str]:
+def _probe(store: dist.Store, rank: int, gpus: int, device_type: str, through_host: bool) -> list[str]:
     """Try the driver features that the executor of this device relies on, on every rank."""
     from sidelane.execute.cuda import probe
     from sidelane.execute.vendor import make_driver
     from sidelane.memory.exchange import Exchange
+    from sidelane.memory.pinned import PinnedMemory
     from sidelane.memory.torch_symm import TorchSymmetricMemory
 
     # Without this, Gloo resolves its own address by the name service, and both listen to other machines.
@@ -292,7 +304,7 @@ def _probe(store: dist.Store, rank: int, gpus: int, device_type: str) -> list[st
     group = dist.group.WORLD
     assert group is not None
     exchange = Exchange(group, settings.current().timeout_s)
-    memory = TorchSymmetricMemory(exchange, device)
+    memory = PinnedMemory(exchange, device) if through_host else TorchSymmetricMemory(exchange, device)
     features = probe(exchange, device, memory, make_driver)
     memory.close()
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, CallerStream, Executor, Questions, Repetition, Runnable
+from sidelane.machine.peers import SHARED, PeerMemory
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
 from sidelane.program.ir import Value
 from sidelane.program.kernel import KernelCall, KernelProgram
@@ -80,7 +81,7 @@ class Backend(abc.ABC):
         executor: executor of programs.
         abilities: the implementations that ``auto`` may choose among; the same on all ranks.
         exported: the means by which peers map memory that others have allocated; None where there is none.
-        through_host: GPUs reach each other through host memory alone: tensors of callers are never symmetric.
+        peers: memory through which the ranks' devices reach each other.
         hosts_meet: every call waits for the hosts of its peers anyway.
     """
 
@@ -88,8 +89,13 @@ class Backend(abc.ABC):
     executor: Executor
     abilities: Abilities
     exported: ExportedMemory | None = None
-    through_host = False
+    peers: PeerMemory = SHARED
     hosts_meet = False
+
+    @property
+    def through_host(self) -> bool:
+        """True if GPUs reach each other through host memory alone: tensors of callers are never symmetric."""
+        return self.peers.through_host
 
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.

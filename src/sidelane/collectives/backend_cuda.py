@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, StreamMark
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
-from sidelane.config import GPU, HOST
+from sidelane.config import CHOSEN, HOST
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
@@ -26,6 +28,8 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaArrival, CudaTrigger, require_free_channel
 from sidelane.execute.cuda.virtual import VirtualMemory
+from sidelane.machine.local import peer_access
+from sidelane.machine.peers import PeerMemory, decide
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
@@ -37,8 +41,6 @@ from sidelane.program.transform import ended_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
-
-T = TypeVar("T")
 
 _POLL_S = 50e-6
 
@@ -63,9 +65,9 @@ class CudaBackend(Backend):
         timeout_s: float,
         *,
         like: CudaBackend | None = None,
-        peers: str = GPU,
+        peers: str = CHOSEN,
     ) -> None:
-        self.through_host = peers == HOST if like is None else like.through_host
+        self.peers = agree_on_peers(exchange, device, peers) if like is None else like.peers
         self.memory: SymmetricMemory = (
             PinnedMemory(exchange, device) if self.through_host else TorchSymmetricMemory(exchange, device, timeout_s)
         )
@@ -76,8 +78,7 @@ class CudaBackend(Backend):
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         implementations = (DMA, SM) if kernels else (DMA,)
         known = self.kernels_move_bytes and not self.through_host
-        self.abilities = Abilities(implementations, self.features.graphs, known)
-        self._side: SideStream | None = None  # of asynchronous calls
+        self.abilities = Abilities(implementations, self.features.graphs, known, self.through_host)
         self._allocating: set[int] = set()  # handles of streams
         self.last_stream: int | None = None  # handle of that of the last call, which compiled code reads and sets
         self._last_captured: int | None = None
@@ -147,12 +148,10 @@ class CudaBackend(Backend):
     def questions(self) -> Questions | None:
         return self.executor.driver.questions()
 
-    @property
+    @functools.cached_property
     def aside(self) -> SideStream:
         """The stream of asynchronous calls."""
-        if self._side is None:
-            self._side = SideStream(self.device)
-        return self._side
+        return SideStream(self.device)
 
     def _run_aside(
         self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], caller: CallerStream
@@ -161,14 +160,13 @@ class CudaBackend(Backend):
         stream, aside = side.stream, (side.handle, caller[1])
         if caller[0] != aside[0]:
             self.executor.order(caller[0], aside[0])
+            side.caller = torch.cuda.current_stream(stream.device)
         self._order_after_last(aside)
         if caller[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             work: CudaWork = CudaMarkedWork(self, side, loaded)
             _hold_for(stream, [tensor for tensor in tensors if tensor is not None])
             return work
         loaded.run(epoch, aside)
-        if caller[0] != aside[0]:
-            side.caller = torch.cuda.current_stream(stream.device)
         return self.work_on(side, [tensor for tensor in tensors if tensor is not None], ())
 
     def work_on(
@@ -205,8 +203,8 @@ class CudaBackend(Backend):
     def follow_all(self) -> None:
         current, _ = self.caller_stream()
         others = {*self._allocating, self.last_handle()}
-        if self._side is not None:
-            others.add(int(self._side.stream.cuda_stream))
+        if "aside" in vars(self):  # an asynchronous call was made
+            others.add(self.aside.handle)
         for handle in others - {None, current}:
             assert handle is not None
             with contextlib.suppress(DriverError):  # of a stream that is gone
@@ -368,3 +366,26 @@ class CudaMarkedWork(CudaWork):
     def _require_all_marks(self) -> None:
         if self._unmarked:
             raise RuntimeError(f"wait: triggers that were not fired in this capture (value={sorted(self._unmarked)})")
+
+
+def agree_on_peers(exchange: Exchange, device: torch.device, setting: str) -> PeerMemory:
+    """Return the memory between the ranks' GPUs. Collective.
+
+    Args:
+        exchange: connection of the ranks.
+        device: device of this rank.
+        setting: ``Config.peers``.
+
+    Raises:
+        MismatchError: ranks have different settings.
+        PeerError, PeerTimeoutError: a rank did not take part.
+    """
+
+    def own() -> tuple[str, str]:
+        gpu, reached = peer_access(device, exchange.world_size) if setting == CHOSEN else ("", {})
+        return gpu, json.dumps(reached)
+
+    posted = exchange(f"the memory between GPUs (Config.peers={setting!r})", own)
+    if setting != CHOSEN:
+        return PeerMemory(setting == HOST, f"Config.peers is {setting!r}")
+    return decide([(gpu, json.loads(reached)) for gpu, reached in posted])

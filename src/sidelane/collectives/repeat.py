@@ -28,9 +28,6 @@ MOST_TENSORS = 128
 MOST_MOVED = 2
 """Largest number of tensors of a call that is remembered by its shape."""
 
-MOST_REPEATED = 16
-"""Largest number of streams with which one shape is noted as passed to compiled code already."""
-
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, type(None))
 
 Guard = tuple[object, str, object]
@@ -83,13 +80,11 @@ class Repeats:
             *(count_writes, torch.Tensor, *((questions.streams,) if questions.streams else ())),
         )
         self.run = self.replay.run
-        self._forgotten = 0  # how often
-        self._nbytes = 0  # of what was passed since then
+        self._nbytes = 0  # of what was passed since all was forgotten
         preparer.cache.keepers.append(self.forget)
 
     def forget(self) -> None:
         """Forget all calls."""
-        self._forgotten += 1
         self._nbytes = 0
         self.replay.forget()
 
@@ -119,13 +114,13 @@ class Repeats:
             return
         form: object = None
         if shape is not None and program is not None:
-            if not self._is_new(shape, program, caller):
+            if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
                 return
             tensor_of = dict(program.tensor_indices)
             repetition = prepared.loaded.repetition(caller, [*tensor_of])
             rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
-            device = self._arguments.device.index
-            place = heap.symmetric_ranges(), -1 if device is None else device
+            index = self._arguments.device.index
+            place = heap.symmetric_ranges(), -1 if index is None else index
             form = *place, shape.distance is not None, shape.distance or 0, rows
         else:
             repetition = prepared.loaded.repetition(caller)
@@ -149,18 +144,6 @@ class Repeats:
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
         if not is_there:  # another thread has moved staging, maybe before it was remembered
             self.forget()
-
-    def _is_new(self, shape: Shape, program: ShapeProgram, caller: CallerStream) -> bool:
-        """Return True if compiled code may be given a shape, and was not given it for this caller."""
-        if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
-            return False
-        given = (self._forgotten, caller)
-        if given in program.repeated:
-            return False
-        if len(program.repeated) >= MOST_REPEATED:
-            program.repeated.clear()
-        program.repeated.add(given)
-        return True
 
     def launch(
         self,

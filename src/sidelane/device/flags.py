@@ -15,7 +15,6 @@ import os
 from sidelane.device import layout
 from sidelane.device.language import is_nvidia, tl, triton
 
-COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
 FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
@@ -37,9 +36,12 @@ delays the fences of signals: with a load every 256 polls, one late rank made al
 
 
 @triton.jit
-def next_generation(arena):
-    """Return the generation of this launch. Call it before :func:`end_generation` of this launch."""
-    return generation_after(tl.load((arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + tl.program_id(0)))
+def next_generation(counters):
+    """Return the generation of this launch. Call it before :func:`end_generation` of this launch.
+
+    ``counters``: address of the generation of each thread block (``LaunchSite.counters``).
+    """
+    return generation_after(tl.load(counters.to(tl.pointer_type(tl.int32)) + tl.program_id(0)))
 
 
 @triton.jit
@@ -49,15 +51,15 @@ def generation_after(before):
 
 
 @triton.jit
-def end_generation(arena, generation):
+def end_generation(counters, generation):
     """End ``generation`` for this block, and for those with its number modulo the number of blocks of this launch.
 
     It is the last act of a block: only later work of the stream may rely on it.
     """
     tl.debug_barrier()
     block = tl.arange(0, MAX_BLOCKS)
-    counters = (arena + COUNTERS_OFFSET).to(tl.pointer_type(tl.int32)) + block
-    tl.store(counters, generation, mask=block % tl.num_programs(0) == tl.program_id(0))
+    places = counters.to(tl.pointer_type(tl.int32)) + block
+    tl.store(places, generation, mask=block % tl.num_programs(0) == tl.program_id(0))
 
 
 @triton.jit

@@ -35,6 +35,7 @@ class LaunchSite:
         rank: rank of this process.
         arenas: address of each rank's arena (see ``layout``).
         status: address of the status words of this rank's host.
+        counters: address of the generation of each thread block, int32, in memory of this rank's device.
         most_blocks: largest number of thread blocks of a launch; the same on every rank.
         shared_bytes: largest shared memory of a block in bytes.
 
@@ -45,6 +46,7 @@ class LaunchSite:
     rank: int
     arenas: tuple[int, ...]
     status: int
+    counters: int
     most_blocks: int
     shared_bytes: int = 0
 

@@ -2,11 +2,11 @@
 
 ::
 
-    0                counters    the generation of each thread block, int32
     FLAGS_OFFSET     flags       [phase][block][sender], int32: the last generation that the sender has signalled
     LL_OFFSET        LL slots    [parity][sender][word], int64: 4 low bytes of data, 4 high bytes of generation
     after them       block slots [parity][sender][byte]: plain data, in its own place since it could look like words
 
+A rank has counters, too, in memory of its device, which no peer touches: the generation of each thread block, int32.
 All blocks of all kernels of a communicator count together, whether a launch has them or not, so that a generation is
 the number of a call. It grows by 1 from 1; after 2**32 - 1 follows 2, which keeps even and odd alternating and skips 0,
 the value of memory that was never written.
@@ -18,8 +18,7 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 PHASES = 34
 
-COUNTERS_OFFSET = 0
-FLAGS_OFFSET = 4 * MAX_BLOCKS
+FLAGS_OFFSET = 0
 LL_OFFSET = 1 << 18
 assert FLAGS_OFFSET + 4 * PHASES * MAX_BLOCKS * MAX_RANKS <= LL_OFFSET
 

@@ -99,11 +99,9 @@ def wholes(
     operation: GroupOperation, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return output and input of a call in which one side is parts in a row; None if they are not."""
-    if operation.has_output_parts:
-        whole = _in_a_row(outputs, inputs[0])
-        return None if whole is None else (whole, inputs[0])
-    whole = _in_a_row(inputs, outputs[0])
-    return None if whole is None else (outputs[0], whole)
+    parts, other = (outputs, inputs[0]) if operation.has_output_parts else (inputs, outputs[0])
+    whole = _in_a_row(parts, other)
+    return None if whole is None else (whole, other) if operation.has_output_parts else (other, whole)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -155,6 +153,7 @@ class GroupOperation:
         has_output_parts: the outputs are parts of one tensor for the communicator.
         has_input_parts: the inputs are.
         is_listed: the communicator takes lists of tensors.
+        has_lists: its tensors are lists.
         repeats: calls of it are remembered (``order``).
         flat: reason why it takes no steps among several nodes; "" if it does.
     """
@@ -167,16 +166,15 @@ class GroupOperation:
     repeats: bool = False
     flat: str = ""
     is_listed: bool = False
+    has_lists: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_lists", self.is_listed or self.has_parts)
 
     @property
     def has_parts(self) -> bool:
         """True if one side is parts of one tensor."""
         return self.has_output_parts or self.has_input_parts
-
-    @property
-    def has_lists(self) -> bool:
-        """True if its tensors are lists."""
-        return self.is_listed or self.has_parts
 
     @property
     def lacking(self) -> GroupOperation:
@@ -234,6 +232,7 @@ class GroupCall:
 
     Attributes:
         operation, outputs, inputs, opts, args, key: see above.
+        copies: outputs that ``args`` has copies of, with these copies, which are copied back.
         tensors: all tensors of the caller.
         is_async: the caller goes on before the call has ended.
         timeout: time-out of this call; 0 for the group's.
@@ -253,7 +252,7 @@ class GroupCall:
         key: RepeatKey | None = None,
     ) -> None:
         self.operation, self.outputs, self.inputs = operation, outputs, inputs
-        self.opts, self.args, self.key = opts, args, key
+        self.opts, self.args, self.key, self.copies = opts, args, key, Copies()
         self.tensors = (*outputs, *inputs)
         self.is_async = bool(getattr(opts, "asyncOp", True))
         self.timeout: timedelta = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
@@ -303,7 +302,7 @@ class GroupCall:
     @property
     def nbytes(self) -> int:
         """Bytes of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
-        return max(sum(map(_nbytes, self.outputs)), sum(map(_nbytes, self.inputs)))
+        return larger_bytes(self.outputs, self.inputs)
 
     def make(self, communicator: Communicator) -> None:
         """Make the call on a communicator; tensors that it does not take as they are get contiguous stand-ins."""
@@ -402,6 +401,11 @@ def _refusal_of(tensors: Sequence[torch.Tensor], op: str | None) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def larger_bytes(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the larger side."""
+    return max(sum(map(_nbytes, outputs)), sum(map(_nbytes, inputs)))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,7 +24,7 @@ from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
-from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
@@ -35,10 +38,29 @@ SMALL_BYTES = 4096
 
 MOST_CACHED = 256
 
-STAGED_BYTES = 48 << 20
-"""Bytes from which NCCL makes an all-to-all of ordinary tensors: staging takes longer. On two H200s, 64 MB take 137 us
-with NCCL, 153 staged and 101 in symmetric memory; 256 MB 472, 467 and 365; 1 GB 1618, 1794 and 1401. All other
-collectives are faster staged than with NCCL there, at every size measured (results/h200x2/ordinary.json)."""
+MOST_STAGED: Mapping[GroupOperation, tuple[float, float]] = MappingProxyType(
+    {
+        calls.ALL_TO_ALL: (48 << 20, 4 << 20),
+        **dict.fromkeys(
+            (
+                *(calls.ALL_GATHER, calls.ALL_GATHER_LIST, calls.ALL_GATHER_COALESCED),
+                *(calls.REDUCE_SCATTER, calls.REDUCE_SCATTER_LIST, calls.REDUCE_SCATTER_COALESCED),
+                *(calls.ALL_REDUCE, calls.ALL_REDUCE_LIST, calls.ALL_REDUCE_COALESCED, calls.ALL_REDUCE_OF_ONE),
+            ),
+            (math.inf, 4 << 20),
+        ),
+    }
+)
+"""Bytes above which NCCL makes a call on ordinary tensors, synchronous and asynchronous, as staging takes longer.
+
+On two H200s an all-to-all of 64 MB takes 137 us with NCCL, 153 staged and 101 in symmetric memory, one of 1 GB 1618,
+1794 and 1401; all other collectives alone are faster staged than with NCCL (results/h200x2/ordinary.json). Asynchronous
+calls run beside a computation, with which the copies take turns: steps of DDP took 0.1 to 1.1% longer staged
+(results/h200x2/clients.json), those of Megatron-core's distributed optimizer up to 4%. Parts of several sizes are not
+listed, since a rank knows its own only.
+"""
+
+NEVER = (math.inf, math.inf)
 
 
 class GroupDispatcher:
@@ -66,11 +88,14 @@ class GroupDispatcher:
         # (``divide_by_initial_world_size=False``).
         self._held: collections.deque[dist.Work] = collections.deque(maxlen=MOST_CACHED)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
-        self._agreed: set[Hashable] = set()  # calls of ordinary tensors that all ranks leave to the other backend
-        life.forgets = (self._held.clear, self._repeated.clear, *(backend.clear for backend in self._allocating))
+        # Rows of calls on ordinary tensors that all ranks leave to NCCL, as they have agreed, also by their size.
+        self._left: dict[tuple[RepeatKey, bool, int], RowKey] = {}
+        cached = self._held.clear, self._repeated.clear, self._left.clear
+        life.forgets = (*cached, *(backend.clear for backend in self._allocating))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
-        forks.in_copies_of(self, lambda made: made._repeated.clear())  # so that all calls are refused in one place
+        # In forked copies, so that all calls are refused in one place.
+        forks.in_copies_of(self, lambda made: [cache.clear() for cache in (made._repeated, made._left)])
 
     def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
@@ -117,16 +142,19 @@ class GroupDispatcher:
         if not (operation.repeats and outputs):
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, first = (*outputs, *inputs), outputs[0]
-        nbytes, device = first.nbytes, first.device
+        device, is_async = first.device, opts.asyncOp
         key = (operation.name, detail, first.dtype, device)
-        repeated = self._repeated.get(key)
-        if (
-            repeated is None
-            or (operation is calls.ALL_TO_ALL and nbytes >= STAGED_BYTES)  # see _slower_staged
-            or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures()))
-        ):
+        repeated, nbytes = self._repeated.get(key), max(first.nbytes, tensors[-1].nbytes)
+        if operation.has_lists:
+            nbytes = calls.larger_bytes(outputs, inputs)
+        is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
+        row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
+        if row is not None and are_plain(tensors, *key[2:]) and not self._captures():
+            self.ledger.note(row, "", nbytes)
+            make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
+            return self.life.orders[device.type].other(make, tensors, is_async)
+        if repeated is None or is_left or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())):
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
-        is_async = opts.asyncOp
         try:
             work = repeated.order.repeat(repeated, tensors, is_async)
         except Exception as error:
@@ -134,12 +162,7 @@ class GroupDispatcher:
             raise
         if work is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
-        if repeated.has_lists:
-            nbytes = max(sum(tensor.nbytes for tensor in side) for side in (outputs, inputs))
-        elif inputs:
-            nbytes = max(nbytes, tensors[1].nbytes)
         choice = repeated.calls.last_choice
-        assert choice is not None
         if choice is not repeated.choice:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
@@ -177,7 +200,7 @@ class GroupDispatcher:
         if order is None:
             work = self._make_other(call, device)
         elif call.refusal:
-            work = order.other(lambda: self._make_other(call, device), call.is_async)
+            work = order.other(lambda: self._make_other(call, device), call.tensors, call.is_async)
         else:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
         if self._coalescing is not None:
@@ -206,26 +229,41 @@ class GroupDispatcher:
         return ""
 
     def _slower_staged(self, call: GroupCall, device: str) -> str:
-        """Return the reason why the other backend makes a call on ordinary tensors, as staging takes longer; "" if not.
+        """Return the reason why NCCL makes a call on ordinary tensors, as staging takes longer; "" if it does not.
 
         Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
         """
-        if call.key is None or call.operation is not calls.ALL_TO_ALL or call.nbytes < STAGED_BYTES:
+        most = MOST_STAGED.get(call.operation, NEVER)[call.is_async]
+        if call.nbytes <= most or self.names.get(device) != "nccl":
             return ""
-        if self.names.get(device) != "nccl" or self.life.nodes.spans:
+        first, kind = call.tensors[0], "asynchronous, " if call.is_async else ""
+        key = (call.key or (call.operation.name, None, first.dtype, first.device), call.is_async, call.nbytes)
+        row = self._left.get(key)
+        if self._captures() and (call.is_async or row is None):
+            return ""  # in a capture nothing can be agreed on, and no caller waits for the host
+        made = self.life.communicator(first.device)
+        if not isinstance(made, Communicator) or not self._may_leave(call.tensors, device):
             return ""
-        text = f"{call.operation.name} of {call.nbytes} bytes of ordinary {call.key[2]}"
-        if self._captures() and text not in self._agreed:
-            return ""  # nothing can be agreed on there; a call like it before the capture would have been
-        made = self.life.communicator(call.tensors[0].device)
-        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
+        if made.config.deterministic and call.adds_floats:
             return ""
-        if not are_plain(call.tensors, *call.key[2:]) or not all_ordinary(made.arguments, call.tensors):
-            return ""
-        if text not in self._agreed:
-            made.agree(call.operation.name, text)
-            self._agreed.add(text)
-        return f"ordinary tensors of {format_bytes(STAGED_BYTES)} and more; in a sidelane.pool Sidelane makes it"
+        if row is None:
+            made.agree(call.operation.name, f"{key[0][0]} of {call.nbytes} bytes of {kind}ordinary {first.dtype}")
+            if len(self._left) == MOST_CACHED:
+                self._left.clear()
+            why = f"{kind}ordinary tensors of more than {format_bytes(int(most))}; in a sidelane.pool Sidelane makes it"
+            row = self._left[key] = (key[0][0], calls.dtype_name(first.dtype), device, self.names[device], why)
+        # NCCL takes contiguous tensors only. Copies of others are made, and copied back, on the caller's stream.
+        call.is_async = call.is_async and are_plain(call.tensors, first.dtype, first.device)
+        call.args, call.copies = calls.contiguous_arguments(call)
+        return row[-1]
+
+    def _may_leave(self, tensors: Sequence[torch.Tensor], device: str) -> bool:
+        """Return True if NCCL may make a large call: every tensor, or a copy of it, would be staged."""
+        made = self.life.communicators.get(device)
+        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or len(self.life.ranks) == 1:
+            return False
+        direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
+        return self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
 
     def pass_on(
         self,
@@ -282,7 +320,7 @@ class GroupDispatcher:
         if not isinstance(communicator, Communicator):
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
-        choice = communicator.last_choice()
+        choice, self.ledger.peers = communicator.last_choice(), communicator.backend.peers
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
@@ -294,20 +332,32 @@ class GroupDispatcher:
         for backend in self._allocating:
             backend.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
+        if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
+            self.life.other._start_coalescing(call.tensors[0].device)
+            self._other_coalesces = True
+        if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
+            call.args, call.copies = calls.contiguous_arguments(call)
+        looks = is_of_all and name == "gloo"
+        return self._make_by_library(call.operation.method, call.args, needed, looks=looks, copies=call.copies)
+
+    def _make_by_library(
+        self,
+        method: str,
+        args: Sequence[Any],
+        needed: Sequence[int],
+        *,
+        looks: bool = False,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> dist.Work:
+        """Make a call of the other group; see :class:`sidelane.integrations.works.OtherWork`."""
         try:
-            args, copies = call.args, calls.Copies()
-            if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
-                self.life.other._start_coalescing(call.tensors[0].device)
-                self._other_coalesces = True
-            if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
-                args, copies = calls.contiguous_arguments(call)
-            work = getattr(self.life.other, call.operation.method)(*args)
+            work = getattr(self.life.other, method)(*args)
         except RuntimeError as error:
             self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.failed_peers, needed, looks=is_of_all and name == "gloo", copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, looks=looks, copies=copies)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""

@@ -220,6 +220,8 @@ class FsdpGroup:
         self._lanes, self._buffers, self._nodes, self._end = lanes, buffers, nodes, end
         if lanes:
             self.gather, self.scatter = lanes
+            if isinstance(self.gather, Communicator):
+                self._ledger.peers = self.gather.backend.peers
         self.ring = Ring(allocate or functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
 
     def is_of(self, group: dist.ProcessGroup) -> bool:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from sidelane import forks, log, ranges
+from sidelane.machine.peers import SHARED
 
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
@@ -57,10 +58,12 @@ class Report:
         rows: sums, group by group in the order in which they were made; calls of more kinds than ``ranges.MOST_ROWS``
             in a group are one row for each maker, ``others``.
         last: last call that has ended (on GPUs: that was queued), with 1 for ``calls``; None before the first.
+        notes: a line for each group whose GPUs reach each other through host memory, with the reason.
     """
 
     rows: tuple[ReportRow, ...]
     last: ReportRow | None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.rows:
@@ -69,13 +72,14 @@ class Report:
         lines = [heads, *(tuple(str(getattr(row, _FIELDS.get(head, head))) for head in heads) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
         numbers = (heads.index("calls"), heads.index("bytes"))
-        return "\n".join(
+        table = [
             "  ".join(
                 cell.rjust(width) if column in numbers else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
-        )
+        ]
+        return "\n".join((*table, *self.notes))
 
 
 class Ledger:
@@ -87,12 +91,14 @@ class Ledger:
     Attributes:
         group: name of the group, as torch has it.
         sums: calls by the key of their row.
+        peers: memory between the ranks' devices.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.group = ""  # torch sets the name after the group was made
         self._ranks = tuple(ranks)
         self.sums: dict[RowKey, _Sum] = {}
+        self.peers = SHARED
         with _lock:
             _ledgers.append(self)
             del _ledgers[:-_MOST_GROUPS]
@@ -141,10 +147,12 @@ def report() -> Report:
     """
     with _lock:
         rows = tuple(ledger.row(*entry) for ledger in list(_ledgers) for entry in list(ledger.sums.items()))
+        through_host = [ledger for ledger in _ledgers if ledger.sums and ledger.peers.through_host]
+    notes = tuple(f"group {ledger.group}: between ranks: {ledger.peers}" for ledger in through_host)
     if _last is None:
-        return Report(rows, None)
+        return Report(rows, None, notes)
     ledger, key, nbytes, reason = _last
-    return Report(rows, ledger.row(key, _Sum(1, nbytes, reason)))
+    return Report(rows, ledger.row(key, _Sum(1, nbytes, reason)), notes)
 
 
 def reset() -> None:

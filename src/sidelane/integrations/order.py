@@ -23,8 +23,7 @@ from sidelane.collectives.call_forms import own_part
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations import calls
-from sidelane.integrations.calls import GroupCall, dtype_name
+from sidelane.integrations.calls import GroupCall, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
 from sidelane.memory import ending
@@ -48,7 +47,7 @@ class RepeatedCall:
 
     Attributes:
         communicator, order: see above.
-        operation, has_lists: operation of the calls, and whether its tensors are lists.
+        operation: operation of the calls.
         dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
@@ -61,14 +60,14 @@ class RepeatedCall:
     def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
         self.communicator, self.order, self._options = communicator, order, call.options
-        self.operation, self.has_lists, self._call = call.operation, call.operation.has_lists, call.without_tensors()
+        self.operation, self._call = call.operation, call.without_tensors()
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
         self.backend: Any = communicator.backend
-        self.calls = communicator.calls
+        self.calls: Any = communicator.calls
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
 
@@ -86,14 +85,13 @@ class RepeatedCall:
 
     def given(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
         """Return lists as the communicator takes them; None for parts that do not lie in a row."""
-        columns: tuple[Any, ...] = self.columns(tensors)
-        if self.operation.has_parts:
-            return calls.wholes(self.operation, *columns) if self.takes(tensors) else None
-        return columns
+        if not self.operation.has_parts:
+            return self.columns(tensors)
+        return wholes(self.operation, *self.columns(tensors)) if self.takes(tensors) else None
 
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        if self.has_lists:
+        if self.operation.has_lists:
             self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
         else:
             self._method(*[tensor.data for tensor in tensors], **self._options)
@@ -167,7 +165,7 @@ class HostOrder:
             self._thread.drain()
         return self._mutex.run(job)
 
-    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+    def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group: on CPUs it does not wait for calls of this one."""
         return call()
 
@@ -257,13 +255,12 @@ class StreamOrder:
         for tensor in tensors:  # compiled code cannot look at others, and does not find out about them
             if type(tensor) not in PLAIN:
                 return None
-        outputs = call.columns(tensors)[0] if call.has_lists else tensors[:1]
-        side, given = self._side, call.given(tensors) if call.has_lists else tensors
+        outputs = call.columns(tensors)[0] if call.operation.has_lists else tensors[:1]
+        side, given = self._side, call.given(tensors) if call.operation.has_lists else tensors
         if given is not None and call.kind is Kind.ALL_REDUCE:
             given = given[0], given[0]
         if given is not None and not is_async:
-            if side is not None and side.is_open:
-                self._join()
+            self._join()
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return ENDED
         elif given is not None and side is not None:
@@ -275,20 +272,23 @@ class StreamOrder:
             return None
         return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
-    def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
+    def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
-        if self._side is None:
-            return call()
-        if not is_async:
-            _wait_for(self._side)
+        side = self._side
+        if side is not None and not is_async:
+            _wait_for(side)
+        if side is None or not is_async:
             return call()
 
         def called() -> dist.Work:
             work = call()
-            work.wait()  # the stream does, not the host
+            work.wait()  # the stream does, not the host; NCCL's work holds its tensors until then only
+            for tensor in tensors:
+                if tensor.is_cuda and tensor.layout is torch.strided:
+                    tensor.record_stream(side.stream)
             return work
 
-        return self._side.run(called)
+        return side.run(called)
 
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""

@@ -53,7 +53,7 @@ def arrange(site: LaunchSite, tiles: Tiles, reduction: Reduction | None, *, dist
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **tiles.constants, **reduction_constants(reduction)}
-    arguments = (*tiles.arguments, site.rank, site.status, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, site.status, site.counters, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -69,7 +69,7 @@ def arrange_broadcast(site: LaunchSite, tiles: Tiles, root: int) -> Launch:
         ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, **tiles.constants}
-    arguments = (*tiles.arguments, site.rank, root, site.status, *padded(site.rotated(site.arenas)))
+    arguments = (*tiles.arguments, site.rank, root, site.status, site.counters, *padded(site.rotated(site.arenas)))
     return Launch(_block_flags_broadcast, blocks_of(site, tiles.count, tiles.nbytes), WARPS, arguments, constants)
 
 
@@ -93,14 +93,14 @@ def block_slot(arena, generation, sender, N: tl.constexpr):
 
 @triton.jit
 def _block_flags(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, DISTINCT: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
     each_tile(_send, (peers, rank, generation, 0, N, DISTINCT), call, 0, 1,
@@ -112,18 +112,18 @@ def _block_flags(
     else:
         each_tile(_reduce, (p0, generation, N, OP, DTYPE, ELEMENT_BYTES, FLOAT), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit
 def _block_flags_broadcast(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, root, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
     if rank == root:
@@ -134,7 +134,7 @@ def _block_flags_broadcast(
     if rank != root:
         each_tile(fetch_tile, (block_slot(p0, generation, root, N),), call, 0, 1,
                   TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def arrange_push(site: LaunchSite, tiles: Tiles, root: int, stagings: tuple[int,
     constants = {"N": n, "STAGED": staged, **tiles.constants}
     blocks = site.blocks(tiles.count)  # the same on all ranks, as the tiles that each block moves in a chunk
     rounds = broadcast_rounds(tiles.count, blocks, n, staged=staged)
-    arguments = (*tiles.arguments, rounds, site.rank, root, (site.rank - root) % n, site.status)
+    arguments = (*tiles.arguments, rounds, site.rank, root, (site.rank - root) % n, site.status, site.counters)
     targets = tiles.addresses(0) if stagings is None else padded(from_root(stagings, root))
     addresses = padded(site.rotated(site.arenas)) + targets
     return Launch(_broadcast_push, blocks, WARPS, arguments + addresses, constants)
@@ -99,7 +99,7 @@ def arrange_relay(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch
     part = -(-nbytes // ((n - 1) * RELAYED_TILE_BYTES)) * RELAYED_TILE_BYTES
     constants = {"N": n, "UNIT": unit_bytes(data, nbytes), "TILE": RELAYED_TILE_BYTES}
     blocks = block_flags.blocks_of(site, part // RELAYED_TILE_BYTES, part)
-    arguments = (data, nbytes, part, site.rank, root, (site.rank - root) % n, site.status)
+    arguments = (data, nbytes, part, site.rank, root, (site.rank - root) % n, site.status, site.counters)
     return Launch(_broadcast_relay, blocks, block_flags.WARPS, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -110,7 +110,7 @@ def from_root(addresses: tuple[int, ...], root: int) -> tuple[int, ...]:
 
 @triton.jit
 def _broadcast_push(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rounds, rank, root, behind, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rounds, rank, root, behind, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     t0, t1, t2, t3, t4, t5, t6, t7,
     N: tl.constexpr, STAGED: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
@@ -118,7 +118,7 @@ def _broadcast_push(
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     targets = (t0, t1, t2, t3, t4, t5, t6, t7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     call = call_of(table, ends, tiles, input, output, nbytes, input_stride, output_stride, nbytes, TILE)
     spent = tl.full((), 0, tl.int32)
@@ -164,7 +164,7 @@ def _broadcast_push(
                                     TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                         turn += 1
                         tile += tl.num_programs(0)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit
@@ -211,13 +211,13 @@ def _relay_tile(
 
 @triton.jit
 def _broadcast_relay(
-    data, nbytes, part, rank, root, behind, status,
+    data, nbytes, part, rank, root, behind, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     arenas = addresses_of(peers, N)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     spent = tl.full((), 0, tl.int32)
     tiles = part // TILE
     tile = tl.program_id(0).to(tl.int64)
@@ -249,7 +249,7 @@ def _broadcast_relay(
                 values = get(block_slot(p0, generation, sender, N), tile, nbytes - start, UNIT, TILE, False)
                 put(data + start, values, tile, nbytes - start, UNIT, TILE, False)
             tile += tl.num_programs(0)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 KERNELS = (_broadcast_push, _broadcast_relay)

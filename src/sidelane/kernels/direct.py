@@ -86,7 +86,14 @@ def arrange_push(site: LaunchSite, tiles: Tiles, *, distinct: bool) -> Launch:
         distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **tiles.constants}
-    arguments = (*tiles.arguments, site.rank, site.status, *padded(site.rotated(site.arenas)), *tiles.addresses(0))
+    arguments = (
+        *tiles.arguments,
+        site.rank,
+        site.status,
+        site.counters,
+        *padded(site.rotated(site.arenas)),
+        *tiles.addresses(0),
+    )
     return Launch(_direct_push, site.blocks(tiles.count), WARPS, arguments, constants)
 
 
@@ -113,7 +120,7 @@ def arrange(site: LaunchSite, tiles: Tiles, largest: int, reduction: Reduction, 
         warps = PAIR_GATHER_WARPS if gather else PAIR_WARPS
     constants = {"N": n, "GATHER": gather, **tiles.constants, **reduction_constants(reduction), "STAGES": stages}
     addresses = padded(site.rotated(site.arenas)) + tiles.addresses(0) + tiles.addresses(1)
-    arguments = (*tiles.arguments, site.rank, site.status, *addresses)
+    arguments = (*tiles.arguments, site.rank, site.status, site.counters, *addresses)
     return Launch(_direct_reduce, site.blocks(largest), warps, arguments, constants)
 
 
@@ -151,12 +158,18 @@ def arrange_send(
     sizes = (shard_bytes // element, total_bytes // element, chunks.peer_bytes, chunks.rounds)
     everyone = (site.arenas, stagings, outputs)
     addresses = tuple(address for each in everyone for address in padded(site.rotated(each)))
-    return Launch(_direct_send, chunks.blocks, WARPS, (input, *sizes, site.rank, site.status, *addresses), constants)
+    return Launch(
+        _direct_send,
+        chunks.blocks,
+        WARPS,
+        (input, *sizes, site.rank, site.status, site.counters, *addresses),
+        constants,
+    )
 
 
 @triton.jit
 def _direct_push(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     o0, o1, o2, o3, o4, o5, o6, o7,
     N: tl.constexpr, DISTINCT: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
@@ -164,7 +177,7 @@ def _direct_push(
 ):  # fmt: skip
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     outputs = (o0, o1, o2, o3, o4, o5, o6, o7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     spent = tl.full((), 0, tl.int32)
     relaxed_signal(arenas, rank, generation, 0, N)
@@ -176,7 +189,7 @@ def _direct_push(
 
     signal(arenas, rank, generation, 1, N)
     spent = wait(p0, generation, status, spent, 1, N)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit
@@ -197,7 +210,7 @@ def _push_tile(
 
 @triton.jit
 def _direct_reduce(
-    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     i0, i1, i2, i3, i4, i5, i6, i7,
     o0, o1, o2, o3, o4, o5, o6, o7,
@@ -208,7 +221,7 @@ def _direct_reduce(
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     inputs = (i0, i1, i2, i3, i4, i5, i6, i7)
     outputs = (o0, o1, o2, o3, o4, o5, o6, o7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     ends = ends_of(table, TABLE)
     spent = tl.full((), 0, tl.int32)
     signal(arenas, rank, generation, 0, N)
@@ -221,7 +234,7 @@ def _direct_reduce(
 
     signal(arenas, rank, generation, 1, N)
     spent = wait(p0, generation, status, spent, 1, N)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit
@@ -249,7 +262,7 @@ def _reduce_tile(
 
 @triton.jit
 def _direct_send(
-    input, shard, total, peer_bytes, rounds, rank, status,
+    input, shard, total, peer_bytes, rounds, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
     o0, o1, o2, o3, o4, o5, o6, o7,
@@ -259,7 +272,7 @@ def _direct_send(
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
     outputs = (o0, o1, o2, o3, o4, o5, o6, o7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     spent = tl.full((), 0, tl.int32)
     relaxed_signal(arenas, rank, generation, 0, N)
     spent = wait(p0, generation, status, spent, 0, N)
@@ -283,7 +296,7 @@ def _direct_send(
 
     signal(arenas, rank, generation, DONE, N)
     spent = wait(p0, generation, status, spent, DONE, N)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def arrange(
     """
     blocks, warps, constants = _tiles(site, part_bytes, unit_bytes(output, input, part_bytes))
     constants |= {"DISTINCT": distinct, **reduction_constants(reduction)}
-    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.status)
+    arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.status, site.counters)
     return Launch(_ll, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -101,7 +101,7 @@ def arrange_broadcast(site: LaunchSite, data: int, nbytes: int, root: int) -> La
     """
     blocks, warps, constants = _tiles(site, nbytes, unit_bytes(data, nbytes))
     del constants["PEERS"], constants["ONE"]
-    arguments = (data, nbytes, site.rank, root, site.status)
+    arguments = (data, nbytes, site.rank, root, site.status, site.counters)
     return Launch(_ll_broadcast, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
 
@@ -170,14 +170,14 @@ def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit
 def _ll(
-    output, input, part_bytes, stride, rank, status,
+    output, input, part_bytes, stride, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     own_input = input + rank * stride
     count = (part_bytes + 3) // 4
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -201,7 +201,7 @@ def _ll(
             store_words(output + rank * part_bytes, index, own, part_bytes, there, UNIT, ALIGNED, WHOLE)
 
     # A barrier of threads: others may have read above the bytes that are written below.
-    end_generation(p0, generation)
+    end_generation(counters, generation)
     turns = tl.arange(0, PEERS)[:, None]
     senders = (rank + 1 + turns) % N
     spent = tl.full((), 0, tl.int32)
@@ -229,12 +229,12 @@ def _ll(
 
 @triton.jit
 def _ll_broadcast(
-    data, nbytes, rank, root, status,
+    data, nbytes, rank, root, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     N: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     spent = tl.full((), 0, tl.int32)
     relaxed_signal(addresses_of(peers, N), rank, generation, 0, N)
     count = (nbytes + 3) // 4
@@ -258,7 +258,7 @@ def _ll_broadcast(
             store_words(data, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
             start += step
     relaxed_wait(p0, generation, status, spent, 0, N)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def arrange(
         **tiles.constants,
         **reduction_constants(reduction),
     }
-    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.status)
+    arguments = (*tiles.arguments, total_bytes, staged_bytes, site.rank, site.status, site.counters)
     addresses = padded(site.rotated(site.arenas)) + padded(site.rotated(stagings) if reduction is None else stagings)
     owned = -(-tiles.count // n) if gather and constants["TABLE"] else tiles.count
     return Launch(_staged, site.blocks(owned), WARPS, arguments + addresses, constants)
@@ -79,7 +79,7 @@ def arrange(
 
 @triton.jit
 def _staged(
-    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, status,
+    table, tiles, input, output, nbytes, input_stride, output_stride, total, staged, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
     s0, s1, s2, s3, s4, s5, s6, s7,
     N: tl.constexpr, SHARDS: tl.constexpr, GATHER: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr,
@@ -90,7 +90,7 @@ def _staged(
     arenas = addresses_of((p0, p1, p2, p3, p4, p5, p6, p7), N)
     stagings = (s0, s1, s2, s3, s4, s5, s6, s7)
     own = s0 if OP == "" else address_of(stagings, rank, N)
-    generation = next_generation(p0)
+    generation = next_generation(counters)
     spent = tl.full((), 0, tl.int32)
     ends = ends_of(table, TABLE)
     # The tiles that are full in every shard, of which the last is the shortest.
@@ -133,7 +133,7 @@ def _staged(
                       TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE, 1, RAGGED)  # fmt: skip
         signal(arenas, rank, generation, 2, N)
         spent = wait(p0, generation, status, spent, 2, N)
-    end_generation(p0, generation)
+    end_generation(counters, generation)
 
 
 @triton.jit

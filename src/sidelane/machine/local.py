@@ -74,6 +74,25 @@ def processor() -> str:
     return name.group(1).strip() if name else platform.machine()
 
 
+def peer_access(device: torch.device, ranks: int) -> tuple[str, dict[str, bool]]:
+    """Return the identity of a GPU, and for other GPUs of this machine, by theirs, whether it reaches their memory.
+
+    Args:
+        device: the GPU; one that is none has the identity "".
+        ranks: number of ranks. Where torch sees fewer GPUs, the vendor's library is asked about all others.
+    """
+    if device.type != "cuda":
+        return "", {}
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    own = uuids[device.index]
+    seen = {
+        uuid: torch.cuda.can_device_access_peer(device.index, index)
+        for index, uuid in enumerate(uuids)
+        if index != device.index
+    }
+    return own, (nvidia.peers_by_driver(own) if len(uuids) < ranks else {}) | seen
+
+
 def driver_versions() -> dict[str, str]:
     """Return the versions of drivers and vendor libraries of the devices here, by name."""
     found = _vendor()

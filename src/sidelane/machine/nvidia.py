@@ -55,6 +55,22 @@ def nccl_uses_copy_engines() -> bool:
     return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and nccl_version() >= COPY_ENGINE_NCCL
 
 
+def peers_by_driver(uuid: str) -> dict[str, bool]:
+    """Return for the other GPUs of this machine, by UUID, whether a GPU reads their memory, also if torch sees none."""
+    found: dict[str, bool] = {}
+    with _nvml([]) as nvml:
+        own = nvml and _query(nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+        for index in range((own and _query(nvml.nvmlDeviceGetCount)) or 0):
+            handle = _query(nvml.nvmlDeviceGetHandleByIndex, index)
+            name = handle and _query(nvml.nvmlDeviceGetUUID, handle)
+            status = name and _query(nvml.nvmlDeviceGetP2PStatus, own, handle, nvml.NVML_P2P_CAPS_INDEX_READ)
+            if name and status is not None:
+                shown = name.decode() if isinstance(name, bytes) else name
+                found[shown.removeprefix("GPU-")] = status == nvml.NVML_P2P_STATUS_OK
+    found.pop(uuid, None)
+    return found
+
+
 def reported_versions() -> dict[str, str | None]:
     """Return the driver's version and what torch was built with, also where no GPU can be used; None if missing."""
     with _nvml([]) as nvml:

@@ -343,9 +343,9 @@ def symmetric_ranges() -> bytes:
     They hold as long as :func:`generation` does.
     """
     heaps = [heap for reference in _heaps_there if (heap := reference()) is not None]
-    spans = [(start, nbytes) for heap in heaps for start, _, nbytes in heap._starts]
-    spans += [(found.start, found.nbytes) for heap in heaps for found in heap.pools.values()]
-    return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in spans)
+    blocks = ((start, nbytes) for heap in heaps for start, _, nbytes in heap._starts)
+    pools = ((found.start, found.nbytes) for heap in heaps for found in heap.pools.values())
+    return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
 
 
 def generation() -> int:

@@ -30,7 +30,6 @@ class PinnedMemory(ShmMemory):
     """
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
-        exchange("symmetric memory in host memory (Config.peers)", lambda: None)  # ranks of other settings are named
         super().__init__(exchange)
         self._device = device
         lanes.add(self)

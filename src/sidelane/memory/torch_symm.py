@@ -210,7 +210,8 @@ class TorchSymmetricMemory:
         except dist.DistError as error:
             raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
         except RuntimeError as error:
-            raise UnavailableError(f"allocate: the peers' memory cannot be mapped: {error}") from error
+            how = "Config.peers='host' (SIDELANE_PEERS=host) takes host memory"
+            raise UnavailableError(f"allocate: the peers' memory cannot be mapped: {error}; {how}") from error
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
         """Allocate zeroed memory that peers can map. Return it, or None and the problem."""

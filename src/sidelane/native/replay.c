@@ -523,13 +523,6 @@ static int all_pass(PyObject *guards)
 /* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
 static int is_open(Replay *self) { return all_pass(self->guards); }
 
-/* 1: a stream is captured into a graph, or it is not known. */
-static int is_captured(Replay *self, long long stream)
-{
-    int captured = 0;
-    return stream && (self->streams.capturing((U)stream, &captured) || captured);
-}
-
 static U take_event(Replay *self)
 {
     U event = 0;
@@ -549,10 +542,13 @@ static void leave_event(Replay *self, U event)
 /* Let a stream wait for all that another one has so far. 1: it does. */
 static int follow(Replay *self, long long stream, long long other)
 {
-    U event = is_captured(self, stream) || is_captured(self, other) ? 0 : take_event(self);
+    int refused, ours = 0, theirs = 0; /* captured: what is in a graph takes no part in this, nor do unknown streams */
+    if ((stream && (self->streams.capturing((U)stream, &ours) || ours)) ||
+        (other && (self->streams.capturing((U)other, &theirs) || theirs)))
+        return 0;
+    U event = take_event(self);
     if (!event)
         return 0;
-    int refused;
     Py_BEGIN_ALLOW_THREADS /* the channel of a stream may be full for as long as a peer is late */
     refused = self->streams.record(event, (U)other) || self->streams.wait((U)stream, event, 0);
     Py_END_ALLOW_THREADS
@@ -569,8 +565,7 @@ typedef struct {
    current. 0: elsewhere, or with an error set. */
 static int find_way(Replay *self, long long aside, Way *way)
 {
-    long long device = number_from(PyObject_CallNoArgs(self->current_device));
-    if (device != self->index_value)
+    if (number_from(PyObject_CallNoArgs(self->current_device)) != self->index_value)
         return 0;
     way->caller = number_from(PyObject_CallOneArg(self->stream_of, self->index));
     if (way->caller == -1 || (way->caller && is_true(PyObject_CallNoArgs(self->capturing)) != 0))
@@ -581,8 +576,7 @@ static int find_way(Replay *self, long long aside, Way *way)
         return 0;
     }
     way->run = aside ? aside : way->caller, way->last = number_from(last);
-    int orders = self->streams.record != NULL || (way->run == way->caller && way->run == way->last);
-    return orders && !PyErr_Occurred();
+    return !PyErr_Occurred() && (self->streams.record != NULL || (way->run == way->caller && way->run == way->last));
 }
 
 /* Put a call behind its caller's work so far and behind the last call. 1: it is. */
@@ -895,15 +889,6 @@ typedef struct {
     Mark *mark; /* of a call aside; NULL for one on its caller's stream */
 } Call;
 
-/* Give a mark its event. 1: it has one. */
-static int take_mark(Mark *self, Replay *replay, long long caller)
-{
-    self->event = take_event(replay), self->caller = caller;
-    if (self->event)
-        self->replay = (Replay *)Py_NewRef(replay);
-    return self->event != 0;
-}
-
 static int refuse(const char *name, int error)
 {
     PyErr_Format(PyExc_RuntimeError, "%s: the driver refused it (error %d)", name, error);
@@ -951,7 +936,7 @@ static void mark_dealloc(Mark *self)
 {
     if (self->event)
         leave_event(self->replay, self->event);
-    Py_XDECREF(self->replay);
+    Py_DECREF(self->replay);
     PyObject_Free(self);
 }
 
@@ -987,7 +972,9 @@ static enum Outcome attempt(Replay *self, const Call *call)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     /* some calls early, since calls that are refused take numbers that are not begun */
     open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-    open = open && !PyErr_Occurred() && order(self, &way) && (call->mark == NULL || take_mark(call->mark, self, way.caller));
+    open = open && !PyErr_Occurred() && order(self, &way);
+    if (open && call->mark != NULL)
+        call->mark->caller = way.caller, open = (call->mark->event = take_event(self)) != 0;
     int repeated = open ? repeat(self, entry, call->request, call->written) : 1;
     if (!repeated && call->mark != NULL)
         repeated = set_mark(call->mark, way.run);
@@ -1052,7 +1039,7 @@ static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors,
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     Mark *mark = request->aside ? PyObject_New(Mark, &MarkType) : NULL;
     if (mark != NULL)
-        mark->replay = NULL, mark->event = 0;
+        mark->replay = (Replay *)Py_NewRef(self), mark->event = 0;
     else if (request->aside)
         return NULL;
     Call call = {request, tensors, written, NULL, NULL, mark};

@@ -221,7 +221,7 @@ class Communicator:
         self.allocations = LaneMemory(heap, backend.memory, number, self.world_size, config.memory_bytes)
         self.arguments = Arguments(self.rank, self.world_size, self.device, heap)
         self.profile: InForce = (
-            agree_on_profile(exchange, self.device.type, config.profile, through_host=backend.through_host)
+            agree_on_profile(exchange, self.device.type, config.profile, backend.peers)
             if first is None
             else first.profile
         )
@@ -243,7 +243,7 @@ class Communicator:
         if log.calls.isEnabledFor(logging.INFO):
             self._log()
         if self.rank == 0 and not number:  # whose profile counts
-            for note in self.profile.notes:
+            for note in (*self.profile.notes, *([str(backend.peers)] if backend.peers.is_mixed else [])):
                 _warn_once(note)
 
     def _log(self) -> None:
@@ -253,10 +253,11 @@ class Communicator:
         most = "what the device has" if config.memory_bytes is None else format_bytes(config.memory_bytes)
         log.calls.info(
             "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s; "
-            "%d x %s%s; %s; symmetric memory: %s for its calls, for tensors up to %s",
+            "%d x %s%s; %s; between ranks: %s; symmetric memory: %s for its calls, for tensors up to %s",
             *(self.rank, self.world_size, self.device, list(self.ranks), self.name),
             *(self.profile.where, config.timeout_s, machine.count, machine.device),
-            *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
+            *(machine.links and f", {machine.links}", versions, self.backend.peers),
+            *(format_bytes(self.preparer.own_bytes), most),
         )
 
     @entry

@@ -13,8 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config as settings
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.backend import Backend
-from sidelane.config import BUILTIN, DEFAULT_TIMEOUT_S, GPU, Config
+from sidelane.config import BUILTIN, CHOSEN, DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import Page, see
+from sidelane.machine.peers import SHARED, PeerMemory
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange, ranks_of
 from sidelane.program.collective import MAX_NODE_RANKS
@@ -85,7 +86,7 @@ def make_backend(
     timeout_s: float,
     *,
     like: Backend | None = None,
-    peers: str = GPU,
+    peers: str = CHOSEN,
 ) -> Backend:
     """Make memory and executor for ``device``. Collective.
 
@@ -111,16 +112,14 @@ def make_backend(
     return CudaBackend(exchange, device, control, timeout_s, like=like, peers=peers)
 
 
-def agree_on_profile(
-    exchange: Exchange, device_type: str, setting: str | None, *, through_host: bool = False
-) -> InForce:
+def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None, peers: PeerMemory = SHARED) -> InForce:
     """Return the profile of rank 0 on every rank. Collective: one exchange of its text, or of what it is read from.
 
     Args:
         exchange: connection of the ranks.
         device_type: device type of the ranks' tensors.
         setting: ``Config.profile``; that of rank 0 counts.
-        through_host: GPUs reach each other through host memory: only a file that the setting names is for them.
+        peers: memory between the ranks' devices. If it is host memory, only a file that the setting names is for them.
 
     Raises:
         ValueError: on every rank, if the setting of rank 0 names a file that is missing or is not a profile, or if the
@@ -131,12 +130,8 @@ def agree_on_profile(
     def own() -> tuple[str, str, str]:
         if exchange.rank:
             return "", "", builtin_digest()
-        if through_host and setting in (None, BUILTIN):
-            return (
-                InForce(None, "a rule of thumb: GPUs reach each other through host memory").to_text(),
-                "",
-                builtin_digest(),
-            )
+        if peers.through_host and setting in (None, BUILTIN):
+            return InForce.through_host(peers).to_text(), "", builtin_digest()
         try:
             return choice_of_rank(setting, device_type, exchange.world_size), "", builtin_digest()
         except ValueError as error:

@@ -204,8 +204,6 @@ class ReadyCall(Way):
         self.pairs = tuple(implementation.tensors(part, one) for part in self._parts)
         self._allocates_output = self.tensors.output is None
         assert not (case.sizes and self._allocates_output), "what allocates its outputs takes no lists"
-        self._one_call: torch.cuda.CUDAGraph | None = None
-        self._all_calls: torch.cuda.CUDAGraph | None = None
 
     @property
     def implementation(self) -> str:
@@ -233,8 +231,8 @@ class ReadyCall(Way):
 
     def start(self) -> Callable[[], None]:
         """Begin one run on the current stream; call what comes back to wait for its end (needed on a CPU only)."""
-        if self._one_call is not None:
-            self._one_call.replay()
+        if self.graphs:
+            self.graphs[-1].replay()
             return nothing_to_wait_for
         return self._call()
 
@@ -277,27 +275,24 @@ class ReadyCall(Way):
 
         The call must have been made once before, outside of a capture.
         """
-        self._all_calls = self._captured(self.calls) if self.calls > 1 else None
-        self._one_call = self._captured(1)  # last, so that an output that the library allocates is this graph's
+        # The single call comes last, so that an output that the library allocates is that graph's.
+        self.graphs = tuple(captured(lambda: self._call()(), calls) for calls in sorted({self.calls, 1}, reverse=True))
 
     def job(self, hide_launch_us: float = 0.0) -> Job:
         """Return the job that samples ``calls`` operations."""
-        if self._all_calls is not None:
-            return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
+        if len(self.graphs) > 1:
+            return Job(self.graphs[0].replay, calls=self.calls, hide_launch_us=hide_launch_us)
         # On a CPU a call has to be waited for.
-        run = self.run if self._one_call is not None or self.case.device.type == "cpu" else self._bound()
-        ahead = 0 if hide_launch_us or self._one_call is not None else CALLS_AHEAD
+        run = self.run if self.graphs or self.case.device.type == "cpu" else self._bound()
+        ahead = 0 if hide_launch_us or self.graphs else CALLS_AHEAD
         return Job(run, repeats=self.calls, calls=self.calls, ahead=ahead, hide_launch_us=hide_launch_us)
-
-    def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
-        return captured(lambda: self._call()(), calls)
 
     def fill(self, seed: int) -> None:
         """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
         for pair in self.pairs:
             if pair.output is not None:
                 poison(pair.output)
-        if self._allocates_output and self._one_call is None:
+        if self._allocates_output and not self.graphs:
             # Leave poison where the allocator will look first, now that the last output has gone back to it.
             self.tensors.output = None
             poison(torch.empty(self.case.output_bytes, dtype=torch.uint8, device=self.case.device))
@@ -315,10 +310,6 @@ class ReadyCall(Way):
             if wrong is not None:
                 return f"number {number} in the list: {wrong}" if self.case.sizes else wrong
         return None
-
-    def close(self) -> None:
-        """Drop the graphs and what they hold."""
-        self._one_call = self._all_calls = None
 
 
 def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:

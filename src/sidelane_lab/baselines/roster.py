@@ -439,10 +439,13 @@ def make_meter(rank: Rank, timeout_s: float) -> Meter:
 
 
 def applicable(kind: Kind, world_size: int, abilities: Abilities) -> tuple[Candidate, ...]:
-    """Return the candidates worth measuring: every one but algorithms that object to so many ranks."""
+    """Return the candidates worth measuring: not algorithms that object to so many ranks, or are for other memory."""
 
     def applies(candidate: Candidate) -> bool:
         algorithm = candidate.algorithm(kind)
-        return algorithm is None or not algorithm.objection(CallShape(kind, world_size, 1))
+        if algorithm is None:
+            return True
+        memory = abilities.through_host or not algorithm.through_host
+        return memory and not algorithm.objection(CallShape(kind, world_size, 1))
 
     return tuple(filter(applies, everything(kind, abilities)))

@@ -41,7 +41,6 @@ from sidelane_lab.harness.parameters import (
     KINDS,
     VERSIONS,
     given,
-    reasons,
     refuse_beside_machine,
     say_rounding,
     size,
@@ -71,8 +70,8 @@ def _workloads() -> Any:
         kernels = ", ".join(MEMORY_KERNELS)
         gemms = f"{', '.join(TABLE_I)} (paper's Table I), m,n,k, or {kernels} (which read a lot). May be repeated."
         sizes = (
-            "Bytes of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
-            "--full-size."
+            "Bytes of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs, GEMM and bytes are divided "
+            "by 2, 4, 8, ..., until a core takes some tens of ms for the GEMM; the table has the sizes that ran."
         )
         return (
             click.argument("pairs", nargs=-1),
@@ -124,14 +123,6 @@ class PairOptions(StudyOptions):
     workloads: tuple[str, ...] = _workloads()
     collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS)
     dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
-    full_size: bool = option(
-        "--full-size",
-        False,
-        "On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
-        "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that "
-        "ran.",
-        is_flag=True,
-    )
     implementations: tuple[str, ...] = implementations(NAMES)
     warmup: int = count("--warmup", 6, "Rounds before the measured.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
@@ -204,14 +195,6 @@ class C3Options(PairOptions):
         type=Written(is_folder=True),
         metavar="DIR",
     )
-    not_run: tuple[tuple[str, str], ...] = option(
-        "--not-run",
-        (),
-        "Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
-        multiple=True,
-        metavar="PAIR=REASON",
-        callback=reasons,
-    )
     third: bool = option(
         "--third",
         False,
@@ -238,11 +221,6 @@ class C3Options(PairOptions):
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
-        for text, _ in self.not_run:
-            parse_workload(text, dtype=self.dtype)
-        both = [pair for pair, _ in self.not_run if pair in self.workloads]
-        if both or not all(reason.strip() for _, reason in self.not_run):
-            raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
         for name in self.strategies:
             named(name)
         require_file_to_resume(self)
@@ -274,9 +252,6 @@ class OccupancyOptions(PairOptions):
         type=click.IntRange(min=0),
     )
     iterations: int = count("--iterations", 6, "Iterations of a pipeline, with --study occupancy.", least=2, group=WHAT)
-    in_order: bool = option(
-        "--in-order", False, "GEMMs of a pipeline follow each other, with --study occupancy.", is_flag=True
-    )
     warmup: int = 2
     repeats: int = 4
 

@@ -18,8 +18,10 @@ from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.plan import AUTO, make_program
-from sidelane.config import NOTHING
+from sidelane.config import HOST, NOTHING
 from sidelane.errors import nearest
+from sidelane.machine import local
+from sidelane.machine.peers import SHARED, PeerMemory, between
 from sidelane.program import collective as define
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
@@ -146,6 +148,7 @@ def explain(options: ExplainOptions) -> Explanation:
     if world_size > MAX_NODE_RANKS:
         allowed = f"1..{MAX_NODE_RANKS}; more with --machine h100x8x2"
         raise ValueError(f"explain: world_size (value={world_size}, allowed={allowed})")
+    options = dataclasses.replace(options, ordinary=options.ordinary or abilities.through_host)
     agreement = _agreement(options, world_size, where)
     call = agreement.call
     is_described = options.machine is not None and options.machine not in builtin_names()
@@ -252,6 +255,8 @@ def _table(found: Explanation) -> Table:
 def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
     """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
+    forced = settings.current().peers
+    peers = PeerMemory(forced == HOST, f"Config.peers is {forced!r}")
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read_profile(Path(str(options.profile)))
         if profile is None:
@@ -263,7 +268,9 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         )
         tables = builtin_for(profile.key) if name is not None else None
         chosen_by = tables or InForce(profile, str(options.profile))
-        return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks)
+        if name is not None and peers.through_host:
+            chosen_by = InForce.through_host(peers)
+        return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks, peers)
     if name is not None:
         machine = _described(name)
         machine.refuse_nodes("explain")
@@ -280,7 +287,9 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     devices = f"{_devices(key, ranks)} of this machine"
     if place.on_cpu:
         devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
-    return _placed(in_force(settings.current().profile, key), devices, key, ranks)
+    found = None if place.on_cpu else local.inspect().accelerators
+    peers = SHARED if found is None else between(found, forced)
+    return _placed(in_force(settings.current().profile, key, peers), devices, key, ranks, peers)
 
 
 def _described(name: str) -> Machine:
@@ -296,8 +305,13 @@ def _described(name: str) -> Machine:
         ) from None
 
 
-def _placed(by: InForce, where: str, key: MachineKey, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
-    return by, where, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
+def _placed(
+    by: InForce, where: str, key: MachineKey, world_size: int, peers: PeerMemory = SHARED
+) -> tuple[InForce, str, str, int, Abilities]:
+    if key.device_type == CPU:
+        return by, where, key.device_type, world_size, Abilities()
+    where += f", through {peers}" if peers.through_host else ""
+    return by, where, key.device_type, world_size, dataclasses.replace(EVERYTHING, through_host=peers.through_host)
 
 
 def _devices(key: MachineKey, ranks: int) -> str:

@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sidelane import config
+from sidelane.config import HOST as HOST_MEMORY
 from sidelane.errors import PeerError, SidelaneError, last_line
 from sidelane.machine import local
 from sidelane.native import load_replays
@@ -81,12 +83,18 @@ class LaunchTarget:
         if self.world_size < 1:
             raise ValueError(f"world_size (value={self.world_size}, allowed=1 or more)")
         count = local.device_type_and_count()[1]
-        if not self.on_cpu and not under_torchrun() and self.world_size > count:
+        if not self.on_cpu and not under_torchrun() and self.world_size > count and not self.shares_devices:
             raise ValueError(f"fewer devices than ranks (value={self.world_size}, allowed=1..{count})")
 
     @property
     def on_cpu(self) -> bool:
         return self.device_type == "cpu"
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if ranks share devices, as they may where host memory is between them (``SIDELANE_PEERS=host``)."""
+        count = 0 if self.on_cpu else local.device_type_and_count()[1]
+        return 0 < count < self.world_size and config.current().peers == HOST_MEMORY
 
 
 def choose_target(ranks: int | None = None, device: str = "auto", *, fewest: int = 2) -> LaunchTarget:
@@ -138,7 +146,7 @@ def run_ranks(
 
     Raises:
         RankFailedError: a rank raised, died, or did not finish within ``timeout_s``.
-        ValueError: there are fewer devices than ranks.
+        ValueError: there are fewer devices than ranks, which share none.
     """
     place = LaunchTarget(device_type, world_size)
     if under_torchrun():
@@ -340,9 +348,12 @@ def _process_group(
     if place.on_cpu:
         device, backend = torch.device("cpu"), "gloo"
     else:
-        device = torch.device(place.device_type, local_rank)
-        torch.get_device_module(device).set_device(local_rank)
-        backend = f"cpu:gloo,{place.device_type}:{dist.get_default_backend_for_device(place.device_type)}"
+        module = torch.get_device_module(place.device_type)
+        device = torch.device(place.device_type, local_rank % module.device_count())
+        module.set_device(device)
+        # NCCL refuses two ranks on one GPU.
+        own = "gloo" if place.shares_devices else dist.get_default_backend_for_device(place.device_type)
+        backend = f"cpu:gloo,{place.device_type}:{own}"
         load_replays()  # communicators would compile it beside their first calls, and a study would time both
     dist.init_process_group(
         backend,
@@ -350,7 +361,7 @@ def _process_group(
         rank=rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=None if place.on_cpu else device,
+        device_id=None if place.on_cpu or place.shares_devices else device,
     )
     yield device
     # Not after a failure: destroying can wait for a collective that the failed rank will never join. The process ends.

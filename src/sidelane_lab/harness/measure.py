@@ -37,6 +37,18 @@ MOST_HIDDEN_US = 8000.0
 ERROR_BYTES = 512
 
 
+class AgreedError(Exception):
+    """A failure that every rank has heard of: the text names the first rank that failed.
+
+    Attributes:
+        level: number of steps around the one that failed.
+    """
+
+    def __init__(self, text: str, level: int) -> None:
+        super().__init__(text)
+        self.level = level
+
+
 class Meter:
     """Measures on one rank, together with the meters of the other ranks: every rank makes the same calls.
 
@@ -63,6 +75,7 @@ class Meter:
         self._timeout_s = timeout_s
         self._group = group
         self._hidden_factor = 1.0
+        self._level = 0
         # Never the legacy default stream: some collectives refuse it, and it waits for every other stream.
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         if self._stream is not None and device_barrier is not None:
@@ -85,30 +98,49 @@ class Meter:
         """Tell all ranks what went wrong here, if anything, and hear of the first rank at which something did.
 
         One rank must not run into a collective that another has given up on: call it after every step that can fail.
+
+        Raises:
+            AgreedError: inside of a step, if another rank has failed in that step and left it; :meth:`attempt` returns
+                its text.
         """
-        mine = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(1 + ERROR_BYTES, dtype=torch.uint8)
         if error is not None:
             text = (" ".join(error.split()) or "unknown error").encode()[:ERROR_BYTES]
-            mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            mine[0] = self._level
+            mine[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
-        for rank, theirs in enumerate(everyone):
-            text = bytes(theirs.tolist()).rstrip(b"\0")
+        found = []
+        for rank, (level, *theirs) in enumerate(one.tolist() for one in everyone):
+            text = bytes(theirs).rstrip(b"\0")
             if text:
-                return f"rank {rank}: {text.decode(errors='replace')}"
-        return None
+                found.append((level, rank, text.decode(errors="replace")))
+        if not found:
+            return None
+        level, rank, words = min(found)
+        if level < self._level:
+            raise AgreedError(f"rank {rank}: {words}", level)
+        return f"rank {rank}: {words}"
 
     def attempt(self, step: Callable[[], str | None] | Callable[[], None]) -> str | None:
         """Run ``step`` on all ranks and agree on the outcome. A step fails by raising or by returning what is wrong.
 
-        An empty text says that nothing is.
+        An empty text says that nothing is. A step may contain others, and :meth:`of_all_ranks`: a rank that fails
+        before them leaves no other waiting there.
         """
+        self._level += 1
         try:
             error = step() or None
         except PeerTimeoutError:
             raise  # the device hangs, or a peer is gone: nothing can be measured after that
+        except AgreedError as problem:
+            if problem.level < self._level - 1:
+                raise
+            return str(problem)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
+        finally:
+            self._level -= 1
         return self.agree(error)
 
     def run(self, what: str, step: Callable[[], object]) -> Problem | None:
@@ -147,7 +179,8 @@ class Meter:
                  only what is to be a graph
 
         Every rank compares the same ways in the same order, and all agree on a step before the next one: a rank at
-        which something fails leaves no other waiting.
+        which something fails leaves no other waiting. What else is raised, a time-out above all, ends the comparison:
+        the ways are dropped then, so that none outlives the communicator whose memory it uses.
 
         Args:
             makers: functions that make the ways, by what the study calls them by.
@@ -159,27 +192,31 @@ class Meter:
         """
         ways: dict[K, W] = {}
         problems: dict[K, Problem] = {}
-        with self.on_stream():
-            for key, make in makers.items():
-                made: list[W] = []
-                refused = self.attempt(_appends(made, make))
-                problem = self._begun(made[0], next(seeds)) if refused is None else Problem(refused)
-                if refused is None:
-                    ways[key] = made[0]
-                if problem is not None:
-                    problems[key] = problem
-                    for way in made:
-                        way.close()
-            ready = {key: way for key, way in ways.items() if key not in problems}
-            rounds = time(ready)
-            for key, way in ready.items():
-                # After hundreds of runs: what a first one does not show.
-                problem = self._checked(way, way.run_again, next(seeds))
-                if problem is not None:
-                    problems[key] = problem
-                elif not way.as_graph:  # a replay is no call: the library's last one was another way's
-                    way.settle()
-                way.close()
+        try:
+            with self.on_stream():
+                for key, make in makers.items():
+                    refused = self.attempt(lambda key=key, make=make: ways.update({key: make()}))
+                    problem = self._begun(ways[key], next(seeds)) if refused is None else Problem(refused)
+                    if problem is not None:
+                        problems[key] = problem
+                        way = ways[key] if refused is None else ways.pop(key, None)  # made here, and not elsewhere
+                        if way is not None:
+                            way.close()
+                ready = {key: way for key, way in ways.items() if key not in problems}
+                rounds = time(ready)
+                for key, way in ready.items():
+                    # After hundreds of runs: what a first one does not show.
+                    problem = self._checked(way, way.run_again, next(seeds))
+                    if problem is not None:
+                        problems[key] = problem
+                    elif not way.as_graph:  # a replay is no call: the library's last one was another way's
+                        way.settle()
+                    way.close()
+        except BaseException:
+            for way in ways.values():
+                with contextlib.suppress(RuntimeError):  # of a device that hangs
+                    way.drop()
+            raise
         return [WayOutcome(key, ways.get(key), rounds.get(key), problems.get(key)) for key in makers]
 
     def in_turns(self, jobs: Mapping[K, Job], options: Any) -> dict[K, Rounds]:
@@ -205,7 +242,13 @@ class Meter:
         return self.check(way.label, functools.partial(_run, way, run, seed), lambda: way.error(seed))
 
     def of_all_ranks(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, by rank; all ranks have as many. Collective."""
+        """Every rank's numbers, by rank; all ranks have as many. Collective.
+
+        Raises:
+            AgreedError: inside of a step (:meth:`attempt`), if another rank has failed in it.
+        """
+        if self._level:
+            self.agree(None)
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
@@ -324,10 +367,6 @@ class Meter:
             self._hidden_factor = min(2 * self._hidden_factor, MOST_HIDDEN_US / job.hide_launch_us)
         self.finish(label)
         return start.elapsed_time(end) * 1e3 / job.calls, late
-
-
-def _appends(made: list[W], make: Callable[[], W]) -> Callable[[], None]:
-    return lambda: made.append(make())
 
 
 def _run(way: Way, run: Callable[[], None], seed: int) -> None:

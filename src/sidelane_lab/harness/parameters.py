@@ -81,17 +81,6 @@ def names(context: click.Context, option: click.Parameter, value: str) -> tuple[
     return tuple(dict.fromkeys(filter(None, (part.strip() for part in value.split(",")))))
 
 
-def reasons(context: click.Context, option: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Read ``PAIR=REASON``; the option may be repeated."""
-    found = []
-    for text in value:
-        pair, _, reason = text.partition("=")
-        if not pair.strip() or not reason.strip():
-            raise click.BadParameter(f"{text!r} (allowed=PAIR=REASON, such as 'cb5_20G=no memory for it')")
-        found.append((pair.strip(), reason.strip()))
-    return tuple(found)
-
-
 def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Read ``2048,128,20`` as three whole numbers; the option may be repeated."""
     found = []

@@ -100,10 +100,12 @@ class Way:
     Attributes:
         label: name in errors.
         as_graph: it runs once, and is captured then, before it is checked.
+        graphs: CUDA graphs that it has captured.
     """
 
     label = ""
     as_graph = False
+    graphs: tuple[Any, ...] = ()
 
     def fill(self, seed: int) -> None:
         """Put in fresh inputs, which are the same for the same seed, and poison the outputs."""
@@ -129,6 +131,13 @@ class Way:
 
     def close(self) -> None:
         """Release what it holds. All ranks alike."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Release its graphs on this rank alone, whoever has them: jobs, and frames of an error."""
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs = ()
 
 
 K = TypeVar("K", bound=Hashable)

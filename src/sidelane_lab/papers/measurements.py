@@ -385,7 +385,7 @@ class PipelineReadings:
     def __init__(self, file: ResultFile) -> None:
         self._rows: dict[tuple[str, str, bool], dict[int, Row]] = {}
         for row in sorted(file.rows, key=lambda row: (row["blocks"], row["resident"])):
-            usual = row["implementation"] == "nccl" and not row["in_order"] and row["time_us"] is not None
+            usual = row["implementation"] == "nccl" and row["time_us"] is not None
             pair = next((n for n, one in self.PAIRS.items() if one == (row["gemm"], row["collective"])), "")
             if usual and pair:  # the last of a number of blocks asks for no more memory than it needs
                 self._rows.setdefault((pair, row["shape"], row["priority"]), {})[row["blocks"]] = row

@@ -240,7 +240,6 @@ class Chain(Way):
         self.collective = ReadyCall(candidate, case, implementation)
         self.label, self.as_graph = self.collective.label, self.collective.as_graph
         self._gemms, self._tensors = gemms, self.collective.tensors
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._handle: Prelaunched | None = None
         output, input = self._tensors.output, self._tensors.input
         if candidate.launch == PRELAUNCHED:
@@ -257,8 +256,8 @@ class Chain(Way):
 
     def run(self) -> None:
         """Produce, gather, consume, once (a graph: all of a sample). Nothing may come between arming and firing."""
-        if self._graph is not None:
-            self._graph.replay()
+        if self.graphs:
+            self.graphs[0].replay()
             return
         handle, output = self._handle, self._tensors.output
         assert output is not None, "implementations that allocate their output take no part"
@@ -288,18 +287,18 @@ class Chain(Way):
         """Go over to a graph that holds the chains of one sample."""
         from sidelane_lab.baselines.candidate import captured
 
-        self._graph = captured(self.run, CALLS)
+        self.graphs = (captured(self.run, CALLS),)
 
     def job(self) -> Job:
         """Return all chains of a sample, timed as the study of collectives times its calls."""
         from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US
 
-        if self._graph is not None:
+        if self.graphs:
             return Job(self.run, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
         return Job(self.run, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
 
     def close(self) -> None:
-        self._graph = None
+        super().close()
         if self._handle is not None:
             self._handle.close()
         self._handle = None

@@ -265,7 +265,6 @@ class LinearLayers(Way):
             )
             for _ in range(calls_of(gemm) if self.as_graph else 1)
         ]
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, seed: int) -> None:
         """Poison the results."""
@@ -276,8 +275,8 @@ class LinearLayers(Way):
         """All of them, on the current stream."""
         import torch
 
-        if self._graph is not None:
-            self._graph.replay()
+        if self.graphs:
+            self.graphs[0].replay()
             return
         for given, weight, result in self._all:
             torch.mm(given, weight.t(), out=result)
@@ -285,7 +284,7 @@ class LinearLayers(Way):
     def capture(self) -> None:
         from sidelane_lab.baselines.candidate import captured
 
-        self._graph = captured(self.run, 1)
+        self.graphs = (captured(self.run, 1),)
 
     def job(self) -> Job:
         from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
@@ -303,9 +302,6 @@ class LinearLayers(Way):
             if not error <= TOLERANCE[self._dtype]:  # or NaN
                 return "the result differs from that in float64"
         return None
-
-    def close(self) -> None:
-        self._graph = None
 
 
 COLUMNS: Mapping[str, Cell] = {

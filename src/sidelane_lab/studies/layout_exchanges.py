@@ -132,15 +132,14 @@ class LayoutExchange(Way):
         self.layout, self.implementation, _, self.variant = key
         self._given, self._run, self._said, self._calls = given, run, said, calls_of(case)
         self._results: list[Tensor] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._thread = ThreadPoolExecutor(1) if case.device.type == "cpu" else None
 
     def run(self) -> None:
         """Make one exchange; a graph makes all of a sample."""
-        if self._graph is None:
-            self._results = self._run()
+        if self.graphs:
+            self.graphs[0].replay()
         else:
-            self._graph.replay()
+            self._results = self._run()
 
     def start(self) -> Callable[[], object]:
         """Begin one; the result waits for the end on a CPU."""
@@ -178,7 +177,7 @@ class LayoutExchange(Way):
     def capture(self) -> None:
         from sidelane_lab.baselines.candidate import captured
 
-        self._graph = captured(self.run, self._calls)
+        self.graphs = (captured(self.run, self._calls),)
 
     def job(self) -> Job:
         """Return the job of a sample."""
@@ -186,7 +185,7 @@ class LayoutExchange(Way):
 
     def close(self) -> None:
         """Let go of the thread and the graph."""
-        self._graph = None
+        super().close()
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -168,7 +168,7 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
         torch.set_num_threads(1)  # the ranks share the cores
     alone = cases_of(rank, options, sender, kinds if ALONE in options.parts else ())
     pairs = [
-        scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank)
+        scaled_workload(text, kind, GEMM_DTYPE, rank)
         for kind in kinds
         if BESIDE in options.parts and kind in MOVING
         for text in options.pairs or PAIRS[device_type]

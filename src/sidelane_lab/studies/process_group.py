@@ -27,7 +27,6 @@ from sidelane_lab.harness.table import MISSING, Table, number
 from sidelane_lab.harness.ways import Job, Rounds, outcome
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
     from sidelane import fsdp
@@ -232,19 +231,18 @@ class GroupProgram(CaseWay):
             way,
             plain_call(operation, way.group, buffers, async_op=launch == ASYNC),
         )
-        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self) -> None:
-        if self._graphs:
-            self._graphs[0].replay()  # which is in no report
+        if self.graphs:
+            self.graphs[0].replay()  # which is in no report
             return
         self._call()
         self.made_by = self._way.made_by(self._operation)
 
     def several(self) -> None:
         """Make the calls of a sample."""
-        if self._graphs:
-            self._graphs[1].replay()
+        if self.graphs:
+            self.graphs[1].replay()
             return
         for _ in range(self.calls):
             self._call()
@@ -252,18 +250,15 @@ class GroupProgram(CaseWay):
     def capture(self) -> None:
         from sidelane_lab.baselines.candidate import captured
 
-        graphs = [captured(self._call, calls) for calls in (1, self.calls)]
+        graphs = tuple(captured(self._call, calls) for calls in (1, self.calls))
         self.made_by = self._way.made_by(self._operation)
-        self._graphs = graphs
+        self.graphs = graphs
 
     def job(self) -> Job:
         """Return the job of a sample."""
         from sidelane_lab.harness.measure import MOST_HIDDEN_US
 
         return Job(self.several, calls=self.calls, hide_launch_us=min(CALL_US * self.calls, MOST_HIDDEN_US))
-
-    def close(self) -> None:
-        self._graphs = []
 
 
 def _host_us(meter: Meter, one: GroupProgram) -> float:

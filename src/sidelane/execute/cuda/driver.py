@@ -456,8 +456,9 @@ class Driver:
         """Return the functions that :meth:`caller_stream` calls, for compiled code; None if torch is too old."""
         if _is_current_capturing is None:
             return None
-        streams = native.addresses_of([require_native(name) for name in _ORDERING])
-        return Questions(_raw_stream, _is_current_capturing, _current_device, self.index, streams)
+        functions = [require_native(name) for name in _ORDERING]
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+        return Questions(_raw_stream, _is_current_capturing, _current_device, self.index, (functions, *addresses))
 
     def capture_of(self, stream: int) -> int:
         """Return the number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""

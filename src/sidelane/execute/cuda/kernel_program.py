@@ -50,7 +50,8 @@ class CudaKernel:
         self._frozen = frozen
         self._table: DeviceTable | None = None
         shared_bytes = executor.features.shared_bytes
-        site = LaunchSite(executor.rank, addresses.arenas, executor.status_words, program.blocks, shared_bytes)
+        words = executor.status_words, executor.counters
+        site = LaunchSite(executor.rank, addresses.arenas, *words, program.blocks, shared_bytes)
         made = arrange(program, site, locate(addresses, addresses.buffers), self._store_table)
         self._made = None if made is None else (made, addresses)
         self._launch = None if made is None else _moved(made, addresses, addresses)

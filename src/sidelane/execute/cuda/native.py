@@ -50,11 +50,6 @@ def require_native(name: str) -> Any:
         raise UnavailableError(f"the CUDA driver is too old: libcuda.so.1 has no {name}") from None
 
 
-def addresses_of(functions: Sequence[Any]) -> tuple[object, ...]:
-    """Return C functions, to keep them, and the address of each, as ``Questions.streams``."""
-    return functions, *(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-
-
 class Pointer(ctypes.c_void_p):
     """An address as an argument of a call, which keeps the memory behind it.
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane import forks
+from sidelane.device.layout import MAX_BLOCKS
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.base import Addresses, Repetition
 from sidelane.execute.cuda.bind import Moving
@@ -166,7 +167,8 @@ class CudaSite:
             }
             self.status_words = words.address + WORD_BYTES * STATUS
             self.kernel_stream: int | None = None  # of the last kernel that went to the device
-            self.signal_words, self._signal_words_owner = self.driver.device_words(SIGNAL_WORDS)
+            self.signal_words, self._signal_words_owner = self.driver.device_words(SIGNAL_WORDS + MAX_BLOCKS)
+            self.counters = self.signal_words + WORD_BYTES * SIGNAL_WORDS  # of kernels (``device/launch``)
             self.internal = self.create_stream()
             self.into, self.out_of, self._between = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)

@@ -68,6 +68,8 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
         if algorithm is None or algorithm.assemble is None or not algorithm.merges:
             allowed = ", ".join(list_variants(part.kind))
             raise ValueError(f"build_batch: variant of {part.kind} (value={variant!r}, allowed={allowed})")
+        if algorithm.whole_batch is not None:
+            return algorithm.whole_batch(batch)
         key = (part, transport)
         if key not in built:
             built[key] = algorithm.assemble(part, transport)

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from sidelane.fields import an, one_of, plain_text, several, validate, whole
+from sidelane.program.batch import Batch
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import EPOCH, MOVES, Copy, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.shape import CallShape
@@ -100,6 +101,8 @@ class Algorithm:
         merges: its programs have one handshake with every peer, so that those of many tensors can be merged.
         objection: function that returns the reason why a call is not legal; empty if it is.
         default_rule: function that returns the reason to take it without measurements; empty if there is none.
+        whole_batch: function that makes the program of a batch; None to merge those of its parts.
+        through_host: it is for staging in host memory, between GPUs that do not reach each other's.
     """
 
     name: str
@@ -112,6 +115,8 @@ class Algorithm:
     merges: bool = True
     objection: Callable[[CallShape], str] = no_objection
     default_rule: Callable[[CallShape], str] = no_objection
+    whole_batch: Callable[[Batch], Program] | None = None
+    through_host: bool = False
 
     def __post_init__(self) -> None:
         validate(self, name=plain_text, kinds=_KINDS, preference=whole)

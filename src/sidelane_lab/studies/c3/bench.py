@@ -23,7 +23,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, make_roster
-from sidelane_lab.cli.c3 import C3Options, Key
+from sidelane_lab.cli.c3 import C3Options, Key, PairOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.pairs.isolated import Isolated
@@ -43,14 +43,10 @@ def measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    texts = [(text, kind) for text in options.workloads for kind in options.collectives]
-    workloads = [one for one in _scaled(texts, options, rank) if not is_done(one, options.strategies, options.done)]
+    every = scaled_workloads(options, rank)
+    workloads = [one for one in every if not is_done(one, options.strategies, options.done)]
     sender.steps = len(workloads)
-    for text, reason in options.not_run:
-        for left_out in _scaled([(text, kind) for kind in options.collectives], options, rank):
-            if not is_done(left_out, options.strategies, options.done):
-                yield from rows_not_run(left_out, reason, options.strategies)
-    if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
+    if not on_cpu:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(
@@ -159,12 +155,19 @@ def _with_power(row: C3Row, power: PairPower) -> C3Row:
     return row if watts is None else dataclasses.replace(row, watts=watts, energy_mj=energy_mj)
 
 
-def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
-    """A pair as this rank runs it: on CPUs smaller, unless it is to have its ``full_size``, and in float32."""
+def scaled_workloads(options: PairOptions, rank: Rank) -> list[Workload]:
+    """Return the pairs as this rank runs them, each with every collective."""
+    return [
+        scaled_workload(text, kind, options.dtype, rank)
+        for text, kind in itertools.product(options.workloads, options.collectives)
+    ]
+
+
+def scaled_workload(text: str, kind: Kind, dtype: str, rank: Rank) -> Workload:
+    """Return a pair as this rank runs it: on CPUs smaller, and in float32."""
     workload = parse_workload(text, kind, dtype)
     if rank.device.type == "cpu":
-        if not full_size:
-            workload = workload.scaled_for_cpu()
+        workload = workload.scaled_for_cpu()
         workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
     return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
 
@@ -184,11 +187,6 @@ def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, dev
     if predicted is not None:
         return predicted(gemm) is Bound.MEMORY
     return gemm.tag.startswith("mb") or gemm.operation is not ComputeKind.PRODUCT
-
-
-def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
-    how: dict[str, Any] = {"dtype": options.dtype, "full_size": options.full_size, "rank": rank}
-    return [scaled_workload(text, kind, **how) for text, kind in texts]
 
 
 def case_of(rank: Rank, workload: Workload) -> Case:
@@ -228,7 +226,7 @@ def _explanations(gemm: Gemm, outcome: PairOutcome, late: Mapping[str, int]) -> 
         yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
     if gemm.divisor > 1:
         what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
-        yield f"  scaled for CPUs: {what} (--full-size: not)"
+        yield f"  scaled for CPUs: {what}"
 
 
 def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:

@@ -29,7 +29,7 @@ from sidelane_lab.pairs.pair import GemmRun, PairLaunch, Workers, check_launch, 
 from sidelane_lab.pairs.spans import Span, Trace, stamped, timed
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
-from sidelane_lab.studies.c3.bench import case_of, scaled_workload
+from sidelane_lab.studies.c3.bench import case_of, scaled_workloads
 from sidelane_lab.studies.c3.occupancy_predict import predict, predict_row
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 
@@ -44,7 +44,6 @@ class Schedule:
     Attributes:
         iterations: 2 or more.
         priority: the collectives' stream goes before the GEMMs'.
-        in_order: a GEMM waits for the one of the iteration before.
 
     Raises:
         ValueError: fewer iterations than 2.
@@ -52,7 +51,6 @@ class Schedule:
 
     iterations: int = 6
     priority: bool = False
-    in_order: bool = False
 
     def __post_init__(self) -> None:
         if self.iterations < 2:
@@ -95,7 +93,7 @@ class Pipelined:
 
     def _on_streams(self, schedule: Schedule, streams: PairStreams) -> Callable[[], Trace]:
         caller = torch.cuda.current_stream()
-        compute = [streams.gemm] if schedule.in_order or self._second is None else [streams.gemm, self._second]
+        compute = [streams.gemm] if self._second is None else [streams.gemm, self._second]
         comm = streams.urgent if schedule.priority else streams.collective
         released = torch.cuda.Event(enable_timing=True)
         released.record(caller)
@@ -190,10 +188,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    texts = itertools.product(options.workloads, options.collectives)
-    workloads = [
-        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank) for text, kind in texts
-    ]
+    workloads = scaled_workloads(options, rank)
     wanted = options.implementations or tuple(name for name in LIBRARY if (name == "gloo") == on_cpu)
     sender.steps = len(workloads)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
@@ -237,7 +232,7 @@ class PipelinedPair:
             self._meter.finish("the GEMM's inputs")
             for make in shapes_of(self._workload.gemm, gemms, device, self._options):
                 made: list[ShapedLaunches] = []
-                refused = self._meter.attempt(functools.partial(_append, made, make))
+                refused = self._meter.attempt(lambda made=made, make=make: made.append(make()))
                 if refused is not None:
                     yield self._row(NO_SHAPE, False, note=refused)
                     continue
@@ -247,7 +242,7 @@ class PipelinedPair:
         self, shaped: ShapedLaunches, gemms: Sequence[GemmRun], workers: Workers, seed: int
     ) -> Iterator[OccupancyRow]:
         options = self._options
-        schedules = [Schedule(options.iterations, priority, options.in_order) for priority in (False, True)]
+        schedules = [Schedule(options.iterations, priority) for priority in (False, True)]
         wrong = self._error(shaped, gemms, workers, schedules, seed)
         if wrong is not None:
             for schedule in schedules:
@@ -317,7 +312,7 @@ class PipelinedPair:
             implementation=self._run.implementation,
             **shaped.columns,
             priority=priority,
-            in_order=self._options.in_order,
+            in_order=False,
             iterations=self._options.iterations,
             note=note,
             **{"correct": None, **nothing, **figures},
@@ -339,10 +334,6 @@ def shapes_of(
             for resident in (None, *RESIDENT) if blocks == tiles else (None,):
                 chosen = dataclasses.replace(shape, resident=resident)
                 yield functools.partial(_on_units, chosen, blocks, gemm, runs, device)
-
-
-def _append(made: list[ShapedLaunches], make: Callable[[], ShapedLaunches]) -> None:
-    made.append(make())
 
 
 def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:

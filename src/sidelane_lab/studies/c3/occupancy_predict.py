@@ -48,7 +48,7 @@ def pipeline_of(row: OccupancyRow) -> Pipeline | None:
         TILES[row.shape],
         row.blocks,
         iterations=row.iterations,
-        streams=1 if row.in_order else STREAMS,
+        streams=STREAMS,
         asked_kb=(row.shared_bytes + RESERVED_BYTES) / 1024,
     )
 

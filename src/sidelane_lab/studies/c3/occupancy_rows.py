@@ -29,7 +29,7 @@ class OccupancyRow(PairRow):
         resident: blocks that a compute unit holds at once; 0 where nobody knows.
         shared_bytes: shared memory that a block asks for.
         priority: the collectives' stream goes before the GEMMs'.
-        in_order: a GEMM waits for the one of the iteration before.
+        in_order: False: GEMMs of two iterations may run at once, each on a stream of its own.
         iterations: of a pipeline.
         gemm_us, comm_us: of one, alone.
         sequential_us: of the iterations, one operation after another.
@@ -94,7 +94,7 @@ def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:
         first = next((row for row in same if row.comm_us is not None), same[0])
         title = (
             f"{pair_words(first)} by {first.implementation}: {first.iterations} iterations, collective alone "
-            f"{number(first.comm_us)} us" + (", GEMMs in order" if first.in_order else "")
+            f"{number(first.comm_us)} us"
         )
         tables.append(table_of(title, same, COLUMNS, keys=5, notes=gain(same)))
     return tables
@@ -102,7 +102,7 @@ def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:
 
 def pair_of(row: OccupancyRow) -> tuple[object, ...]:
     """Return what rows of one table have in common."""
-    return *row.pair, row.implementation, row.in_order
+    return *row.pair, row.implementation
 
 
 LEAST_SAVED = 0.01

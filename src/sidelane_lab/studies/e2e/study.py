@@ -116,15 +116,14 @@ class WorkloadWay(Way):
         self._is_library = variant == (next(iter(prepared.steps)), EAGER)
         self._step, self._tolerance = prepared.steps[way], prepared.tolerance
         self._reference, self._meter, self._to_warm = reference, meter, 0 if self.as_graph else warmup
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._result: torch.Tensor | None = None
 
     def fill(self, seed: int) -> None:
         """Leave weights and inputs as they are."""
 
     def run(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
+        if self.graphs:
+            self.graphs[0].replay()
             return
         if not self._reference and not self._is_library:
             raise ValueError("the library has no result to compare with")
@@ -139,11 +138,11 @@ class WorkloadWay(Way):
         def step() -> None:
             self._result = self._step().detach()
 
-        self._graph = captured(step, 1)
+        self.graphs = (captured(step, 1),)
 
     def job(self, steps: int) -> Job:
         """Return the work of a sample."""
-        return Job(self._step if self._graph is None else self._graph.replay, repeats=steps, calls=steps)
+        return Job(self.graphs[0].replay if self.graphs else self._step, repeats=steps, calls=steps)
 
     def error(self, seed: int) -> str | None:
         if self._result is None:
@@ -161,7 +160,8 @@ class WorkloadWay(Way):
         return f"the result is {worst:.3g} from the library's, and {self._tolerance:.3g} is allowed"
 
     def close(self) -> None:
-        self._graph = self._result = None
+        super().close()
+        self._result = None
 
 
 def rows_of(

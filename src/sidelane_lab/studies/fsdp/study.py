@@ -57,8 +57,13 @@ def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpR
     engines = functools.cache(lambda: NcclEngines(rank.device, options.step_s, meter))
     for case in cases:
         sender.step(str(case))
+        trial = Trial(case, rank, meter, options, engines)
         with meter.on_stream():
-            yield from rows_of(Trial(case, rank, meter, options, engines), names)
+            yield from rows_of(trial, names)
+            refused = meter.attempt(trial.close)
+        if refused is not None:
+            sender.note(f"{case} could not be closed: {refused}")
+        del trial
         gc.collect()  # a model is full of cycles; the next one needs its memory
         if not on_cpu:
             torch.cuda.empty_cache()
@@ -80,6 +85,7 @@ class Trial:
         first: outcomes of the library's two steps before the rounds; empty until it has made them.
         gradients: this rank's, of the library's first step.
         last: outcome of the library's step after the rounds.
+        begun: names of the implementations that have begun a step, which another model gets, too.
     """
 
     def __init__(
@@ -89,7 +95,8 @@ class Trial:
         self.first: list[StepOutcome] = []
         self.gradients: list[torch.Tensor] = []
         self.last: StepOutcome | None = None
-        self._attached: list[str] = []
+        self.begun: dict[str, None] = {}
+        self._lost: str | None = None
         self._made: tuple[Stepper, CommunicationWays] | None = None
 
     @property
@@ -104,32 +111,41 @@ class Trial:
 
     @property
     def _model(self) -> tuple[Stepper, CommunicationWays]:
-        """The model, made if there is none, always with the same parameters and data. Collective then."""
+        """The model, made if there is none, always with the same parameters and data. Collective then.
+
+        Raises:
+            UnavailableError: on every rank, from the first time on that some rank could not make it.
+        """
+        if self._made is None and self._lost is None:
+            made = list[tuple[Stepper, CommunicationWays]]()
+            self._lost = self.meter.attempt(lambda: made.append(self._new_model()))
+            self._made = made[0] if self._lost is None else None
         if self._made is None:
-            options, dtype = self.options, getattr(torch, self.options.reduce_dtype)
-            stepper = Stepper(self.case, self.rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed)
-            self._made = stepper, CommunicationWays(stepper.model, self.rank, self._engines, options.step_s)
-            for name in self._attached:
-                self.ways.attach(name)
+            raise UnavailableError(f"the model cannot be made: {self._lost}")
         return self._made
 
-    def attach(self, name: str) -> None:
-        """Let FSDP2 communicate so on this model. Collective."""
-        self.ways.attach(name)
-        self._attached.append(name)
+    def _new_model(self) -> tuple[Stepper, CommunicationWays]:
+        options, dtype = self.options, getattr(torch, self.options.reduce_dtype)
+        stepper = Stepper(self.case, self.rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed)
+        ways = CommunicationWays(stepper.model, self.rank, self._engines, options.step_s)
+        for name in self.begun:
+            ways.attach(name)
+        return stepper, ways
 
     def break_off(self, name: str) -> None:
         """Go on with another model: FSDP2 is in the middle of a step of this one. Collective."""
-        self._attached.remove(name)
-        self.meter.attempt(self.ways.close)
-        self._made = self.last = None  # the next model has made no step
+        del self.begun[name]
+        self.meter.attempt(self.close)
+        self.last = None  # the next model has made no step
         gc.collect()
 
     def close(self) -> None:
-        """Let go of everything. Collective."""
-        if self._made is not None:
-            self.stepper.forget()
-            self.ways.close()
+        """Let go of the model. Collective."""
+        made, self._made = self._made, None
+        if made is not None:
+            stepper, ways = made
+            stepper.forget()
+            ways.close()
 
 
 class FsdpWay(Way):
@@ -156,7 +172,7 @@ class FsdpWay(Way):
     def __init__(self, name: str, library: str, trial: Trial) -> None:
         if name != library and not trial.first:
             raise UnavailableError(f"{library} has made no step")
-        trial.attach(name)
+        trial.ways.attach(name)
         self.label, self._library, self._trial = name, library, trial
         self._moved: tuple[float, ...] = ()
         self._measured_mb: float | None = None
@@ -165,6 +181,7 @@ class FsdpWay(Way):
     def fill(self, seed: int) -> None:
         """Leave parameters and data as they are."""
         self._is_under_way = True
+        self._trial.begun[self.label] = None
 
     def run(self) -> None:
         stepper = self._trial.stepper
@@ -224,6 +241,9 @@ def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
     options, library = trial.options, names[0]
 
     def timed(ready: dict[str, FsdpWay]) -> Mapping[str, Rounds]:
+        # The last way may have broken off. Without another model the last checks fail, and say why.
+        if trial.meter.run("the model", lambda: trial.stepper) is not None:
+            return {}
         jobs = {
             name: Job(
                 trial.stepper.step, hide_launch_us=MOST_HIDDEN_US, before=functools.partial(trial.ways.switch, name)
@@ -235,19 +255,25 @@ def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
     makers = {name: functools.partial(FsdpWay, name, library, trial) for name in names}
     found = {one.key: one for one in trial.meter.compare(makers, itertools.count(), timed)}
     kernels: dict[str, Profiled | None] = {}
+
+    def profile(name: str) -> None:
+        trial.ways.switch(name)
+        trial.stepper.tried(name)
+        kernels[name] = profiled(trial.rank, functools.partial(trial.stepper.tried, name))
+
     for name, one in found.items():
-        if one.problem is None and options.profile and trial.rank.device.type != "cpu":
-            trial.ways.switch(name)
-            trial.stepper.tried(name)
-            kernels[name] = profiled(trial.rank, functools.partial(trial.stepper.tried, name))
-    trial.close()
+        if one.problem is None and one.way is not None and options.profile:
+            refused = trial.meter.run(name, functools.partial(profile, name))
+            if refused is not None:
+                one.way.note = "; ".join(filter(None, (one.way.note, f"not profiled: {refused.text}")))
+                trial.break_off(name)
     floor, least = (None if name not in found else found[name].rounds for name in (STILL, library))
     rows = []
     for name, one in found.items():
         problem, lost = one.problem, found[library].problem
         if lost is not None and name != library:
             problem = Problem(f"{library}, which it is held against: {lost.text}")
-        times, profile = (None, None) if problem is not None else (one.rounds, kernels.get(name))
+        times, profiled_step = (None, None) if problem is not None else (one.rounds, kernels.get(name))
         columns = outcome(times, problem, one.way.note if one.way is not None else "")
         result = None if one.way is None else one.way.result
         rows.append(
@@ -267,7 +293,7 @@ def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
                 peak_mb=None if one.way is None else one.way.peak_mb,
                 correct=None if problem is None and name in FLOORS else columns["correct"],
                 note=columns["note"],
-                **({} if profile is None else _figures(profile, kernels.get(STRAIGHT_STILL))),
+                **({} if profiled_step is None else _figures(profiled_step, kernels.get(STRAIGHT_STILL))),
             )
         )
     return rows

@@ -136,7 +136,6 @@ class PartWay(Way):
 
     def __init__(self, key: Key, call: Callable[[], Any]) -> None:
         self.label, self.as_graph, self._call = str(key), key[2] == "graph", call
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, seed: int) -> None:
         """Leave the inputs as they are."""
@@ -148,18 +147,15 @@ class PartWay(Way):
         return None
 
     def capture(self) -> None:
-        self._graph = captured(self._call, CALLS)
+        self.graphs = (captured(self._call, CALLS),)
 
     def job(self, device: torch.device) -> Job:
         """Return the work of a sample: one call of an interpreter, which takes long enough, else several calls."""
         if device.type == "cpu":
             return Job(self._call)
-        if self._graph is not None:
-            return Job(self._graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
+        if self.graphs:
+            return Job(self.graphs[0].replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
         return Job(self._call, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
-
-    def close(self) -> None:
-        self._graph = None
 
 
 class OperatorWay(PartWay):

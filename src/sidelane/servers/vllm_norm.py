@@ -1,0 +1,214 @@
+"""vLLM's pass over a model's graph that makes each all-reduce and the norm behind it one call of Sidelane.
+
+vLLM's own pass uses FlashInfer. This one takes its place in vLLM's list of passes, or a place in front of the pass that
+fuses norms and quantizations. The operator that it inserts asks at each call whether Sidelane takes the tensors; if
+not, vLLM's communicator and norm run one after the other.
+"""
+
+# mypy: disable-error-code="misc, no-any-return, import-not-found, import-untyped"
+# vLLM is not installed where types are checked.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from sidelane.servers.setting import NAME
+from sidelane.version import VERSION
+
+QUANTIZES = "RMSNormQuantFusionPass"
+"""Pass of vLLM that fuses a norm and the quantization behind it: all-reduces come before."""
+
+_PLAIN = "all_reduce_rms_norm"
+_library = torch.library.Library("sidelane_servers", "DEF")
+_library.define(
+    "all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group) -> (Tensor, Tensor)"
+)
+_library.define(
+    "all_reduce_rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps, str group, Tensor scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _normalise(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``rms_norm(total) * weight`` and ``total``, the sum over the ranks of ``group`` plus ``residual``."""
+    return _normalised(x, residual, weight, eps, group, {})
+
+
+def _normalise_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: str, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of :func:`_normalise`, and the first one divided by ``scale``, as float8_e4m3fn."""
+    quantized = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    given = {"quantized": quantized.view(-1, x.shape[-1]), "scale": scale.view(1)}
+    y, total = _normalised(x, residual, weight, eps, group, given)
+    if not given:
+        from vllm import _custom_ops
+
+        quantized = _custom_ops.scaled_fp8_quant(y.view(-1, y.shape[-1]), scale)[0].view(x.shape)
+    return y, total, quantized
+
+
+def _normalised(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    group: str,
+    quantized: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return norm and sum; ``quantized`` is emptied if vLLM made them, which has not quantized."""
+    from vllm.distributed.parallel_state import _groups
+
+    communicator = _groups[group]().device_communicator
+    sidelane = getattr(communicator, "sidelane", None)
+    rows = x.view(-1, x.shape[-1])
+    if sidelane is not None and sidelane.normalises(rows, weight):
+        added = None if residual is None else residual.view(rows.shape)
+        y, total = sidelane.all_reduce_rms_norm(rows, added, weight, eps, **quantized)
+        return y.view(x.shape), total.view(x.shape)
+    from vllm import ir
+
+    quantized.clear()
+    total = communicator.all_reduce(x)
+    if residual is None:
+        return ir.ops.rms_norm(total, weight, eps), total
+    y, total = ir.ops.fused_add_rms_norm(total, residual, weight, eps)
+    return y, total
+
+
+def _shapes(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _shapes_fp8(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
+
+
+for _name, _made, _faked in (
+    ("all_reduce_rms_norm", _normalise, _shapes),
+    ("all_reduce_rms_norm_fp8", _normalise_fp8, _shapes_fp8),
+):
+    _library.impl(_name, _made, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sidelane_servers::{_name}", _faked, lib=_library)
+
+
+def fuse(graph: fx.Graph) -> int:
+    """Make one call of each all-reduce with the norm behind it, and of the static quantization to FP8 behind that.
+
+    Args:
+        graph: functionalized graph with vLLM's operators. All-reduces whose sum is read elsewhere, too, stay if a
+            residual is added to it.
+
+    Returns:
+        Number of all-reduces that were replaced.
+    """
+    reduced = graph.find_nodes(op="call_function", target=torch.ops.vllm.all_reduce.default)
+    return sum(_is_fused(graph, each) for each in reduced)
+
+
+def _is_fused(graph: fx.Graph, reduced: fx.Node) -> bool:
+    """Replace one all-reduce, and return whether it was."""
+    with_residual = torch.ops.vllm_ir.fused_add_rms_norm.default
+    targets = with_residual, torch.ops.vllm_ir.rms_norm.default
+    norm = next((user for user in reduced.users if user.target in targets and user.args[0] is reduced), None)
+    if norm is None or any(user < norm for user in reduced.users):
+        return False
+    operands = list(norm.args[1:]) if norm.target is with_residual else [None, *norm.args[1:]]
+    group = {**dict(zip(("tensor", "group_name"), reduced.args, strict=False)), **reduced.kwargs}["group_name"]
+    is_plain = len(operands) == 3 and not norm.kwargs and operands[1] is not None
+    if not is_plain or _dtype(operands[1]) != _dtype(reduced) or (operands[0] is not None and len(reduced.users) > 1):
+        return False
+    normalised = [norm] if operands[0] is None else _parts(norm, 0)
+    totals = [reduced] if operands[0] is None else _parts(norm, 1)
+    quantized = [user for each in normalised for user in each.users if _is_quantized(user, norm)][:1]
+    name, scales = ("all_reduce_rms_norm_fp8", [quantized[0].kwargs["scale"]]) if quantized else (_PLAIN, [])
+    with graph.inserting_before(norm):
+        made = graph.call_function(_operator(name), (reduced.args[0], *operands, group, *scales))
+        made.meta["val"] = _values(made)
+        new = [graph.call_function(operator.getitem, (made, place)) for place in range(2 + len(quantized))]
+    old = [normalised, totals, *(_parts(each, 1) for each in quantized)]
+    for place, (nodes, one) in enumerate(zip(old, new, strict=True)):
+        one.meta["val"] = made.meta["val"][place]
+        for node in nodes:
+            node.replace_all_uses_with(one, delete_user_cb=lambda user: user is not norm)
+    graph.eliminate_dead_code()
+    return True
+
+
+def _parts(node: fx.Node, place: int) -> list[fx.Node]:
+    """Return the nodes that are one of several results of ``node``."""
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == place]
+
+
+def _is_quantized(node: Any, norm: fx.Node) -> bool:
+    """Return whether a node quantizes a norm to float8_e4m3fn by one scale, which is there before the norm."""
+    made = getattr(torch.ops._C, "static_scaled_fp8_quant", None)
+    is_static = made is not None and node.args == (made.default,) and "auto_functionalized" in str(node.target)
+    if not is_static or list(node.kwargs.get("group_shape") or (-1, -1)) != [-1, -1]:
+        return False
+    scale = node.kwargs["scale"]
+    is_one = scale.meta["val"].numel() == 1 and scale < norm
+    return is_one and _dtype(node.kwargs["result"]) == torch.float8_e4m3fn
+
+
+def _dtype(node: Any) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.sidelane_servers, name).default
+
+
+def _values(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the results of an inserted node without content, as later passes of the compiler expect."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    shapes = _shapes_fp8 if node.target is not _operator(_PLAIN) else _shapes
+    with x.meta["val"].fake_mode if hasattr(x.meta["val"], "fake_mode") else contextlib.nullcontext():
+        return shapes(x.meta["val"])
+
+
+def install() -> None:
+    """Let vLLM's list of passes have the pass of this module, in the place of its own one."""
+    from vllm.compilation.passes import pass_manager
+
+    made = _pass_of(pass_manager.InductorPass)
+    configure = pass_manager.PostGradPassManager.configure
+
+    @functools.wraps(configure)
+    def configured(self: Any, config: Any) -> None:
+        configure(self, config)
+        if not any(isinstance(each, made) for each in self.passes):
+            names = [type(each).__name__ for each in self.passes]
+            self.passes.insert(names.index(QUANTIZES) if QUANTIZES in names else len(names), made(config))
+
+    pass_manager.PostGradPassManager.configure = configured
+    pass_manager.AllReduceFusionPass = made
+
+
+@functools.cache
+def _pass_of(base: Any) -> Any:
+    class AllReduceNormPass(base):
+        """:func:`fuse` as a pass of vLLM, for all numbers of tokens."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+
+        def __call__(self, graph: fx.Graph) -> None:
+            found = fuse(graph)
+            init_logger(f"vllm.{NAME}").debug("Sidelane: %d all-reduces and norms of a graph are one call each", found)
+
+        def uuid(self) -> str:
+            return f"{NAME} {VERSION}"
+
+    from vllm.logger import init_logger
+
+    return AllReduceNormPass
