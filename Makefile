@@ -32,6 +32,7 @@ RESULTS ?=
 STUDIES ?=
 DEMO ?=
 QUICK ?= tests/c3 tests/choice tests/execute tests/machine tests/memory tests/program tests/session tests/sim/test_physics.py \
+  tests/inside/c3 tests/inside/execute tests/inside/memory tests/inside/program tests/inside/session \
   tests/test_house.py tests/test_errors.py --ignore=tests/execute/test_addresses.py --ignore=tests/choice/test_choice_cli.py \
   --ignore=tests/execute/test_executor_property.py --ignore=tests/program/test_verify_pairs.py
 TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
@@ -81,7 +82,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 8 $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 5 $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)

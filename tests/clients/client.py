@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,14 @@ def enable(model: torch.nn.Module) -> None:
         fsdp.enable(model)
 
 
-def finish(values: Iterable[float]) -> None:
-    """Write what this rank has computed, and the report of what Sidelane did in it; end the process group."""
+def finish(values: Iterable[float], further: Iterable[dict[str, Any]] = ()) -> None:
+    """Write what this rank has computed, and the report of what Sidelane did in it; end the process group.
+
+    ``further``: rows of the report about calls that came through no process group.
+    """
     from sidelane import report
 
-    rows = [dataclasses.asdict(row) for row in report().rows]
+    rows = [*map(dataclasses.asdict, report().rows), *further]
     said = {"values": [float(value) for value in values], "rows": rows}
     if folder := os.environ.get(OUT):
         Path(folder, f"{RANK}.json").write_text(json.dumps(said))

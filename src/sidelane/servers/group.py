@@ -6,6 +6,7 @@ and layouts. All ranks therefore make the same calls of the same library in the 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ class ServerGroup:
     Attributes:
         comm: communicator; None while it is disabled.
         reason: reason why it is disabled; empty while it is not.
+        counts: numbers of calls that Sidelane has made, by method; those of a graph once, when it was captured.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ServerGroup:
         self._is_captured = self._is_suspended = False
         self.comm: Communicator | None = None
         self.reason = ""
+        self.counts: collections.Counter[str] = collections.Counter()
         self._join()
 
     def _join(self) -> None:
@@ -134,7 +137,7 @@ class ServerGroup:
         if not self.takes(input):
             return None
         found = torch.empty_like(input) if output is None else output
-        self._calls().all_reduce(input, output=found)
+        self._counted("all_reduce").all_reduce(input, output=found)
         return found
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -146,7 +149,7 @@ class ServerGroup:
         """
         if not self.takes(input, dtypes=None):
             return None
-        comm = self._calls()
+        comm = self._counted("all_gather")
         if output is None:
             output = input.new_empty((comm.world_size * input.shape[0], *input.shape[1:]))
         comm.all_gather(output, input)
@@ -166,7 +169,7 @@ class ServerGroup:
             return None
         if len(set(sizes)) == 1:
             return self.all_gather(input.contiguous(), output)
-        comm = self._calls()
+        comm = self._counted("all_gatherv")
         if output is None:
             output = input.new_empty((sum(sizes), *input.shape[1:]))
         parts = output.split(list(sizes))
@@ -186,7 +189,7 @@ class ServerGroup:
         """
         if not self.takes(input):
             return None
-        comm = self._calls()
+        comm = self._counted("reduce_scatter")
         if output is None:
             output = input.new_empty((input.shape[0] // comm.world_size, *input.shape[1:]))
         comm.reduce_scatter(output, input)
@@ -207,7 +210,7 @@ class ServerGroup:
         most = max(sizes)
         if min(sizes) == most:
             return self.reduce_scatter(input, output)
-        comm = self._calls()
+        comm = self._counted("reduce_scatterv")
         padded = input.new_empty((comm.world_size, most, *input.shape[1:]))
         for place, part in zip(padded, input.split(list(sizes)), strict=True):
             place[: part.shape[0]].copy_(part)
@@ -220,7 +223,7 @@ class ServerGroup:
         """Replace everyone's ``tensor`` by that of the rank ``root`` of the group, and return it."""
         if not self.takes(tensor, dtypes=None):
             return None
-        self._calls().broadcast(tensor, root=root)
+        self._counted("broadcast").broadcast(tensor, root=root)
         return tensor
 
     def all_to_all(
@@ -242,20 +245,19 @@ class ServerGroup:
         if self.comm is None or not (output.is_contiguous() and input.is_contiguous()):
             return None
         splits = output_split_sizes, input_split_sizes
-        self._calls().all_to_all(output, input, output_split_sizes=splits[0], input_split_sizes=splits[1])
+        self._counted("all_to_all").all_to_all(output, input, output_split_sizes=splits[0], input_split_sizes=splits[1])
         return output
 
     def normalises(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
-            self.takes(x, weight, dtypes=_NORMALISED)
-            and not self._batch_invariant
+            self.fuses()
+            and self.takes(x, weight, dtypes=_NORMALISED)
             and x.dim() == 2
             and x.dtype == weight.dtype
             and x.shape[0] <= MOST_TOKENS
             and x.shape[1] * x.itemsize % 4 == 0
             and x.shape[1] * x.itemsize <= MOST_ROW_BYTES
-            and self._has_kernels()
         )
 
     def all_reduce_rms_norm(
@@ -277,12 +279,14 @@ class ServerGroup:
         """
         if not self.normalises(x, weight):
             return None
-        return all_reduce_rms_norm(self._calls(), x, residual, weight, eps=eps, **tensors)
+        return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
-    def _has_kernels(self) -> bool:
-        comm = self._calls()
-        runs = comm.device.type == "cuda" or INTERPRETED
-        return runs and comm.world_size <= _MOST_FUSED_RANKS and not comm.backend.through_host
+    def fuses(self) -> bool:
+        """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
+        comm = self.comm
+        if comm is None or self._batch_invariant or comm.backend.through_host:
+            return False
+        return comm.world_size <= _MOST_FUSED_RANKS and (comm.device.type == "cuda" or INTERPRETED)
 
     def suspend(self) -> str:
         """Release the memory of the communicator, with all ranks; return why it stays, or an empty text.
@@ -321,9 +325,10 @@ class ServerGroup:
             self.comm.close()
             self.comm, self.reason = None, "closed"
 
-    def _calls(self) -> Communicator:
-        """Return the communicator for a call, which may be captured."""
+    def _counted(self, call: str) -> Communicator:
+        """Count a call, which may be captured, and return the communicator for it."""
         assert self.comm is not None
+        self.counts[call] += 1
         if not self._is_captured and self.comm.device.type == "cuda":
             self._is_captured = torch.cuda.is_current_stream_capturing()
         return self.comm

@@ -72,6 +72,7 @@ def _replace(logger: Any) -> None:
         install()
         replaced.append("AllReduceFusionPass")
     platform.get_device_communicator_cls = classmethod(lambda cls: _NAMED)
+    platform.use_custom_op_collectives = classmethod(lambda cls: True)  # compiled code makes calls whole, on CPUs, too
     factors = envs.compile_factors
     envs.compile_factors = lambda: {**factors(), NAME: VERSION}  # key of the cache of compiled models
     logger.info(line("vllm", version, replaced, kept))

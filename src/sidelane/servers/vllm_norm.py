@@ -24,7 +24,7 @@ from sidelane.version import VERSION
 QUANTIZES = "RMSNormQuantFusionPass"
 """Pass of vLLM that fuses a norm and the quantization behind it: all-reduces come before."""
 
-_PLAIN = "all_reduce_rms_norm"
+_PLAIN, _FP8 = "all_reduce_rms_norm", "all_reduce_rms_norm_fp8"
 _library = torch.library.Library("sidelane_servers", "DEF")
 _library.define(
     "all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group) -> (Tensor, Tensor)"
@@ -116,22 +116,23 @@ def fuse(graph: fx.Graph) -> int:
 
 def _is_fused(graph: fx.Graph, reduced: fx.Node) -> bool:
     """Replace one all-reduce, and return whether it was."""
-    with_residual = torch.ops.vllm_ir.fused_add_rms_norm.default
-    targets = with_residual, torch.ops.vllm_ir.rms_norm.default
+    targets = torch.ops.vllm_ir.fused_add_rms_norm.default, torch.ops.vllm_ir.rms_norm.default
     norm = next((user for user in reduced.users if user.target in targets and user.args[0] is reduced), None)
     if norm is None or any(user < norm for user in reduced.users):
         return False
-    operands = list(norm.args[1:]) if norm.target is with_residual else [None, *norm.args[1:]]
-    group = {**dict(zip(("tensor", "group_name"), reduced.args, strict=False)), **reduced.kwargs}["group_name"]
-    is_plain = len(operands) == 3 and not norm.kwargs and operands[1] is not None
-    if not is_plain or _dtype(operands[1]) != _dtype(reduced) or (operands[0] is not None and len(reduced.users) > 1):
+    given = _named(norm)
+    residual, weight = given.get("x_residual"), given["weight"]
+    if weight is None or given["variance_size"] is not None or _dtype(weight) != _dtype(reduced):
         return False
-    normalised = [norm] if operands[0] is None else _parts(norm, 0)
-    totals = [reduced] if operands[0] is None else _parts(norm, 1)
+    if residual is not None and len(reduced.users) > 1:
+        return False
+    normalised = [norm] if residual is None else _parts(norm, 0)
+    totals = [reduced] if residual is None else _parts(norm, 1)
     quantized = [user for each in normalised for user in each.users if _is_quantized(user, norm)][:1]
-    name, scales = ("all_reduce_rms_norm_fp8", [quantized[0].kwargs["scale"]]) if quantized else (_PLAIN, [])
+    name, scales = (_FP8, [quantized[0].kwargs["scale"]]) if quantized else (_PLAIN, [])
+    operands = reduced.args[0], residual, weight, given["epsilon"], _named(reduced)["group_name"], *scales
     with graph.inserting_before(norm):
-        made = graph.call_function(_operator(name), (reduced.args[0], *operands, group, *scales))
+        made = graph.call_function(_operator(name), operands)
         made.meta["val"] = _values(made)
         new = [graph.call_function(operator.getitem, (made, place)) for place in range(2 + len(quantized))]
     old = [normalised, totals, *(_parts(each, 1) for each in quantized)]
@@ -141,6 +142,13 @@ def _is_fused(graph: fx.Graph, reduced: fx.Node) -> bool:
             node.replace_all_uses_with(one, delete_user_cb=lambda user: user is not norm)
     graph.eliminate_dead_code()
     return True
+
+
+def _named(node: Any) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by name, with their defaults."""
+    arguments = node.target._schema.arguments
+    given = dict(zip((each.name for each in arguments), node.args, strict=False))
+    return {**{each.name: each.default_value for each in arguments}, **given, **node.kwargs}
 
 
 def _parts(node: fx.Node, place: int) -> list[fx.Node]:

@@ -1,0 +1,109 @@
+"""vLLM's layers in a graph that vLLM's passes rewrite: all-reduces of row-parallel layers, norms, quantization to FP8.
+
+``gloo`` runs the layers one by one. ``sidelane`` does, too, and compiles them: each all-reduce and the norm behind it
+are one call then. Triton's kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from client import BACKEND, GPUS, RANK, RANKS, finish
+
+os.environ["VLLM_PLUGINS"] = "sidelane" if BACKEND == "sidelane" else "none"
+if not GPUS:
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+import torch
+from vllm import ir
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import CompilationConfig, PassConfig, VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.plugins import load_general_plugins
+
+HIDDEN, TOKENS, EPS = 128, (1, 5, 64), 1e-6
+TOLERANCE = {"rtol": 3e-2, "atol": 3e-2}
+QUANTIZE = "static_scaled_fp8_quant"
+
+
+def quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """vLLM's operator. Builds that lack it for this device get vLLM's own native forward."""
+    result = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    torch.ops._C.static_scaled_fp8_quant(result, x, scale, [-1, -1])
+    return result
+
+
+def native(result: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, group_shape: object = None) -> None:
+    most = torch.finfo(torch.float8_e4m3fn).max
+    result.copy_((x.float() / scale).clamp(-most, most))
+
+
+class Block(torch.nn.Module):
+    """The end of an attention, and of a feed-forward layer that reads FP8; the first norm has no residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"bias": False, "input_is_parallel": True, "params_dtype": torch.bfloat16}
+        self.layers = torch.nn.ModuleList(RowParallelLinear(HIDDEN, HIDDEN, **options) for _ in range(3))
+        self.norms = torch.nn.ModuleList(RMSNorm(HIDDEN, EPS, dtype=torch.bfloat16) for _ in range(3))
+        self.register_buffer("scale", torch.tensor([0.02]))
+        for layer in self.layers:
+            torch.nn.init.normal_(layer.weight, std=0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduced = self.layers[0](x)[0]
+        y, residual = self.norms[0](reduced), reduced
+        part = y.chunk(RANKS, -1)[RANK].contiguous()
+        y, residual = self.norms[1](self.layers[1](part)[0], residual)
+        part = y.chunk(RANKS, -1)[RANK].contiguous()
+        y, residual = self.norms[2](self.layers[2](part)[0], residual)
+        return quantized(y, self.scale).float(), residual
+
+
+def main() -> None:
+    config = VllmConfig(compilation_config=CompilationConfig(pass_config=PassConfig(fuse_allreduce_rms=True)))
+    load_general_plugins()
+    if not hasattr(torch.ops._C, QUANTIZE):
+        library = torch.library.Library("_C", "FRAGMENT")
+        library.define(f"{QUANTIZE}(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()")
+        library.impl(QUANTIZE, native, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"_C::{QUANTIZE}", lambda *_: None, lib=library)
+    with set_current_vllm_config(config), torch.inference_mode():
+        parallel_state.init_distributed_environment(backend="nccl" if GPUS else "gloo")
+        parallel_state.initialize_model_parallel(RANKS)
+        torch.manual_seed(RANK)
+        block = Block()
+        inputs = [torch.randn(tokens, HIDDEN // RANKS, dtype=torch.bfloat16) for tokens in TOKENS]
+        plain = [block(x.clone()) for x in inputs]
+        served = getattr(parallel_state.get_tp_group().device_communicator, "sidelane", None)
+        if served is not None:
+            compare(block, config, inputs, plain)
+            assert served.counts["all_reduce_rms_norm"] == 3 * len(TOKENS), served.counts
+    rows = [] if served is None else served.counts.items()
+    made = [{"where": "sidelane", "operation": name, "why": "", "calls": count} for name, count in rows]
+    finish((one.double().sum().item() for found in plain for one in found), made)
+
+
+def compare(
+    block: Block, config: VllmConfig, inputs: list[torch.Tensor], plain: list[tuple[torch.Tensor, ...]]
+) -> None:
+    """Compile the block with vLLM's passes, and compare what it returns."""
+    manager = PostGradPassManager()
+    manager.configure(config)
+    passes = {"post_grad_custom_post_pass": manager, "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config)}
+    options = {"enable_auto_functionalized_v2": False, "force_disable_caches": True, **passes}
+    with pass_context(Range(1, 8192)), torch._inductor.config.patch(options), ir.enable_torch_wrap(True):
+        compiled = torch.compile(block, fullgraph=True, dynamic=False)
+        for x, wanted in zip(inputs, plain, strict=True):
+            for found, one in zip(compiled(x.clone()), wanted, strict=True):
+                torch.testing.assert_close(found, one, **TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
