@@ -82,7 +82,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 8 $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 5 $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)

@@ -355,6 +355,18 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
                 assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
 
 
+@on_ranks(2)
+def test_ranks_that_share_a_gpu_leave_no_call_to_nccl(group: dist.ProcessGroup) -> None:
+    with (
+        mock.patch.object(dispatch, "exchanged", return_value=["GPU-1"] * group.size()) as exchanged,
+        left_to_library(group, 20_000) as ours,
+    ):
+        for _ in range(3):
+            assert all_reduce(ours, torch.float32, 30_001, True)
+        assert exchanged.call_count == 3  # once for each reduction
+        assert {row.where for row in sidelane.report().rows} == {"sidelane"}
+
+
 def test_ranks_whose_memory_differs_are_told(pool: RankPool) -> None:
     with pytest.raises(
         RankError, match="ranks made different calls: rank 0: all_to_all_single of 40000 bytes of ordinary"

@@ -67,12 +67,17 @@ class CudaBackend(Backend):
         *,
         like: CudaBackend | None = None,
         peers: str = CHOSEN,
+        memory_bytes: int | None = None,
     ) -> None:
         self.peers = agree_on_peers(exchange, device, peers) if like is None else like.peers
         self.memory: SymmetricMemory = (
-            PinnedMemory(exchange, device) if self.through_host else TorchSymmetricMemory(exchange, device, timeout_s)
+            PinnedMemory(exchange, device, memory_bytes)
+            if self.through_host
+            else TorchSymmetricMemory(exchange, device, timeout_s)
         )
         self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
+        if self.through_host:
+            self.features.require_host_addresses()
         self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
         self.exported = None if self.through_host else self._make_exported()
         self.device = device

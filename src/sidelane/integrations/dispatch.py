@@ -22,6 +22,7 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import start_observers
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
+from sidelane.integrations.buffers import exchanged
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey
@@ -88,6 +89,7 @@ class GroupDispatcher:
         self._held: collections.deque[dist.Work] = collections.deque(maxlen=MOST_CACHED)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
         # Rows of calls on ordinary tensors that all ranks leave to NCCL, as they have agreed, also by their size.
+        # A row without a reason: NCCL cannot make them.
         self._left: dict[tuple[RepeatKey, bool, int], RowKey] = {}
         cached = self._held.clear, self._repeated.clear, self._left.clear
         life.forgets = (*cached, *(backend.clear for backend in self._allocating))
@@ -148,7 +150,7 @@ class GroupDispatcher:
         nbytes = max(outputs[0].numel(), tensors[-1].numel()) * key[2].itemsize
         is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
         row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
-        if row is not None and are_plain(tensors, *key[2:]) and not self._captures():
+        if row is not None and row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
             return self.life.orders[device.type].other(make, tensors, is_async)
@@ -246,16 +248,21 @@ class GroupDispatcher:
         if self._captures() and (call.is_async or row is None):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
         made = self.life.communicator(first.device)
-        if not isinstance(made, Communicator) or not self._may_leave(call.tensors, device):
-            return ""
-        if made.config.deterministic and call.adds_floats:
+        may_leave = self._may_leave(call.tensors, device)
+        if not isinstance(made, Communicator) or not may_leave or (made.config.deterministic and call.adds_floats):
             return ""
         if row is None:
             made.agree(call.operation.name, f"{key[0][0]} of {call.nbytes} bytes of {kind}ordinary {first.dtype}")
             if len(self._left) == MOST_CACHED:
                 self._left.clear()
+            # NCCL refuses ranks that share a GPU, on which programs are tried.
+            gpu = str(torch.cuda.get_device_properties(first.device).uuid) if first.is_cuda else self.life.rank
+            is_shared = len(set(exchanged(made, gpu))) < len(self.life.ranks)
             why = f"{kind}ordinary tensors of more than {format_bytes(int(most))}; in a sidelane.pool Sidelane makes it"
-            row = self._left[key] = (key[0][0], calls.dtype_name(first.dtype), device, self.names[device], why)
+            head = key[0][0], calls.dtype_name(first.dtype), device, self.names[device]
+            row = self._left[key] = (*head, "" if is_shared else why)
+        if not row[-1]:
+            return ""
         # NCCL takes contiguous tensors only. Copies of others are made, and copied back, on the caller's stream.
         call.is_async = call.is_async and are_plain(call.tensors, first.dtype, first.device)
         call.args, call.copies = calls.contiguous_arguments(call)
@@ -333,8 +340,6 @@ class GroupDispatcher:
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
-        for backend in self._allocating:
-            backend.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
             call.args, call.copies = calls.contiguous_arguments(call)

@@ -47,11 +47,16 @@ class SidelaneGroup(dist.ProcessGroup):
         owned: ``other`` is closed with this group.
         wider: liveness of a group that contains this one (``memory.liveness``); None for none.
 
+    Attributes:
+        fsdp: FsdpGroup of the calls on shards of this group; None before the first (``sidelane.fsdp``).
+
     Raises:
         ValueError: a setting is not allowed; the other ranks raise PeerError with the reason.
         UnavailableError: the store keeps no values.
         PeerError: a rank died, or did not come.
     """
+
+    fsdp: Any = None
 
     def __init__(
         self,
@@ -123,6 +128,10 @@ class SidelaneGroup(dist.ProcessGroup):
         self._description = description
         if self._owned:
             self._other._set_group_desc(description)
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Call a function before the group's communicators are closed."""
+        self._lifetime.forgets += (function,)
 
     def check(self) -> None:
         """Raise if the group has ended; called while the ranks make a communicator."""

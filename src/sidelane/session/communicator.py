@@ -202,7 +202,10 @@ class Communicator:
             like = None if self._first is None else self._first.backend
             config = self.config
             self.backend: Backend = make_backend(
-                exchange, self.device, self.control, config.timeout_s, like=like, peers=config.peers
+                *(exchange, self.device, self.control, config.timeout_s),
+                like=like,
+                peers=config.peers,
+                memory_bytes=config.memory_bytes,
             )
             try:
                 self._complete(exchange, number)
