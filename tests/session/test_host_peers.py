@@ -97,7 +97,7 @@ def test_collectives_through_host_memory(group: dist.ProcessGroup, tried: tuple[
 def on_made_up_gpus(group: dist.ProcessGroup) -> str:
     with (
         made_up_gpus() as driver,
-        mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, _: OwnedMemory(exchange, driver)),
+        mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         Communicator(group, config=HOST) as comm,
     ):
         assert comm.backend.through_host and "host memory" in comm.profile.where
@@ -143,7 +143,7 @@ def on_gpus_with(
 
     with (
         made_up_gpus() as driver,
-        mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, _: OwnedMemory(exchange, driver)),
+        mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         mock.patch.object(backend_cuda, "peer_access", peer_access),
         mock.patch.object(log.calls, "warning") as warn,
         Communicator(group, config=Config(peers=peers)) as comm,

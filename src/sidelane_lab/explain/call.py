@@ -11,7 +11,7 @@ import torch
 
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, illegal_reason
-from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.candidate import DMA, EVERYTHING, everything
 from sidelane.choice.key import CPU, MachineKey, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
 from sidelane.cli.output import write_json
@@ -280,6 +280,9 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
         key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
         # What a communicator would choose by there, until somebody has measured.
+        if machine.through_host:
+            abilities = dataclasses.replace(EVERYTHING, implementations=(DMA,), through_host=True)
+            return None, f"{devices}, through host memory", "", ranks, abilities
         tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
         return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
     place = choose_target()
@@ -378,7 +381,7 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     call = agreement.call
     curves = []
-    for candidate in candidates(call, Abilities()):
+    for candidate in candidates(call, Abilities(through_host=machine.through_host)):
         program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
         assert isinstance(program, Program)
         program = fit(program) if takes_packets(machine) else program
