@@ -57,7 +57,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients test-vllm attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -126,6 +126,16 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
 	@touch "$@"
 
+test-vllm: .venv-vllm/.ready ## vLLM's engine and layers between CPU ranks with Sidelane's plug-in, and what the plug-in takes from vLLM; 10 minutes
+	@.venv-vllm/bin/python tests/clients/contracts.py
+	@CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python tests/clients/run.py vllm_llama vllm_norms
+
+.venv-vllm/.ready: tests/clients/requirements-vllm.txt
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-vllm/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-vllm.txt -e .
+	@touch "$@"
+
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m attack --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED)) $(ATTACK)
 
@@ -192,5 +202,5 @@ $(READY): pyproject.toml lab/pyproject.toml tools/lock.txt tools/make_venv.py
 	@touch "$@"
 
 clean: ## remove .venv, the report and every cache
-	rm -rf .venv .venv-clients report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-clients .venv-vllm report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src contrib tests tools examples -name __pycache__ -prune -exec rm -rf {} +
