@@ -32,6 +32,7 @@ RESULTS ?=
 STUDIES ?=
 DEMO ?=
 QUICK ?= tests/c3 tests/choice tests/execute tests/machine tests/memory tests/program tests/session tests/sim/test_physics.py \
+  tests/inside/c3 tests/inside/execute tests/inside/memory tests/inside/program tests/inside/session \
   tests/test_house.py tests/test_errors.py --ignore=tests/execute/test_addresses.py --ignore=tests/choice/test_choice_cli.py \
   --ignore=tests/execute/test_executor_property.py --ignore=tests/program/test_verify_pairs.py
 TESTS ?= tests contrib --ignore=tests/device --ignore=tests/restart --ignore=tests/leaks
@@ -57,7 +58,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients test-vllm attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help asan check coverage demo goldens hooks nightly quick specs test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize yardstick results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -81,7 +82,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 8 $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 5 $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
@@ -115,7 +116,8 @@ test-restart: $(READY) ## kill a rank of programs that train, and see torchrun s
 test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing leaks or slows down; half an hour; STEPS=1000
 	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
-test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torchtitan, TorchRec, DeepSpeed and others between CPU ranks; 10 minutes
+test-clients: .venv-clients/.ready .venv-clients/sglang/.ready .venv-clients/vllm/.ready ## run accelerate, Trainer, Lightning, torchtitan, vLLM, SGLang and others between CPU ranks; 20 minutes
+	@for each in sglang vllm; do .venv-clients/$$each/bin/python tests/clients/contracts.py; done
 	@CUDA_VISIBLE_DEVICES= .venv-clients/bin/python tests/clients/run.py $(CLIENTS)
 
 # An environment of their own: these programs want versions of packages that the tools here do not.
@@ -126,14 +128,17 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
 	@touch "$@"
 
-test-vllm: .venv-vllm/.ready ## vLLM's engine and layers between CPU ranks with Sidelane's plug-in, and what the plug-in takes from vLLM; 10 minutes
-	@.venv-vllm/bin/python tests/clients/contracts.py
-	@CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python tests/clients/run.py vllm_llama vllm_norms
+.venv-clients/sglang/.ready: tests/clients/requirements-sglang.txt tests/clients/requirements-sglang-alone.txt .venv-clients/.ready
+	@test -x .venv-clients/sglang/bin/python || $(PYTHON) -m venv .venv-clients/sglang
+	@.venv-clients/sglang/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-clients/sglang/bin/python -m pip install --quiet -e . -r tests/clients/requirements-sglang.txt
+	@.venv-clients/sglang/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-sglang-alone.txt
+	@touch "$@"
 
-.venv-vllm/.ready: tests/clients/requirements-vllm.txt
-	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/python -m pip install --quiet $(TORCH_INSTALL)
-	@.venv-vllm/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-vllm.txt -e .
+.venv-clients/vllm/.ready: tests/clients/requirements-vllm.txt .venv-clients/.ready
+	@test -x .venv-clients/vllm/bin/python || $(PYTHON) -m venv .venv-clients/vllm
+	@.venv-clients/vllm/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-clients/vllm/bin/python -m pip install --quiet --no-deps -e . -r tests/clients/requirements-vllm.txt
 	@touch "$@"
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
@@ -202,5 +207,5 @@ $(READY): pyproject.toml lab/pyproject.toml tools/lock.txt tools/make_venv.py
 	@touch "$@"
 
 clean: ## remove .venv, the report and every cache
-	rm -rf .venv .venv-clients .venv-vllm report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-clients report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src contrib tests tools examples -name __pycache__ -prune -exec rm -rf {} +

@@ -49,6 +49,7 @@ def import_ahead(config: pytest.Config) -> None:
     A process that has looked for GPUs must not be forked: where there are any, ranks import for themselves.
     """
     import torch
+    from cpu_seconds import servers
 
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return
@@ -60,13 +61,14 @@ def import_ahead(config: pytest.Config) -> None:
         """Start the server with stdout and stderr of the whole run, which outlive those of the test that needs it."""
         if config.option.no_ranks:
             pytest.skip("it starts ranks")
-        if server._forkserver_pid is not None:
+        if servers:
             return type(server).ensure_running(server)
         streams = sys.stdout, sys.stderr  # a test may have others in their place, which would be lost
         try:
             with pytest.MonkeyPatch.context() as patch, capture.global_and_fixture_disabled():
                 patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
-                return type(server).ensure_running(server)
+                type(server).ensure_running(server)
+            servers.append(server._forkserver_pid)
         finally:
             sys.stdout, sys.stderr = streams
 

@@ -26,7 +26,13 @@ from outputs import file_to_write
 from sidelane.cli.output import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/native", "tests/collectives", "tests/execute", "tests/session")
+TESTS = (
+    "tests/native",
+    "tests/collectives",
+    "tests/execute",
+    "tests/session",
+    *(f"tests/inside/{room}" for room in ("native", "execute", "session")),
+)
 # UBSan ends the process, and AddressSanitizer reports where: UBSan's own reports go to the standard error alone.
 COMPILER = "gcc -fsanitize=address,undefined -fsanitize-undefined-trap-on-error -fno-omit-frame-pointer -g"
 PLANTED = "import ctypes, numpy as np; a = np.zeros(5000, np.uint8); at = a.ctypes.data; del a; ctypes.memset(at, 1, 4)"

@@ -229,7 +229,7 @@ class Sources:
             self.lines[file] = text.split("\n")
             for name, node in spans(ast.parse(text)):
                 self.functions[name].append((file, node.lineno, node.end_lineno))
-        for path in sorted((tree / "tests").rglob("test_*.py")):
+        for path in sorted(path for folder in ("tests", "contrib") for path in (tree / folder).rglob("test_*.py")):
             for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
                 self.tests[name].append(path.relative_to(tree).as_posix())
 

@@ -81,7 +81,8 @@ class Config:
             file of this machine, if there is one. Rank 0's value counts.
         native: repeat calls on GPUs in compiled code, if there is a C compiler.
         memory_bytes: largest number of bytes of symmetric memory that ``empty`` of a communicator may reserve on a
-            rank; None for the size of the device's memory.
+            rank; None for the size of the device's memory. Where host memory is between GPUs: of that memory, with the
+            staging of all calls; None for what is free.
         deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
             rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
             ranks.

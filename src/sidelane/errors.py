@@ -36,6 +36,7 @@ class Page(enum.StrEnum):
     DETERMINISM = "docs/guide/determinism.md"
     ERRORS = "docs/guide/errors.md"
     FSDP = "docs/guide/fsdp.md"
+    NO_PEERS = "docs/guide/without-nvlink.md"
     INSTALLATION = "docs/guide/installation.md"
     OVERLAP = "docs/guide/overlap.md"
     OWN = "docs/guide/own.md"

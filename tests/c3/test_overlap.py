@@ -154,8 +154,9 @@ def test_the_fastest_is_learned_from_the_slowest_rank(
             computed, _ = both(lambda: step + 1, lambda comm: comm.all_reduce(tensor))  # noqa: B023
             assert computed == step + 1 and tensor.unique().tolist() == [comm.world_size * step]
             if step == 3 * len(WAYS) - 1:
-                assert [len(clocks) for clocks in both._clocks] == [2] * len(WAYS)
-                for name, clocks in zip(WAYS, both._clocks, strict=True):
+                measured = both._clocks
+                assert [len(clocks) for clocks in measured] == [2] * len(WAYS)
+                for name, clocks in zip(WAYS, measured, strict=True):
                     for clock in clocks:
                         assert clock.us() > 0
                         clock.us = lambda name=name: times[name][comm.rank == comm.world_size - 1]  # type: ignore[method-assign]

@@ -120,3 +120,28 @@ def test_a_computation_that_nobody_can_weigh_is_one_that_wants_all_units():
 def test_a_computation_takes_time(us: float):
     with pytest.raises(ValueError, match=r"beside: us \(value="):
         Computation(us)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "kernel", "engines"),
+    [
+        (Kind.ALL_REDUCE, 2, (64 << 20) - 1, 64 << 20),
+        (Kind.ALL_REDUCE, 4, 7 << 20, 8 << 20),
+        (Kind.ALL_GATHER, 2, 1024, 16 << 20),
+        (Kind.REDUCE_SCATTER, 8, 63 << 20, 1 << 30),
+    ],
+)
+def test_through_host_memory(kind: Kind, ranks: int, kernel: int, engines: int) -> None:
+    """Times of GPUs that store into each other's memory count for nothing there."""
+    host = Abilities((DMA, SM), captures=True, through_host=True)
+    for tensors in (1, 8):
+        small, large = (
+            CallShape(kind, ranks, nbytes, symmetric=False, tensors=tensors) for nbytes in (kernel, engines)
+        )
+        assert (
+            choose(None, small, host).candidate == ONE_SHOT
+            and choose(None, large, host).candidate.implementation == DMA
+        )
+        assert choose(None, small, dataclasses.replace(host, implementations=(DMA,))).candidate.implementation == DMA
+    measured = profile(curve(B2B, (1 << 10, 1.0), kind=kind), curve(ONE_SHOT, (1 << 10, 2.0), kind=kind))
+    assert choose(measured, CallShape(kind, ranks, 1024, symmetric=False), host).candidate == B2B, "of this machine"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from sidelane.device.launch import Launch, LaunchSite
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged, through_host
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.collective import ReduceOp, Reduction
 
@@ -31,10 +31,14 @@ def moving(odd: int, ranks: int = 8) -> Iterator[Launch]:
             yield block_flags.arrange(site, cut(small, block_flags.TILE_BYTES, ranks), None, distinct=distinct)
             yield direct.arrange_push(site, cut(large, direct.MOVED_TILE_BYTES, ranks, 1), distinct=distinct)
             yield staged.arrange(site, moved, stagings, 2 * MB + 32, 0, None, distinct=distinct, gather=False)
+            moved = cut(large, through_host.TILE_BYTES, ranks)
+            yield through_host.arrange(site, moved, stagings, 2 * MB + 32, None, distinct=distinct, root=None)
     for cut in (tiles, table):
         yield block_flags.arrange_broadcast(site, cut(small, block_flags.TILE_BYTES, ranks), 1)
         yield broadcast.arrange_push(site, cut(large, broadcast.TILE_BYTES, ranks, 1), 1, None)
         yield broadcast.arrange_push(site, cut(large, broadcast.TILE_BYTES, ranks), 1, stagings)
+        moved = cut(large, through_host.TILE_BYTES, ranks)
+        yield through_host.arrange(site, moved, stagings, 2 * MB + 32, None, distinct=False, root=1)
 
 
 def reducing(odd: int, ranks: int = 8) -> Iterator[Launch]:
@@ -46,6 +50,8 @@ def reducing(odd: int, ranks: int = 8) -> Iterator[Launch]:
         yield block_flags.arrange(site, cut(small, block_flags.TILE_BYTES, ranks), AVERAGE, distinct=gather)
         given = (cut(large, staged.tile_bytes(AVERAGE), ranks), stagings, 2 * MB + 32, ranks * large, AVERAGE)
         yield staged.arrange(site, *given, distinct=cut is tiles, gather=gather)
+        moved = cut(large, through_host.TILE_BYTES, ranks)
+        yield through_host.arrange(site, moved, stagings, 2 * MB + 32, AVERAGE, distinct=gather, root=None)
         both = cut(large, direct.tile_bytes_at(site, listed=cut is table), ranks, 2)
         yield direct.arrange(site, both, both.count, AVERAGE, gather=gather)
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sidelane import Config, fsdp
+from sidelane import Config
+from sidelane.integrations import fsdp_calls
 
 if TYPE_CHECKING:
     from device_context import Context
@@ -100,7 +101,7 @@ def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
 
 def collectives_of(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the objects that gather and scatter, for each group of parameters."""
-    return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+    return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp_calls.param_groups(model)]
 
 
 def let_go_late(model: Model) -> None:

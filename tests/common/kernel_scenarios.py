@@ -26,7 +26,13 @@ from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction
 from sidelane.program.kernel import KernelProgram, Protocol
 
 POISON = 0x5A
-MOVING = {"LL": Protocol.LL, "block flags": Protocol.BLOCK_FLAGS, "pull": Protocol.PULL, "push": Protocol.PUSH}
+MOVING = {
+    "LL": Protocol.LL,
+    "block flags": Protocol.BLOCK_FLAGS,
+    "pull": Protocol.PULL,
+    "push": Protocol.PUSH,
+    "host": Protocol.HOST,
+}
 REDUCING = {
     "LL": (Protocol.LL, "one_shot"),
     "block flags": (Protocol.BLOCK_FLAGS, "one_shot"),
@@ -35,6 +41,7 @@ REDUCING = {
     "direct": (Protocol.DIRECT, "one_shot"),
     "direct two": (Protocol.DIRECT, "two_shot"),
     "push two": (Protocol.SEND, "two_shot_push"),
+    "host": (Protocol.HOST, "one_shot"),
 }
 BROADCASTING = MOVING | {"stage": Protocol.STAGE, "relay": Protocol.RELAY}
 
@@ -91,7 +98,7 @@ def moving(world: World) -> None:
     delay = random.Random(world.rank)
     for call, (part, misalign) in enumerate([(1, 0), (48, 0), (4100, 0), (30, 2), (2051, 1), (40_000, 0)]):
         for distinct in (False, True) if call < 3 else (call % 2 == 0,):
-            for way in ("LL", "block flags", "pull", "push"):
+            for way in MOVING:
                 for in_place in (False, True) if call < 3 else (bool(call % 2),):
                     if in_place and distinct and way == "push":
                         continue
@@ -132,18 +139,17 @@ def _move(world: World, part: int, misalign: int, distinct: bool, way: str, in_p
 
 
 def reducing(world: World, *dtype_names: str) -> None:
-    """Every kernel that reduces."""
+    """Every kernel that reduces; :func:`reducing_in_chunks` has the one of large messages."""
     delay = random.Random(world.rank)
     for dtype_name in dtype_names:
         _reduce_all(world, dtype_name, delay)
-    _reduce_in_chunks(world, dtype_names[0])
 
 
 def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
     for call, op in enumerate(ReduceOp):
         for count in (7, 2503) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
-                for way in ("LL", "block flags", "one", "two", "direct", "direct two", "push two"):
+                for way in REDUCING:
                     if way.endswith("two") and scatter:
                         continue
                     is_other = scatter != bool((call + len(way)) // 2 % 2)
@@ -158,7 +164,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
                         _reduce(world, Reduction(op, dtype_name), count, scatter, way, in_place, seed=call)
 
 
-def _reduce_in_chunks(world: World, dtype_name: str) -> None:
+def reducing_in_chunks(world: World, dtype_name: str) -> None:
     """More chunks than their slots, while rank 0 pauses so long that the others could get two chunks ahead."""
     reduction = Reduction(ReduceOp.SUM, dtype_name)
     shard_bytes = 82 * kernel_chunks.TILE_BYTES - 100 * reduction.element_bytes
@@ -228,13 +234,13 @@ def broadcasting(world: World) -> None:
     """Every kernel that broadcasts, from every root, one tensor and several, and other kernels between."""
     delay = random.Random(world.rank)
     draw = random.Random(6)  # alike on all ranks
-    ways = ("LL", "block flags", "push", "stage", *["relay"] * (world.world_size > 2))
+    ways = ("LL", "block flags", "push", "stage", "host", *["relay"] * (world.world_size > 2))
     for call in range(12):
         if delay.random() < 0.3:
             time.sleep(0.01 * delay.random())
         way, root = ways[call % len(ways)], draw.randrange(world.world_size)
         tiles = draw.choice((0, 1, 3, 8, 17))
-        sizes = [tiles * TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage") else 4099]
+        sizes = [tiles * TILE_BYTES + draw.choice((1, 48, 4100, 2051)) if way in ("push", "stage", "host") else 4099]
         if way == "relay":
             sizes = [draw.choice((1, 4096, 20_000, 50_001))]
         elif draw.random() < 0.5:
@@ -283,9 +289,9 @@ def lists(world: World, calls: str = "4") -> None:
     for call in range(int(calls)):
         counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
         for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
-            for way in ("block flags", "pull", "symmetric"):
+            for way in ("block flags", "pull", "symmetric", "host"):
                 in_place = bool(call % 2)
-                if (kind, way) == ("two_shot", "block flags"):
+                if kind == "two_shot" and way in ("block flags", "host"):
                     continue
                 if way == "symmetric" and in_place and kind in ("all_to_all", "all_reduce"):
                     continue
@@ -351,6 +357,7 @@ def _list(
         "block flags": Protocol.BLOCK_FLAGS,
         "pull": Protocol.PULL if gathers else Protocol.REDUCE,
         "symmetric": Protocol.PUSH if gathers else Protocol.DIRECT,
+        "host": Protocol.HOST,
     }[way]
     variant = "two_shot" if kind == "two_shot" else "one_shot"
     world.launch(arranged(world, protocol, calls, variant, listed=True))

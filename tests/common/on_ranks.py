@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -246,4 +247,6 @@ def interpreter(shared_interpreter: list[Interpreter]) -> Interpreter:
     """An interpreter whose copies are programs; another one after a test whose programs had to be killed."""
     if not shared_interpreter or shared_interpreter[0].closed:
         shared_interpreter[:] = [Interpreter()]
+        shared_interpreter[0].start("", Path())  # no program: its imports are no part of the test
+        shared_interpreter[0].wait()
     return shared_interpreter[0]

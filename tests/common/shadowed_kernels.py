@@ -25,9 +25,9 @@ from sidelane.program.kernel import KernelProgram, Protocol
 FLOATS = Reduction(ReduceOp.SUM, "float32")
 """Which are added in the order of the ranks, or else are something else."""
 
-MOVING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL)
-REDUCING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.DIRECT, Protocol.REDUCE)
-SENDING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.RELAY, Protocol.PUSH, Protocol.STAGE)
+MOVING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL, Protocol.HOST)
+REDUCING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.DIRECT, Protocol.REDUCE, Protocol.HOST)
+SENDING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.RELAY, Protocol.PUSH, Protocol.STAGE, Protocol.HOST)
 """Broadcasts."""
 
 
@@ -42,6 +42,12 @@ def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> It
     """
     yield from _single(n, part, blocks, reduction)
     yield from _lists(n, part, blocks, reduction)
+
+
+def half_of(names: set[str], which: str) -> list[str]:
+    """Return the ``first`` or ``second`` half of the names of kernels, in turn; all of them for any other word."""
+    start, step = {"first": (0, 2), "second": (1, 2)}.get(which, (0, 1))
+    return sorted(names)[start::step]
 
 
 def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
@@ -88,17 +94,17 @@ def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ker
         exchanges = [all_to_all([[size] * n] * n, in_place=in_place) for size in sizes]
         scatters = [reduce_scatter([size] * n, reduction, in_place=in_place) for size in whole]
         reduces = [all_reduce(split_evenly(n * size, n, element), reduction, in_place=in_place) for size in whole]
-        for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL):
+        for protocol in MOVING[1:]:
             yield program(gathers, "one_shot", protocol)
             if not (protocol is Protocol.PUSH and in_place):
                 yield program(exchanges, "one_shot", protocol)
-        for protocol in (Protocol.BLOCK_FLAGS, Protocol.DIRECT, Protocol.REDUCE):
+        for protocol in REDUCING[1:]:
             yield program(scatters, "one_shot", protocol)
             if not (protocol is Protocol.DIRECT and in_place):
                 yield program(reduces, "one_shot", protocol)
-            if protocol is not Protocol.BLOCK_FLAGS:
+            if protocol in (Protocol.DIRECT, Protocol.REDUCE):
                 yield program(reduces, "two_shot", protocol)
-    for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.STAGE):
+    for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.STAGE, Protocol.HOST):
         yield program([broadcast(3 * size, n, n - 1, in_place=True) for size in sizes], "one_shot", protocol)
 
 

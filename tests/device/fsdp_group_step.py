@@ -1,4 +1,4 @@
-"""Time FSDP2 steps by who communicates: NCCL, a Sidelane group with and without buffers of its own, ``fsdp.enable``.
+"""Time FSDP2 steps by who communicates: NCCL, a Sidelane group that stages or enables FSDP2, ``fsdp.enable``.
 
 Run by hand on GPUs of one node:
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sidelane
 from sidelane import fsdp
-from sidelane.integrations import buffers, ledger
+from sidelane.integrations import ledger, torch_world
 from sidelane.integrations.registration import register
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
 from sidelane_lab.studies.fsdp.step import rotary, sharded
@@ -30,7 +30,7 @@ from sidelane_lab.studies.fsdp.step import rotary, sharded
 def measure(way: str, case: StepCase, device: torch.device, steps: int) -> None:
     plain = way in ("nccl", "enabled")
     ledger.reset()
-    buffers.DEVICES = () if way == "staged" else ("cuda",)
+    torch_world.FSDP_DEVICES = () if way == "staged" else ("cuda",)
     group = dist.group.WORLD if plain else dist.new_group(backend="sidelane")
     model = sharded(case.model, DeviceMesh.from_group(group, device.type), torch.float32, device, 1)
     cos, sin = rotary(case.seq, case.model.hidden // case.model.heads, device)
@@ -47,7 +47,11 @@ def measure(way: str, case: StepCase, device: torch.device, steps: int) -> None:
             model.zero_grad(set_to_none=True)
     del model, x
     gc.collect()
-    rows = [] if plain else [row for row in sidelane.report().rows if row.operation[:6] in ("all_ga", "reduce")]
+    rows = (
+        []
+        if plain
+        else [row for row in sidelane.report().rows if row.operation.removeprefix("fsdp ")[:6] in ("all_ga", "reduce")]
+    )
     if not plain:
         dist.destroy_process_group(group)
     slowest = torch.tensor(times[steps // 2 :], device=device)

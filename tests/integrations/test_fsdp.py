@@ -42,7 +42,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.optim.swa_utils import AveragedModel
 
 from sidelane import Communicator, Config, PeerError, fsdp
-from sidelane.integrations import direct_gather, fsdp_group
+from sidelane.integrations import calls, direct_gather, fsdp_calls, fsdp_group
 from sidelane.integrations.fsdp_group import Ring
 from sidelane.integrations.nodes import topology
 
@@ -232,11 +232,12 @@ KEEPERS: dict[str, Callable[[Model], object]] = {
 """Ways in which programs keep a model."""
 
 
-@on_ranks(2)
-@on_ranks(gpu=ON_NCCL, timeout_s=150)
-def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup) -> None:
+@on_ranks(2, ways=[*KEEPERS][::2])
+@on_ranks(2, ways=[*KEEPERS][1::2])
+@on_ranks(gpu=ON_NCCL, ways=[*KEEPERS], timeout_s=150)
+def test_what_keeps_a_model_ends_as_without(group: dist.ProcessGroup, ways: Sequence[str]) -> None:
     """A model is copied and saved as without Sidelane, while it is on and afterwards. The handle cannot be."""
-    _ends_as_without(group, KEEPERS)
+    _ends_as_without(group, {name: KEEPERS[name] for name in ways})
     with fsdp.enable(build(mesh_of(group)), config=CONFIG) as handle:
         for keep in (copy.deepcopy, copy.copy, pickle.dumps, _saved):
             with pytest.raises(TypeError, match="allowed=the handle itself"):
@@ -380,7 +381,7 @@ def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(
             exchanges.perhaps()
             exchanges.order += "s"
             beside["x"] += bool(exchanges.pending)
-            beside["g"] += any(params._all_gather_result is not None for params in fsdp._param_groups(model))
+            beside["g"] += any(params._all_gather_result is not None for params in fsdp_calls.param_groups(model))
             return scatter(*given, **options)
 
         link.gather.all_gather, link.scatter.reduce_scatter = gathers, scatters
@@ -420,7 +421,7 @@ def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_oth
     """Gradients that the group's backend adds, as if Sidelane could not; a sum stands for its."""
     model = build(mesh_of(group))
     _on_all("set_gradient_divide_factor", 3.0)(model)
-    refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("premul_sum"))
+    refused = mock.patch.object(calls.GroupReduction, "of", return_value=calls.GroupReduction("premul_sum"))
     with refused, fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
         for _, comm in collectives_of(model):
             comm.own = lambda output, input, group, op, async_op: dist.reduce_scatter_tensor(
@@ -546,7 +547,7 @@ def test_all_that_was_taken_is_given_back_at_once(group: dist.ProcessGroup, layo
 
         before = collectives_of(model)
         of_a_machine = [(fsdp_group, "Communicator")] if layout is None else []
-        for where, name in ((direct_gather.DirectGather, "take_over"), (fsdp, "Scatter"), *of_a_machine):
+        for where, name in ((direct_gather.DirectGather, "take_over"), (fsdp_calls, "Scatter"), *of_a_machine):
             with mock.patch.object(where, name, _interrupted), contextlib.suppress(KeyboardInterrupt):
                 fsdp.enable(model, config=config)
                 raise AssertionError(name)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sidelane
 from sidelane import Config, fsdp
-from sidelane.integrations import ledger
+from sidelane.integrations import fsdp_calls, ledger
 from sidelane.memory import storage
 
 
@@ -247,7 +247,9 @@ def test_memory_that_is_in_use_is_given_back(group: dist.ProcessGroup) -> None:
             assert before == [
                 getattr(_fsdp_param_group, name) for name in ("foreach_all_gather", "foreach_all_gather_copy_out")
             ]
-            assert not any("free_unsharded_param" in vars(p) for g in fsdp._param_groups(model) for p in g.fsdp_params)
+            assert not any(
+                "free_unsharded_param" in vars(p) for g in fsdp_calls.param_groups(model) for p in g.fsdp_params
+            )
         loss.backward()
         model(tokens).square().sum().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]

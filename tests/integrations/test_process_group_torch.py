@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,16 +353,46 @@ def test_fsdp_in_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2, gpu=default_stream)
-def test_fsdp_in_symmetric_memory_without_a_line(group: dist.ProcessGroup) -> None:
-    """FSDP2 takes the group's memory by itself where its calls are Sidelane's: on GPUs."""
-    from sidelane.integrations import buffers
+def test_fsdp_is_enabled_by_the_group_without_a_line(group: dist.ProcessGroup) -> None:
+    """FSDP2 gathers straight into its parameters where its calls are Sidelane's: on GPUs. A request for the group's
+    memory, ``enable`` and a second model on the group change nothing of that, and models go when they are dropped."""
+    from torch.distributed.fsdp import FSDPModule
 
-    with mock.patch.object(buffers, "DEVICES", (torch.get_default_device().type,)):
-        train_in_symmetric_memory(group, lambda net: None)
+    from sidelane.integrations import torch_world
+
+    def ask(net: torch.nn.Module) -> None:
+        assert isinstance(net, FSDPModule)
+        net.set_allocate_memory_from_process_group_for_comm(True)
+
+    with mock.patch.object(torch_world, "FSDP_DEVICES", (torch.get_default_device().type,)):
+        ledger.reset()
+        ours = train_in_symmetric_memory(group, ask)
+        rows = [row for row in sidelane.report().rows if row.operation != "all_reduce"]  # of the losses
+        made = {(row.operation, row.where, row.why) for row in rows}
+        gathered = ("fsdp all_gather", "sidelane", "straight into the parameters")
+        assert made == {gathered, ("fsdp reduce_scatter", "sidelane", "in symmetric memory")}
+        second = sharded(ours)
+        expected = losses_of(second, ours)
+        for _ in range(2):
+            third = sharded(ours)
+            with fsdp.enable(third) as enabled:
+                torch.testing.assert_close(losses_of(third, ours), expected, rtol=0, atol=0)
+                assert enabled.calls and not enabled.elsewhere
+                with pytest.raises(ValueError, match="it is on for this model"):
+                    fsdp.enable(third)
+        dropped = [weakref.ref(module) for net in (second, third) for module in net.modules()]
+        del second, third, enabled
+        gc.collect()
+        assert not any(one() for one in dropped)
+        lanes = ours.fsdp
+        assert lanes is not None and lanes.memory().reserved
+        dist.destroy_process_group(ours)
+        with pytest.raises(sidelane.CommunicatorClosedError):
+            lanes.gather.barrier()
 
 
-def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.Module], None]) -> None:
-    """A model on a Sidelane group loses what it loses on Gloo, and all its buffers are symmetric."""
+def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.Module], None]) -> Any:
+    """A model on a Sidelane group, which is returned, loses what it loses on Gloo; all its buffers are symmetric."""
     device = torch.get_default_device()
     with sidelane_group(group) as wrapped:
         # The ranks keep it, too: torch remembers what it does with a mesh by the ranks of that, whatever its group.
@@ -377,7 +408,8 @@ def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.
     def noting(kind: str) -> Callable[..., Any]:
         def call(comm: sidelane.Communicator, output: Any, given: Any, **options: Any) -> Any:
             larger = output if kind == "all_gather" else given
-            symmetric.append((kind, comm.heap.locate(larger).symmetric))
+            each = larger if isinstance(larger, list) else [larger]
+            symmetric.append((kind, all(comm.heap.locate(one).symmetric for one in each if one.numel())))
             return made[kind](comm, output, given, **options)
 
         return call
@@ -388,6 +420,7 @@ def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.
         found = losses_of(net, ours)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert len(symmetric) > 10 and set(symmetric) == {(kind, True) for kind in kinds}, symmetric
+    return ours
 
 
 @on_ranks(2, gpu=default_stream)
@@ -431,7 +464,8 @@ def test_fsdp_trains_as_with_gloo(group: dist.ProcessGroup) -> None:
         assert found[-1] < 0.7 * found[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         made = {row.operation: row for row in sidelane.report().rows if row.where == "sidelane"}
-        assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(made)
+        by_group = {"fsdp all_gather", "fsdp reduce_scatter"}  # on GPUs
+        assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(made) or by_group <= set(made)
         assert not [row for row in sidelane.report().rows if row.where != "sidelane"]
 
         net = sharded(ours)
@@ -440,7 +474,7 @@ def test_fsdp_trains_as_with_gloo(group: dist.ProcessGroup) -> None:
         assert enabled.calls and not enabled.elsewhere
 
         # What fsdp.enable hands on to the group is the group's to report, once, and by who has made it.
-        refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("none of ours"))
+        refused = mock.patch.object(calls.GroupReduction, "of", return_value=calls.GroupReduction("none of ours"))
         with refused, fsdp.enable(net) as enabled:
             ledger.reset()
             _, scatter = collectives_of(net)[0]

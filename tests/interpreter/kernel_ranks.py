@@ -6,7 +6,6 @@ second the number of ranks.
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import random
@@ -26,6 +25,7 @@ from kernel_scenarios import arranged, on_all_ranks
 from triton.runtime.interpreter import InterpretedFunction
 
 from sidelane.device import layout
+from sidelane.device.language import Kernel
 from sidelane.device.launch import Launch
 from sidelane.device.triton_interpreter import polls_that_sleep, quick_interpreter
 from sidelane.program.collective import Buffer, all_to_all, broadcast
@@ -121,8 +121,11 @@ def main(scenario: str, world_size: int) -> int:
 def run_ranks(world: World, run: Callable[[World], None]) -> int:
     """Run each rank in a process of its own, until one fails; not 0 if one does."""
     torch.set_num_threads(1)
-    for kernel in [found for found in gc.get_objects() if issubclass(type(found), InterpretedFunction)]:
-        kernel.rewrite()  # once, for all ranks
+    for module in [module for name, module in sys.modules.items() if name.startswith(("sidelane", "triton.language"))]:
+        for value in list(vars(module).values()):
+            kernel = value.made() if issubclass(type(value), Kernel) else value
+            if issubclass(type(kernel), InterpretedFunction):
+                kernel.rewrite()  # once, for all ranks
     children = []
     for rank in range(world.world_size):
         child = os.fork()

@@ -1,7 +1,8 @@
 """Ranks as processes under Triton's interpreter: what every block of a kernel does is what its shadow says.
 
-Run as a program with ``TRITON_INTERPRET=1``; the arguments are the number of ranks, and whether kernels of lists run as
-well. Each shadow is then given mistakes, which must be noticed.
+Run as a program with ``TRITON_INTERPRET=1``; the arguments are the number of ranks, and which kernels: ``lists`` for
+those of lists as well, ``first`` or ``second`` for a half of all others. Each shadow is then given mistakes, which must
+be noticed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy.typing as npt
 import torch
 from accesses import recorded
 from kernel_ranks import World, run_ranks
-from shadowed_kernels import kernels, name_of
+from shadowed_kernels import half_of, kernels, name_of
 from shadows import shadows_of
 from shadows.blocks import block_of
 from steps import Byte, Places, bytes_of, compare, steps_of, steps_said, touched
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda.kernel_program import arrange
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged, through_host
 from sidelane.program import kernel_chunks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
@@ -33,9 +34,10 @@ from sidelane.program.verify import verify_sequence
 
 TILE = 64
 BLOCKS = 2
-for module in (block_flags, broadcast, kernel_chunks):
+for module in (block_flags, broadcast, kernel_chunks, through_host):
     module.TILE_BYTES = TILE
 broadcast.RELAYED_TILE_BYTES = TILE
+through_host.LEAST_ROUNDS = 1
 staged.MOVED_TILE_BYTES = staged.REDUCED_TILE_BYTES = TILE
 direct.MOVED_TILE_BYTES = direct.LISTED_TILE_BYTES = direct.TILE_BYTES = TILE
 direct.PAIR_TILE_BYTES = direct.FEW_TILE_BYTES = TILE
@@ -221,6 +223,8 @@ def cases(world_size: int, lists: bool) -> Iterator[KernelProgram]:
 def run(world: World) -> None:
     steps, noticed = 0, set[str]()
     every = list(cases(world.world_size, "lists" in sys.argv))
+    chosen = half_of({name_of(kernel) for kernel in every}, sys.argv[2])
+    every = [kernel for kernel in every if name_of(kernel) in chosen]
     for generation, kernel in enumerate(every, 1):
         steps += compare_blocks(world, kernel, generation, noticed)
     said = [f"rank {world.rank}: {len(every)} kernels, {steps} steps", *sorted(noticed)]

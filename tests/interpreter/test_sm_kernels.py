@@ -34,6 +34,14 @@ def test_reducing(run: Run, dtypes: str, world_size: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "world_size"), [("float32", 3), long("bfloat16", 2), long("int32", 2), long("float32", 1)]
+)
+def test_reducing_in_chunks(run: Run, dtype: str, world_size: int) -> None:
+    run(f"reducing_in_chunks:{dtype}", world_size)
+
+
+@needs_triton
 @pytest.mark.parametrize(("world_size", "calls"), [long(1, 4), (3, 2), long(3, 4)])
 def test_lists(run: Run, world_size: int, calls: int) -> None:
     run(f"lists:{calls}", world_size)

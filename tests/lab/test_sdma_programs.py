@@ -215,6 +215,8 @@ def test_programs_of_copies_need_no_barrier(kind: Kind) -> None:
     n = 8
     collective = all_gather([64] * n) if kind is Kind.ALL_GATHER else all_to_all([[64] * n] * n)
     for algorithm in algorithms(kind):
+        if algorithm.through_host:
+            continue  # its slots are used again
         program = build(collective, algorithm.name)
         waits = sum(isinstance(c, Wait) for queue in program.queues for c in queue.commands)
         polls = sum(p.format is layout.POLL for queue in queues(program, n) for p in queue.packets)

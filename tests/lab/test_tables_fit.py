@@ -229,7 +229,7 @@ def of_process_groups() -> list[Table]:
 
 def of_explain() -> list[Table]:
     options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
-    return [explain._table(explain.explain(options))]
+    return [explain.choice_table(explain.explain(options))]
 
 
 MADE: dict[str, Callable[[], list[Table]]] = {

@@ -149,11 +149,12 @@ def test_devices_that_are_not_there(group: dist.ProcessGroup) -> None:
 
 def test_more_ranks_than_a_communicator_takes() -> None:
     group = dist.ProcessGroup(0, 17)
+    known = c10d._world.pg_map
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(c10d._world.pg_map, group, ("gloo", dist.HashStore()))
+        patch.setitem(known, group, ("gloo", dist.HashStore()))
         with pytest.raises(ValueError, match=r"ranks of the group \(value=17, allowed=1\.\.16\)"):
             Communicator(group, device="cpu")
-        patch.delitem(c10d._world.pg_map, group)
+        patch.delitem(known, group)
         with pytest.raises(ValueError, match=r"the group was destroyed, or was not made by torch\.distributed"):
             Communicator(group, device="cpu")
 

@@ -91,9 +91,10 @@ def test_sums_as_flags_and_the_last_program(group: dist.ProcessGroup, seed: int,
         n, rank, programs = comm.world_size, comm.rank, 4
         gather, ring = comm.load_kernel(counted, flags=2), comm.load_kernel(to_the_next, flags=2)
         box, counters = comm.empty(n * programs * TILE, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-        assert gather._block is not None
+        block = gather._block
+        assert block is not None
         begun = (1 << 30) - launches // 2  # times 4 programs, that is 0 in the middle
-        words = gather._block.tensor.view(torch.int32)
+        words = block.tensor.view(torch.int32)
         words[REGION_FLAGS_OFFSET // 4 + MAX_RANKS :][:n] = (begun * programs + 2**31) % 2**32 - 2**31
         words[GENERATION] = begun
         comm.barrier()

@@ -22,7 +22,7 @@ from sidelane_lab.studies.phases.programs import operations, predicted_row
 
 NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
-ONE_NODE = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
+ONE_NODE = {"4090x2", "5090x4", "mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
 ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x4", "h200x8"}
 EXPECTED = ONE_NODE | set(NODES)
 
@@ -133,7 +133,7 @@ PLANTED = [
     (MI300X + "[dma]\ncopy_us = 'fast'\n", "allowed=a number"),
     (MI300X + "gpus = 0\n", "2 to 4096"),
     (MI300X + "runs = 'maybe'\n", "allowed=measured, never, unsupported"),
-    ('base = "mi300"\n', "allowed=a100x4"),
+    ('base = "mi300"\n', "allowed=4090x2"),
     ('name = "x"\ntitle = "x"\ngpus = 2\n', "gpu: section is missing"),
     # Links and engines that cannot be.
     (H200 + "[links]\nusable_gbps = 500\n", "links.usable_gbps: (value=500, allowed=up to 450, which is links.peak"),

@@ -142,14 +142,15 @@ def studies() -> Iterator[Part]:
         budget="--seconds",
     )
     for number, (name, pairs, options, seconds, margin_s) in enumerate(PAIRS):
-        tiny_pair = TINY_PAIR.format(size=f"{4 << number}K")
         yield Part(
             name=f"c3-{name}",
             file="c3.json",
             command=sidelane(f"c3 {' '.join(pairs)} {options} --isolated {{out}}/isolated.json --resume"),
             seconds=seconds,
             timeout_s=LONGEST_S,
-            small=on_cpus(f"c3 {tiny_pair} --strategy serial --strategy conccl {TINY_RUN} --resume"),
+            small=on_cpus(
+                f"c3 {TINY_PAIR} --strategy serial --strategy conccl {TINY_RUN} --resume".format(size=f"{4 << number}K")
+            ),
             needs=("isolated",),
             budget="--budget",
             margin_s=margin_s,
@@ -268,17 +269,17 @@ def studies() -> Iterator[Part]:
         timeout_s=200,
         small=on_cpus(f"prelaunch --collective all_gather --variants b2b --max-bytes 1K {TINY_RUN}"),
     )
-    tiny_phases = "--operation copy --max-bytes 1K --calls 1 --warmup 1"
     yield Part(
         name="phases",
         file="phases.json",
         command=sidelane("phases --variants b2b"),
         seconds=40,
         timeout_s=120,
-        small=on_cpus(f"phases {tiny_phases}"),
+        small=on_cpus("phases --operation copy --max-bytes 1K --calls 1 --warmup 1"),
     )
-    reductions = "--collective reduce_scatter --collective all_reduce --variants b2b,pcpy"
-    for number, options in enumerate(("", reductions), 1):
+    for number, options in enumerate(
+        ("", "--collective reduce_scatter --collective all_reduce --variants b2b,pcpy"), 1
+    ):
         yield Part(
             name=f"power-{number}",
             file="power.json",

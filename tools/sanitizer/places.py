@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from sanitizer.cases import LOCAL_REDUCE, Case
-from sidelane.device import layout
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda import kernel_program, reduce
@@ -35,8 +34,8 @@ class Memory(Protocol):
     def arena(self, world_size: int) -> int:
         """Address of an arena (``device/layout.py``) before its first call."""
 
-    def status_words(self) -> int:
-        """Address of status words, with the counters of thread blocks behind them."""
+    def words(self) -> tuple[int, int]:
+        """Addresses of status words, and of the counters of thread blocks before their first call."""
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         """A table on the device."""
@@ -97,9 +96,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     addresses = Addresses(buffers, (), tuple(memory.arena(n) for _ in range(n)), pieces)
     launches: list[Launch] = []
     for rank in range(n):
-        words = memory.status_words()
-        counters = words + 4 * layout.STATUS_WORDS
-        site = LaunchSite(rank, addresses.arenas, words, counters, program.blocks, memory.shared_bytes)
+        site = LaunchSite(rank, addresses.arenas, *memory.words(), program.blocks, memory.shared_bytes)
         launch = kernel_program.arrange(program, site, addresses, lambda values: memory.store_table(values).address)
         assert launch is not None, case
         launches.append(launch)
@@ -186,8 +183,8 @@ class Imagined:
     def arena(self, world_size: int) -> int:
         return self.data(1 << 26, 0)
 
-    def status_words(self) -> int:
-        return self.data(1024, 0)
+    def words(self) -> tuple[int, int]:
+        return self.data(256, 0), self.data(1024, 0)
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         return DeviceTable(self.data(values.nbytes, 0))

@@ -49,7 +49,7 @@ class DeviceMemory:
     def __init__(self, driver: Driver, missing: int = 0) -> None:
         self._driver, self._missing = driver, missing
         self._held: list[int] = []
-        self._status_words: list[object] = []
+        self._words: list[object] = []
         self.shared_bytes = driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
     def data(self, nbytes: int, misalignment: int) -> int:
@@ -63,10 +63,10 @@ class DeviceMemory:
         self._driver.call("cuMemsetD8", self._held[-1], 0, zeroed)
         return self._held[-1]
 
-    def status_words(self) -> int:
+    def words(self) -> tuple[int, int]:
         words = self._driver.host_words(layout.STATUS_WORDS + layout.MAX_BLOCKS)
-        self._status_words.append(words)
-        return words.address
+        self._words.append(words)
+        return words.address, words.address + 4 * layout.STATUS_WORDS
 
     def store_table(self, values: npt.NDArray[np.int64]) -> DeviceTable:
         self._held.append(self._driver.allocate(values.nbytes))
@@ -77,7 +77,7 @@ class DeviceMemory:
         for address in self._held:
             self._driver.free(address)
         self._held.clear()
-        self._status_words.clear()
+        self._words.clear()
 
 
 class Runner:

@@ -55,6 +55,20 @@ every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. 
 kernels that read the tensors in place stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
 probes, in results/notes/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
+HOST_KERNEL_BYTES: Mapping[Kind, int] = MappingProxyType(
+    {
+        Kind.ALL_GATHER: 16 * MB,
+        Kind.ALL_TO_ALL: 16 * MB,
+        Kind.BROADCAST: 16 * MB,
+        Kind.REDUCE_SCATTER: 64 * MB,
+        Kind.ALL_REDUCE: 64 * MB,
+    }
+)
+"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Kernels store 44 GB/s over
+PCIe and load 43, in a few microseconds; copy engines move 28 GB/s in 4 MiB and 39 in 16, and take no compute units.
+Measured with two ranks on one H200 (results/notes/kernels.md); more ranks are predicted. A kernel's all_reduce loads
+the inputs of all other ranks, so that its bytes are divided by the square of their number."""
+
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
 
@@ -168,7 +182,7 @@ def _by_heuristic(
 ) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    most = SMALL_BYTES if through_host else _most_by_heuristic(call)
+    most = _most_through_host(call) if through_host else _most_by_heuristic(call)
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
@@ -185,6 +199,12 @@ def _most_by_heuristic(call: CallShape) -> float:
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES
     return math.inf if _is_relayed(call) else BROADCAST_BYTES
+
+
+def _most_through_host(call: CallShape) -> int:
+    """Return the bytes below which a kernel without measurements is taken through host memory."""
+    most = HOST_KERNEL_BYTES.get(call.kind, 0)
+    return most // (call.world_size - 1) ** 2 if call.kind is Kind.ALL_REDUCE else most
 
 
 def _is_relayed(call: CallShape) -> bool:

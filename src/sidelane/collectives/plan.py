@@ -146,7 +146,7 @@ class Planner:
         return Choice(candidate, reason, table, _subject(agreement.call, candidate))
 
     def _make(self, agreement: Agreement, candidate: Candidate) -> CallProgram:
-        return make_program(agreement, candidate, self._capabilities.moves)
+        return make_program(agreement, candidate, self._capabilities.moves, through_host=self._abilities.through_host)
 
     def _proved(self, program: P) -> P:
         if isinstance(program, Program):
@@ -180,13 +180,16 @@ def _subject(call: CallShape, candidate: Candidate) -> str:
     return f"{name} of {format_bytes(call.nbytes)}{tensors} by {candidate.mover}"
 
 
-def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> CallProgram:
+def make_program(
+    agreement: Agreement, candidate: Candidate, moves: AbstractSet[type[Move]], *, through_host: bool = False
+) -> CallProgram:
     """Make the program of a call; it is not verified yet.
 
     Args:
         agreement: the call.
         candidate: implementation and variant.
         moves: command types that the executor supports.
+        through_host: see ``Abilities``.
 
     Raises:
         ValueError: the variant cannot run with these buffers.
@@ -202,6 +205,7 @@ def make_program(agreement: Agreement, candidate: Candidate, moves: AbstractSet[
                 location is not None and (agreement.is_listed or location[1] % ALIGNMENT == 0) for location in inputs
             ),
             symmetric_output=all(part.output_location is not None for part in there),
+            through_host=through_host,
         )
     program = lower(_build(agreement, candidate.variant), moves)
     # Copies of rows are not split into every other row.

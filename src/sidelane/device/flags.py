@@ -87,15 +87,91 @@ def signal(arenas, rank, generation, phase, N: tl.constexpr):
     # One thread releases; the barrier orders the accesses of all threads before it.
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arenas, phase) + rank
+    flags = _flags(arenas, phase, tl.program_id(0)) + rank
     tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr, STORED: tl.constexpr = True):
+    """Signal block number ``block`` on each of N ranks as :func:`signal` does, by stores to arenas in host memory.
+
+    On NVIDIA's GPUs one warp fences, and stores: fences of system scope wait for each other, 1.4 us each, and an atomic
+    operation crosses PCIe and back (results/notes/kernels.md). ``STORED``: the peer waits for bytes that this block
+    has stored; False: it waits until they are loaded here. Then there is no fence: all threads have stored what they
+    have loaded, so that their loads have been performed.
+    """
+    tl.debug_barrier()
+    lane = tl.arange(0, MAX_RANKS)
+    flags, values = _flags(arenas, phase, block) + rank, tl.zeros([MAX_RANKS], tl.int32) + generation
+    if is_nvidia():
+        if STORED:
+            assembly: tl.constexpr = """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 first, thread, 32;
+            @first fence.acq_rel.sys;
+            mov.u32 $0, $1;
+            }"""
+            values = tl.inline_asm_elementwise(assembly, "=r,r", [values], dtype=tl.int32, is_pure=False, pack=1)
+        tl.store(flags, values, mask=lane < N)
+    else:
+        tl.atomic_xchg(flags, values, mask=lane < N, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_block(arena, senders, generation, status, spent, phase, block):
+    """Wait for signals of :func:`signal_block` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P].
+
+    On NVIDIA's GPUs one warp loads the words, since each load crosses PCIe, and acquires.
+    """
+    lane = tl.arange(0, MAX_RANKS)
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, block) + lane
+    if is_nvidia():
+        missing, polls = 1, 0
+        while (missing != 0) & (spent == 0):
+            words = _load_by_first_warp(flags, senders, generation, "volatile")
+            late = _late(words, senders, generation, MOST_AHEAD, False)
+            missing = tl.max(late)
+            polls += 1
+            if polls % POLLS == 0:
+                report_late(status, lane, late, generation)
+                spent = tl.load(status.to(tl.pointer_type(tl.int32)), volatile=True)
+        _load_by_first_warp(flags, senders, generation, "acquire.sys")
+        tl.debug_barrier()
+        return spent
+    return wait_for_words(flags, senders, generation, status, spent, MOST_AHEAD)
+
+
+@triton.jit
+def _load_by_first_warp(pointers, mask, generation, ORDER: tl.constexpr):
+    """Return words that the first warp of a block loads; other warps, and other lanes, get ``generation``."""
+    others = tl.zeros([MAX_RANKS], tl.int32) + generation
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred there;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 there, thread, 32;
+        setp.ne.and.s32 there, $2, 0, there;
+        mov.u32 $0, $3;
+        @there ld."""
+        + ORDER
+        + """.global.u32 $0, [$1];
+        }""",
+        "=&r,l,r,r",
+        [pointers, mask.to(tl.int32), others],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def relaxed_signal(arenas, rank, generation, PHASE: tl.constexpr, N: tl.constexpr):
     """Signal as :func:`signal` does, without ordering memory, for a peer that only waits for this kernel to run."""
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arenas, PHASE) + rank
+    flags = _flags(arenas, PHASE, tl.program_id(0)) + rank
     tl.atomic_xchg(flags, tl.zeros([MAX_RANKS], tl.int32) + generation, mask=lane < N, sem="relaxed", scope="sys")
 
 
@@ -109,7 +185,7 @@ def wait(arena, generation, status, spent, phase, N: tl.constexpr):
         ``spent``, not 0 if the host has abort the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, tl.program_id(0)) + lane
     return wait_for_words(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
@@ -117,7 +193,7 @@ def wait(arena, generation, status, spent, phase, N: tl.constexpr):
 def wait_for_rank(arena, sender, generation, status, spent, phase):
     """Wait as :func:`wait` does, for one rank."""
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, tl.program_id(0)) + lane
     return wait_for_words(flags, lane == sender, generation, status, spent, MOST_AHEAD)
 
 
@@ -128,7 +204,7 @@ def relaxed_wait(arena, generation, status, spent, PHASE: tl.constexpr, N: tl.co
     It is for a block that only needs to know that the kernels of all ranks run, and that ends after it.
     """
     lane = tl.arange(0, MAX_RANKS)
-    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE) + lane
+    flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), PHASE, tl.program_id(0)) + lane
     _poll(flags, lane < N, generation, status, spent, MOST_AHEAD)
 
 
@@ -229,8 +305,8 @@ def abort_word(status):
 
 
 @triton.jit
-def _flags(arenas, phase):
-    place = FLAGS_OFFSET + 4 * MAX_RANKS * (phase * MAX_BLOCKS + tl.program_id(0))
+def _flags(arenas, phase, block):
+    place = FLAGS_OFFSET + 4 * MAX_RANKS * (phase * MAX_BLOCKS + block)
     return (arenas + place).to(tl.pointer_type(tl.int32))
 
 

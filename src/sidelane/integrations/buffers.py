@@ -1,9 +1,7 @@
 """Symmetric memory of a group: buffers for FSDP2's calls, and pools that programs register.
 
 ``FSDPModule.set_allocate_memory_from_process_group_for_comm`` asks a group's backend for memory. The backends behind a
-Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it. On GPUs, a
-parameter group of FSDP2 whose shards belong to a Sidelane group asks from the start, without a line in the program.
-FSDP2 may be imported later than Sidelane, and importing it takes longer than all of Sidelane.
+Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it.
 
 Memory that others have allocated, such as NCCL's pools, can be registered: each rank exports its segments, and maps
 those of its peers. A tensor in a segment counts as symmetric by its offset, as one of ``Communicator.empty`` does, so
@@ -16,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,13 +26,7 @@ from sidelane.memory.heap import SymmetricBlock, SymmetricHeap
 from sidelane.memory.posts import SPLITS
 from sidelane.memory.release import DeferredRelease
 from sidelane.memory.storage import bytes_at, storage_of
-from sidelane.modes import after_import
 from sidelane.session import Communicator
-
-PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-
-DEVICES = ("cuda",)
-"""Devices on which parameter groups ask. CPU ranks would allocate collectively for each call, which takes longer."""
 
 Segment = tuple[int, int]
 """Address and bytes of memory that an allocator has from the driver."""
@@ -90,9 +81,8 @@ class FsdpBuffers:
 class Allocating:
     """Mixin in front of a backend class of torch: symmetric memory of a group's communicator on the backend's device.
 
-    Ranks take and drop it in one order, as FSDP2 does. An allocation of 1/n of the elements of the one before it, among
-    n ranks, gets ordinary memory: FSDP2 scatters into it, so it becomes the gradient, and the program drops it at any
-    time.
+    Ranks take it in one order. An allocation of 1/n of the elements of the one before it, among n ranks, gets ordinary
+    memory: FSDP2 scatters into it, so it becomes the gradient.
 
     Attributes:
         life: returns the maker of the group's communicators, a :class:`sidelane.integrations.lifetime.GroupLifetime`,
@@ -100,7 +90,6 @@ class Allocating:
     """
 
     life: Callable[[], Any] = staticmethod(lambda: None)
-    _buffers: FsdpBuffers | None = None
     _last: int | None = None
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -109,17 +98,14 @@ class Allocating:
         return life is not None and not life.no_memory(torch.device(device).type)
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``size`` elements. Collective."""
+        """Return a tensor of ``size`` elements, in ordinary memory if no room is left. Collective."""
         life, device = self.life(), torch.device(device)
         is_output = life is not None and self._last == size * len(life.ranks)
         self._last = None if is_output else size
         made: Communicator | None = None if is_output or life is None else life.for_memory(device)
-        if made is not None and device.type == "cpu":  # threads that make calls drop their references to tensors late
-            with contextlib.suppress(UnavailableError):
+        with contextlib.suppress(UnavailableError):
+            if made is not None:
                 return made.empty(size, dtype=dtype)
-        elif made is not None:
-            self._buffers = self._buffers or FsdpBuffers(made)
-            return self._buffers.take([size], dtype)
         return torch.empty(size, dtype=dtype, device=device)
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
@@ -149,65 +135,14 @@ class Allocating:
         if found is not None:
             found.end()
 
-    def went_elsewhere(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note that another backend was given these tensors."""
-        if (buffers := self._buffers) is not None:
-            for tensor in tensors:
-                if tensor.layout is torch.strided:  # others have no storage
-                    buffers.is_not_to_come_back(tensor)
-
     def clear(self) -> None:
-        """Drop the free buffers and registrations."""
-        self._buffers = None
+        """Drop the registrations."""
         self._registered().clear()
 
     def _registered(self) -> dict[tuple[int, int], Registration]:
         """Return the registrations by the number of the pool."""
         found: dict[tuple[int, int], Registration] = vars(self).setdefault("_pools", {})
         return found
-
-
-def use_group_memory_of(kind: type[Any]) -> None:
-    """Let FSDP2 ask groups of a kind for memory: at once if FSDP2 is imported, else when it is."""
-    after_import(PARAM_GROUP, lambda module: _use_group_memory(module, kind))
-
-
-def _use_group_memory(module: Any, kind: type[Any]) -> None:
-    """Give parameter groups of ``module`` torch's collectives that ask groups for memory, if these are of a kind."""
-    names = (
-        *("FSDPParamGroup", "DefaultAllGather", "DefaultReduceScatter"),
-        *("ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter"),
-    )
-    found: list[Any] = [getattr(module, name, None) for name in names]
-    params, *classes = found
-    if None in (params, *classes) or not hasattr(params, "_all_gather_process_group"):
-        return  # another torch: programs may still ask for the memory themselves
-    begin, (gather, scatter) = params.__init__, classes[2:]
-
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        own = [type(self._all_gather_comm), type(self._reduce_scatter_comm)]
-        is_ours = isinstance(getattr(self.mesh_info, "shard_process_group", None), kind)
-        if is_ours and self.device.type in DEVICES and own == classes[:2]:
-            self._all_gather_comm = gather(_CurrentGroup(self, "_all_gather_process_group"))
-            self._reduce_scatter_comm = scatter(_CurrentGroup(self, "_reduce_scatter_process_group"))
-
-    params.__init__ = __init__
-
-
-class _CurrentGroup:
-    """Group that the next call of a parameter group belongs to: ``reshard_after_forward=n`` changes it.
-
-    Args:
-        params: torch's ``FSDPParamGroup``.
-        name: name of its attribute that is that group.
-    """
-
-    def __init__(self, params: Any, name: str) -> None:
-        self._params, self._name = weakref.ref(params), name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return getattr(self._params(), self._name)._get_backend(device)
 
 
 @dataclasses.dataclass(slots=True)
@@ -250,7 +185,7 @@ def register_segments(communicator: Communicator, segments: Sequence[Segment], o
     sizes = [nbytes for _, nbytes in segments]
     shown = [len(sizes), sum(sizes), zlib.crc32(repr(sizes).encode())]  # the sizes of many do not fit into a post
     communicator.path.agree("register", lambda: (None, "registration of a memory pool"))
-    made, posted = Registration(communicator.heap), _exchange(communicator, shown)
+    made, posted = Registration(communicator.heap), exchanged(communicator, shown)
     if any(other != shown for other in posted):
         made.why = f"the ranks have other segments (number and bytes on each rank: {[each[:2] for each in posted]})"
         segments = []
@@ -276,7 +211,7 @@ def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[i
     starts: list[int] = []
     mappings: list[Any] = [found]
     problem = ""
-    for peer, each in enumerate(_exchange(communicator, shown)):
+    for peer, each in enumerate(exchanged(communicator, shown)):
         if isinstance(each, str):
             problem = problem or f"rank {peer}: {each}"
         elif peer == rank:
@@ -288,14 +223,14 @@ def _map(communicator: Communicator, address: int, nbytes: int) -> tuple[tuple[i
                 starts.append(mappings[-1].start + offset)
             except UnavailableError as error:
                 problem = f"rank {rank}: {error}"[:_MOST_REASON]
-    problems = _exchange(communicator, problem)
+    problems = exchanged(communicator, problem)
     return next(filter(None, problems), (tuple(starts), mappings))
 
 
-def _exchange(communicator: Communicator, given: Any) -> list[Any]:
+def exchanged(communicator: Communicator, given: Any) -> list[Any]:
     """Exchange a short value with all ranks, as JSON. Return those of all of them."""
     calls = communicator.calls
     number = calls.number()
     with calls.failing_for_good():
-        calls.control.post_call(number, f"registration of a memory pool{SPLITS}{json.dumps(given)}")
+        calls.control.post_call(number, f"exchange of values{SPLITS}{json.dumps(given)}")
     return [json.loads(post.differing) for post in calls.posts(number)]

@@ -22,6 +22,7 @@ from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import start_observers
 from sidelane.errors import UnavailableError, in_no_order
 from sidelane.integrations import calls
+from sidelane.integrations.buffers import exchanged
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey
@@ -82,12 +83,14 @@ class GroupDispatcher:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
+        self._other_coalesces = False  # NCCL has begun to
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
         self._held: collections.deque[dist.Work] = collections.deque(maxlen=MOST_CACHED)
         self._repeated: dict[RepeatKey, RepeatedCall] = {}
         # Rows of calls on ordinary tensors that all ranks leave to NCCL, as they have agreed, also by their size.
+        # A row without a reason: NCCL cannot make them.
         self._left: dict[tuple[RepeatKey, bool, int], RowKey] = {}
         cached = self._held.clear, self._repeated.clear, self._left.clear
         life.forgets = (*cached, *(backend.clear for backend in self._allocating))
@@ -99,18 +102,16 @@ class GroupDispatcher:
     def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
-        self._coalescing = []
-        if self.names.get(device.type) == "nccl":
-            self.life.other._start_coalescing(device)
+        self._coalescing, self._other_coalesces = [], False
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """Return the works kept since :meth:`begin_coalescing`, as one."""
         self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        if self.names.get(device.type) == "nccl":
+        if self._other_coalesces:
             last = self.life.other._end_coalescing(device)
             works = [*works, last] if last is not None else works
-        return JoinedWork(works)
+        return works[0] if len(works) == 1 else JoinedWork(works)
 
     def launch(
         self,
@@ -140,40 +141,37 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        if not operation.repeats:
+        if not (operation.repeats and outputs):
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
-        tensors, device = (*outputs, *inputs), outputs[0].device
-        key = (operation.name, detail, outputs[0].dtype, device)
-        repeated, is_async = self._repeated.get(key), opts.asyncOp
-        nbytes = max(outputs[0].numel(), tensors[-1].numel()) * key[2].itemsize
+        tensors, first = (*outputs, *inputs), outputs[0]
+        device, is_async = first.device, opts.asyncOp
+        key = (operation.name, detail, first.dtype, device)
+        repeated, nbytes = self._repeated.get(key), max(first.nbytes, tensors[-1].nbytes)
+        if operation.has_lists:
+            nbytes = calls.larger_bytes(outputs, inputs)
         is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
         row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
-        if row is not None and are_plain(tensors, *key[2:]) and not self._captures():
+        if row is not None and row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
             return self.life.orders[device.type].other(make, tensors, is_async)
-        if (
-            repeated is None
-            or is_left
-            or opts.timeout > NO_TIMEOUT
-            or self._coalescing is not None
-            or (device.type == "cpu" and self._captures())
-        ):
+        if repeated is None or is_left or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())):
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         try:
-            work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
+            work = repeated.order.repeat(repeated, tensors, is_async)
         except Exception as error:
             self.life.explain(error)
             raise
         if work is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         choice = repeated.calls.last_choice
-        assert choice is not None
         if choice is not repeated.choice:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if is_async and nbytes <= SMALL_BYTES:
             self._held.append(work)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
         if observed is not None:
             observed.maker = self._maker(tensors)
         return work
@@ -246,16 +244,21 @@ class GroupDispatcher:
         if self._captures() and (call.is_async or row is None):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
         made = self.life.communicator(first.device)
-        if not isinstance(made, Communicator) or not self._may_leave(call.tensors, device):
-            return ""
-        if made.config.deterministic and call.adds_floats:
+        may_leave = self._may_leave(call.tensors, device)
+        if not isinstance(made, Communicator) or not may_leave or (made.config.deterministic and call.adds_floats):
             return ""
         if row is None:
             made.agree(call.operation.name, f"{key[0][0]} of {call.nbytes} bytes of {kind}ordinary {first.dtype}")
             if len(self._left) == MOST_CACHED:
                 self._left.clear()
+            # NCCL refuses ranks that share a GPU, on which programs are tried.
+            gpu = str(torch.cuda.get_device_properties(first.device).uuid) if first.is_cuda else self.life.rank
+            is_shared = len(set(exchanged(made, gpu))) < len(self.life.ranks)
             why = f"{kind}ordinary tensors of more than {format_bytes(int(most))}; in a sidelane.pool Sidelane makes it"
-            row = self._left[key] = (key[0][0], calls.dtype_name(first.dtype), device, self.names[device], why)
+            head = key[0][0], calls.dtype_name(first.dtype), device, self.names[device]
+            row = self._left[key] = (*head, "" if is_shared else why)
+        if not row[-1]:
+            return ""
         # NCCL takes contiguous tensors only. Copies of others are made, and copied back, on the caller's stream.
         call.is_async = call.is_async and are_plain(call.tensors, first.dtype, first.device)
         call.args, call.copies = calls.contiguous_arguments(call)
@@ -328,14 +331,15 @@ class GroupDispatcher:
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
-            self._repeated[call.key] = RepeatedCall(communicator, call)
+            self._repeated[call.key] = RepeatedCall(communicator, call, self.life.orders[device])
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
-        for backend in self._allocating:
-            backend.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
+        if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
+            self.life.other._start_coalescing(call.tensors[0].device)
+            self._other_coalesces = True
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
             call.args, call.copies = calls.contiguous_arguments(call)
         looks = is_of_all and name == "gloo"

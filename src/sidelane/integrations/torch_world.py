@@ -6,6 +6,8 @@
   type of a group is exactly its own. On any other group it makes them one after the other, and each may wait for a
   later one: two ranks that both send first never end.
 - ``_set_pg_timeout``: torch sets the time-outs of the backends that it knows.
+- ``FSDPParamGroup``: on GPUs, FSDP2 gathers and scatters shards of a Sidelane group as with ``sidelane.fsdp.enable``.
+  FSDP2 may be imported later than Sidelane, and importing it takes longer than all of Sidelane.
 
 The functions here take their places, and pass on calls for all other groups. A program that imported torch's function
 before it made a group (``from torch.distributed import split_group``) still calls torch's.
@@ -24,13 +26,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from sidelane.integrations.buffers import use_group_memory_of
 from sidelane.integrations.fallback import make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.memory.exchange import ranks_of, require_own
 from sidelane.memory.liveness import known
-from sidelane.modes import exclude_compilers, trace_as_groups
+from sidelane.modes import after_import, exclude_compilers, trace_as_groups
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Counters by group, not by name, so that processes agree that have made groups of one name from others before."""
@@ -39,6 +40,11 @@ _TORCHS = {
     name: getattr(c10d, name, None)  # split_group: torch 2.5 and later
     for name in ("split_group", "batch_isend_irecv", "_set_pg_timeout")
 }
+
+PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+FSDP_DEVICES = ("cuda",)
+"""Devices on which FSDP2 is enabled by the group. CPU ranks hide nothing with it."""
 
 
 def make_group(options: Any, backend_options: Any) -> SidelaneGroup:
@@ -137,6 +143,21 @@ def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) 
         _TORCHS["_set_pg_timeout"](timeout, group)  # type: ignore[misc]
 
 
+def enable_fsdp(module: Any) -> None:
+    """Let new parameter groups of FSDP2, whose module this is, make their calls by Sidelane if their group is one."""
+    begin = module.FSDPParamGroup.__init__
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        group = getattr(self.mesh_info, "shard_process_group", None)
+        if isinstance(group, SidelaneGroup) and self.device.type in FSDP_DEVICES:
+            from sidelane.integrations.fsdp_calls import enable_by_group
+
+            enable_by_group(self, group)
+
+    module.FSDPParamGroup.__init__ = __init__
+
+
 def _group_of(given: Sequence[Any]) -> object:
     """Return the group of the first operation; None if the argument is invalid and torch must raise its error."""
     if not isinstance(given, list) or not given or not isinstance(given[0], dist.P2POp):
@@ -175,4 +196,4 @@ for _ours in (split_group, batch_isend_irecv, _set_pg_timeout):
     if hasattr(dist, _name):
         setattr(dist, _name, _ours)
 trace_as_groups(SidelaneGroup)
-use_group_memory_of(SidelaneGroup)
+after_import(PARAM_GROUP, enable_fsdp)

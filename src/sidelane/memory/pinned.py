@@ -8,6 +8,7 @@ there; the tensors of callers stay in GPU memory, and calls stage them.
 from __future__ import annotations
 
 import sys
+import weakref
 
 import torch
 
@@ -27,11 +28,13 @@ class PinnedMemory(ShmMemory):
     Args:
         exchange: connection of the ranks.
         device: GPU of this rank.
+        most_bytes: largest number of bytes that this rank may register at a time (``Config.memory_bytes``); None: any.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, exchange: Exchange, device: torch.device, most_bytes: int | None = None) -> None:
         super().__init__(exchange)
-        self._device = device
+        self._device, self._most_bytes = device, most_bytes
+        self._registered: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()
         lanes.add(self)
 
     def allocate(self, nbytes: int) -> SymmetricBlock:
@@ -47,17 +50,21 @@ class PinnedMemory(ShmMemory):
 
         def register() -> str:
             first, last = min(block.addresses), max(block.addresses)
+            wanted = nbytes + sum(memory.part_bytes for memory in self._registered)
+            if self._most_bytes is not None and wanted > self._most_bytes:
+                return f"bytes of a rank (value={wanted}, allowed=0..{self._most_bytes} by Config.memory_bytes)"
             try:
-                held.append(RegisteredMemory(first, last - first + nbytes, block.mapping))
+                held.append(RegisteredMemory(first, last - first + nbytes, nbytes, block.mapping))
             except UnavailableError as error:
                 return str(error)
+            self._registered.update(held)
             return ""
 
         problems = exchange("host memory, registered", register)
         if any(problems):
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise UnavailableError(
-                f"allocate: no host memory of {nbytes} bytes for GPUs: {named}", page=Page.INSTALLATION
+                f"allocate: no host memory of {nbytes} bytes between GPUs (Config.peers): {named}", page=Page.NO_PEERS
             )
         tensor = deferred_bytes(block.tensor, self._device)
         return SymmetricBlock(tensor, block.addresses, DeferredRelease(held, self._device))
@@ -74,13 +81,15 @@ class RegisteredMemory:
     Args:
         address: address of its first byte.
         nbytes: size in bytes.
+        part_bytes: bytes of this rank among them.
         owner: object that keeps the memory mapped.
 
     Raises:
         UnavailableError: the driver refuses it.
     """
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+    def __init__(self, address: int, nbytes: int, part_bytes: int, owner: object) -> None:
+        self.part_bytes = part_bytes
         self._runtime, self._address, self._owner = torch.cuda.cudart(), 0, owner
         result = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(result) != 0:

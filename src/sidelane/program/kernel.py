@@ -47,6 +47,12 @@ NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
 in 171, 6 in 181, and 128 wide ones in 164 (probes: results/notes/probes.md)."""
 
+HOST_BLOCKS = 32
+"""Thread blocks that a kernel through host memory may have (``kernels/through_host.py``)."""
+
+HOST_LL_BYTES = 64 << 10
+"""Bytes from rank to rank up to which data travels with its own flags through host memory."""
+
 LARGE_PART_BYTES = 8 << 20
 
 LARGE_LIST_BYTES = 2 << 20
@@ -72,7 +78,7 @@ class Protocol(StrEnum):
     for broadcasts. ``push``: into the peers' outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out
     of the peers' staging. ``reduce``: as ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of
     the peers' inputs, and in two shots into their outputs. ``send``: as ``direct`` in two shots, but into the peers'
-    staging.
+    staging. ``host``: as ``pull`` and ``reduce``, by other blocks each way, for staging in host memory.
     """
 
     LL = "ll"
@@ -84,13 +90,14 @@ class Protocol(StrEnum):
     REDUCE = "reduce"
     DIRECT = "direct"
     SEND = "send"
+    HOST = "host"
 
 
 _DEFINITION = an(Collective, Batch)
 _PROTOCOL, _BLOCKS = one_of(Protocol), at_least(1)
 
 
-STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND)
+STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND, Protocol.HOST)
 """Protocols that need staging."""
 
 
@@ -232,6 +239,7 @@ def kernel_program(
     *,
     symmetric_input: bool,
     symmetric_output: bool,
+    through_host: bool = False,
 ) -> KernelProgram:
     """Choose the kernel of a collective, or of a list of collectives.
 
@@ -242,6 +250,7 @@ def kernel_program(
             ``two_shot_push`` for all_reduce.
         symmetric_input: peers can read every input.
         symmetric_output: peers can write into every output.
+        through_host: GPUs reach each other through host memory alone, in which arenas and staging are then.
 
     Raises:
         ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
@@ -262,6 +271,10 @@ def kernel_program(
     for number, part in enumerate(parts):
         if problem := kernel_objection(part):
             raise ValueError(f"{name}: variant {variant!r} {problem}" + (f", in number {number}" if listed else ""))
+    if through_host:
+        narrow = Variant.of(variant).narrow
+        blocks = NARROW_BLOCKS if narrow else HOST_BLOCKS
+        return dataclasses.replace(program, protocol=_protocol_through_host(program), blocks=blocks)
     protocol = _protocol_of(program, symmetric_input=symmetric_input, symmetric_output=symmetric_output)
     large = program.part_bytes >= (LARGE_LIST_BYTES if listed else LARGE_PART_BYTES)
     pair = protocol is Protocol.DIRECT and n == 2 and program.two_shot and not listed
@@ -290,6 +303,13 @@ def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_out
         return Protocol.PUSH if symmetric_output else Protocol.STAGE
     pushes = symmetric_output and not (kind is Kind.ALL_TO_ALL and in_place)
     return Protocol.PUSH if pushes else Protocol.PULL
+
+
+def _protocol_through_host(program: KernelProgram) -> Protocol:
+    if program.two_shot:
+        return Protocol.REDUCE
+    is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
+    return Protocol.LL if is_small and not program.listed else Protocol.HOST
 
 
 def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:

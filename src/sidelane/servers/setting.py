@@ -24,7 +24,7 @@ def is_named(variable: str) -> bool:
     return NAME in map(str.strip, os.environ.get(variable, "").split(",")) or config.is_for_servers()
 
 
-def misfit(server: str, version: str, first: str, last: str) -> str:
+def misfit(server: str, version: str, first: str, last: str, parts: int = 2) -> str:
     """Return why a version of a server is refused; an empty text if it fits.
 
     Args:
@@ -32,13 +32,14 @@ def misfit(server: str, version: str, first: str, last: str) -> str:
         version: its version.
         first: first version that fits.
         last: last version that was tried; its own later repairs fit, too.
+        parts: number of numbers that a version and its repairs have in common.
 
     >>> misfit("vllm", "0.21.0", "0.22.0", "0.33.0")
     'vllm 0.21.0 does not fit (allowed=0.22.0..0.33.0)'
     >>> misfit("vllm", "0.33.1+cpu", "0.22.0", "0.33.0")
     ''
     """
-    fits = _numbers(first) <= _numbers(version) and _numbers(version)[:2] <= _numbers(last)[:2]
+    fits = _numbers(first) <= _numbers(version) and _numbers(version)[:parts] <= _numbers(last)[:parts]
     return "" if fits else f"{server} {version} does not fit (allowed={first}..{last})"
 
 

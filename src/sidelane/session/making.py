@@ -87,6 +87,7 @@ def make_backend(
     *,
     like: Backend | None = None,
     peers: str = CHOSEN,
+    memory_bytes: int | None = None,
 ) -> Backend:
     """Make memory and executor for ``device``. Collective.
 
@@ -97,6 +98,7 @@ def make_backend(
         timeout_s: time-out of calls in seconds.
         like: backend of the same ranks and device, whose probed features are taken over.
         peers: see ``Config.peers``.
+        memory_bytes: see ``Config.memory_bytes``.
     """
     if device.type == "cpu":
         from sidelane.collectives.backend_cpu import CpuBackend
@@ -108,8 +110,8 @@ def make_backend(
     if torch.version.hip is not None:
         from sidelane.collectives.backend_hip import HipBackend
 
-        return HipBackend(exchange, device, control, timeout_s, like=like, peers=peers)
-    return CudaBackend(exchange, device, control, timeout_s, like=like, peers=peers)
+        return HipBackend(exchange, device, control, timeout_s, like=like, peers=peers, memory_bytes=memory_bytes)
+    return CudaBackend(exchange, device, control, timeout_s, like=like, peers=peers, memory_bytes=memory_bytes)
 
 
 def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None, peers: PeerMemory = SHARED) -> InForce:

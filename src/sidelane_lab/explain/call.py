@@ -11,7 +11,7 @@ import torch
 
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, illegal_reason
-from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.candidate import DMA, EVERYTHING, everything
 from sidelane.choice.key import CPU, MachineKey, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
 from sidelane.cli.output import write_json
@@ -219,7 +219,7 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
         times = ", ".join(f"{candidate} {us:.4g} us" for candidate, us in found.simulated)
         say(console, f"simulated there: {times}")
     console.print()
-    console.print(_table(found).to_rich())
+    console.print(choice_table(found).to_rich())
     count = sum(len(lines) for _, lines in found.submitted)
     summary = found.summary or f"{count} commands in {len(found.submitted)} queues"
     say(console, f"Submitted by rank {RANK}: {summary}" + ("" if commands else " (--commands lists them)"))
@@ -233,7 +233,8 @@ def _named(candidate: Candidate) -> dict[str, str]:
     return {"implementation": candidate.implementation, "variant": candidate.variant}
 
 
-def _table(found: Explanation) -> Table:
+def choice_table(found: Explanation) -> Table:
+    """Return the candidates with their times, and why others are not possible."""
     lines = [
         Line(
             (candidate.implementation, candidate.variant, "-" if us is None else f"{us:.4g}"),
@@ -279,6 +280,9 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
         key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
         # What a communicator would choose by there, until somebody has measured.
+        if machine.through_host:
+            abilities = dataclasses.replace(EVERYTHING, implementations=(DMA,), through_host=True)
+            return None, f"{devices}, through host memory", "", ranks, abilities
         tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
         return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
     place = choose_target()
@@ -377,7 +381,7 @@ def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     call = agreement.call
     curves = []
-    for candidate in candidates(call, Abilities()):
+    for candidate in candidates(call, Abilities(through_host=machine.through_host)):
         program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
         assert isinstance(program, Program)
         program = fit(program) if takes_packets(machine) else program

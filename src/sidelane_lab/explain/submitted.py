@@ -45,6 +45,7 @@ HOW: Mapping[Protocol, str] = MappingProxyType(
         Protocol.REDUCE: "out of the peers' staging, and added up",
         Protocol.DIRECT: "out of the peers' inputs, and added up",
         Protocol.SEND: "into the staging of who adds them up",
+        Protocol.HOST: "into the own staging in host memory by few blocks, out of the peers' by the others",
     }
 )
 """In few words what ``Protocol`` says."""

@@ -372,6 +372,18 @@ class KernelsFigures:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostFigures:
+    """The way between a GPU and host memory, which programs take that have their staging there."""
+
+    peers: OnOff  # 1: GPUs reach each other's memory, and staging is in host memory only where that is asked for.
+    gpu_gbps: Speed  # bytes of a GPU's PCIe link, one direction alone.
+    duplex_gbps: Speed  # bytes of both directions together, at once.
+    root_gpus: Count  # GPUs of one root complex, or of one socket.
+    root_gbps: MemorySpeed  # bytes of a root complex in one direction.
+    memory_gbps: MemorySpeed  # bytes that all GPUs write and read in host memory.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """A node of equal GPUs, or several such nodes.
 
@@ -397,11 +409,17 @@ class Machine:
     occupancy: Occupancy | None = None
     fused: Fused | None = None
     kernels: KernelsFigures | None = None
+    host: HostFigures | None = None
     runs: RunStatus = RunStatus.UNRUN
 
     @property
     def world_size(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def through_host(self) -> bool:
+        """True if staging is in host memory, since GPUs do not reach each other's."""
+        return self.host is not None and not self.host.peers
 
     def node_of(self, rank: int) -> int:
         return rank // self.gpus

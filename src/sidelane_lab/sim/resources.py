@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from sidelane.program.collective import Span
+from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
 from sidelane_lab.machines.network import NetworkRoute, way_between
 from sidelane_lab.machines.spec import Machine
@@ -78,18 +78,46 @@ class Resources:
             case Reduce(dst, srcs):
                 # A kernel on a few compute units: they and the memory hold it.
                 for span in (dst, *srcs):
-                    self._add(weights, self._memory(span.rank), 1.0)
+                    if self._is_in_host(span):
+                        self._pass_host(weights, rank, "out" if span is dst else "in")
+                    else:
+                        self._add(weights, self._memory(span.rank), 1.0)
                     self._add(weights, self._of(("reduction", rank), self._machine.dma.reduce_gbps), 1.0)
                 return Demand(float(dst.nbytes), weights, 0.0)
             case _:
                 raise ValueError(f"simulate: command (value={command!r}, allowed=copy, broadcast, swap, reduce)")
         if engine.kind is not EngineKind.COMPUTE:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
-            inside = len({span.rank for span in spans(command)}) == 1
+            inside = len({span.rank for span in spans(command)}) == 1 and not any(map(self._is_in_host, spans(command)))
             self._add(weights, self._local(rank) if inside else self._engine(rank, engine), written)
         return Demand(float(src.nbytes), weights, self._latency_us(command))
 
+    def _is_in_host(self, span: Span) -> bool:
+        return self._machine.through_host and span.buffer == Buffer.STAGING
+
+    def _pass_host(self, weights: dict[int, float], rank: int, direction: str) -> None:
+        """Add what a byte takes between a GPU and host memory; ``direction``: ``out`` of the GPU, or ``in``."""
+        host = self._machine.host
+        assert host is not None
+        root = rank // int(host.root_gpus)
+        for key, gbps in (
+            ((f"PCIe {direction}", rank), host.gpu_gbps),
+            (("PCIe", rank), host.duplex_gbps),
+            ((f"root {direction}", root), host.root_gbps),
+            (("host memory",), host.memory_gbps),
+        ):
+            self._add(weights, self._of(key, gbps), 1.0)
+
     def _carry(self, weights: dict[int, float], src: Span, dst: Span) -> None:
+        for span, other, direction in ((src, dst, "in"), (dst, src, "out")):
+            if self._is_in_host(span):
+                self._pass_host(weights, other.rank, direction)
+                if not self._is_in_host(other):
+                    self._add(weights, self._memory(other.rank), 1.0)
+                return
+        if self._machine.through_host and src.rank != dst.rank:  # as pieces would go, one behind the other
+            self._pass_host(weights, src.rank, "out")
+            self._pass_host(weights, dst.rank, "in")
         self._add(weights, self._memory(src.rank), 1.0)
         self._add(weights, self._memory(dst.rank), 1.0)
         if src.rank == dst.rank:

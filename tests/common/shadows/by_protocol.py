@@ -10,6 +10,7 @@ from shadows.exchange import pull, push
 from shadows.ll import ll
 from shadows.reducing import direct, reduce, send
 from shadows.tensors import root_of
+from shadows.through_host import through_host
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram, Protocol
 
@@ -35,6 +36,7 @@ SHADOWS: Mapping[Protocol, Shadow] = {
     Protocol.REDUCE: _alike(reduce),
     Protocol.DIRECT: _alike(direct),
     Protocol.SEND: _alike(send),
+    Protocol.HOST: _alike(through_host),
 }
 
 

@@ -19,7 +19,7 @@ from sidelane.execute.cuda.native import Bound, Located, locate
 from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
-from sidelane.kernels import block_flags, broadcast, direct, ll, staged
+from sidelane.kernels import block_flags, broadcast, direct, ll, staged, through_host
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.kernel import KernelProgram, Protocol
@@ -349,6 +349,12 @@ def _send(kernel: _Kernel) -> Launch:
     return direct.arrange_send(kernel.site, *given)
 
 
+def _through_host(kernel: _Kernel) -> Launch:
+    program, tiles = kernel.program, kernel.tiles(through_host.TILE_BYTES)
+    given = (tiles, kernel.stagings, program.offsets[-1], program.reduction)
+    return through_host.arrange(kernel.site, *given, distinct=program.distinct, root=program.root)
+
+
 ARRANGE: Mapping[tuple[Protocol, bool], Callable[[_Kernel], Launch]] = MappingProxyType(
     {
         (Protocol.LL, False): _ll,
@@ -363,6 +369,8 @@ ARRANGE: Mapping[tuple[Protocol, bool], Callable[[_Kernel], Launch]] = MappingPr
         (Protocol.REDUCE, False): _staged,
         (Protocol.DIRECT, False): _direct,
         (Protocol.SEND, False): _send,
+        (Protocol.HOST, False): _through_host,
+        (Protocol.HOST, True): _through_host,
     }
 )
 """Functions that make the launches of a protocol; True for those of broadcasts."""

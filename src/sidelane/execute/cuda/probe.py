@@ -32,6 +32,7 @@ class DriverFeatures:
         shared_bytes: largest shared memory of a thread block in bytes.
         graphs: stream memory operations can be captured into graphs.
         rows_by_engines: copies of rows are made by copy engines, as contiguous ones are.
+        host_addresses: host memory that is registered has the address of the host on the device, too.
     """
 
     cuda_version: str
@@ -43,11 +44,17 @@ class DriverFeatures:
     shared_bytes: int = 0
     graphs: bool = True
     rows_by_engines: bool = True
+    host_addresses: bool = True
 
     def require(self) -> None:
         """Raise UnavailableError unless programs can run."""
         if not self.stream_memory_ops:
             raise UnavailableError(f"this CUDA driver has no stream memory operations: {self.note}")
+
+    def require_host_addresses(self) -> None:
+        """Raise UnavailableError unless programs can run through host memory."""
+        if not self.host_addresses:
+            raise UnavailableError("host memory has another address on this GPU: Config.peers (allowed=gpu)")
 
     def lines(self) -> list[str]:
         """Return a line for each feature, with its effect on Sidelane."""
@@ -87,6 +94,7 @@ def probe_device(device: torch.device, make_driver: Callable[[torch.device], Dri
             copy_batches=copy_batches,
             note=problem,
             shared_bytes=driver.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            host_addresses=_has_host_addresses(driver),
         )
 
 
@@ -135,6 +143,14 @@ def stream_becomes_idle(driver: Driver, stream: int) -> bool:
             return False
         time.sleep(1e-4)
     return True
+
+
+def _has_host_addresses(driver: Driver) -> bool:
+    """Return True if registered host memory has one address; where the driver cannot say, writes to peers tell."""
+    try:
+        return bool(driver.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"))
+    except (AttributeError, UnavailableError):
+        return True
 
 
 def _copies_in_one_call(driver: Driver) -> bool:

@@ -16,6 +16,9 @@ Every piece has a step, the same on all ranks, and every engine goes by steps. A
 earlier steps only, and a fetch for its own piece: so ranks never wait for each other in a circle. Where a rank has
 several pieces for a peer, the peer first says that it has begun the call, since only then flags of later phases may be
 set (``registry``).
+
+What an all_to_all in place fetches overwrites bytes that are to be sent: between two ranks a piece is fetched after the
+own piece that lay there was copied out, among more ranks after all of them, and each has a slot of its own.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ square root of this times a call's bytes were best from 1 to 256 MiB, out of an 
 MOST_BYTES = 16 << 20
 """Largest size in bytes of a piece that is chosen by itself; larger ones gain nothing."""
 
-MOST_FLAGS = 4096
-"""Flags of a rank that programs may use."""
+MOST_FLAGS = 500
+"""Flags of a rank that a program takes: with those of transforms, all are read to explain a stall."""
 
 ALIGNMENT = 256
 """Alignment in bytes of a part in its slot, a multiple of every element size."""
@@ -117,9 +120,6 @@ def chunked(
         transport: not used: staging is what peers read, whatever memory the tensors are in.
         piece_bytes: size of a piece, a multiple of ``ALIGNMENT``; 0 to choose it by the size of the call.
         slots: least number of slots of a rank, 1 or more; sums take more.
-
-    Raises:
-        ValueError: an all_to_all in place among more than two ranks, which overwrites bytes that are still to be sent.
     """
     return _Chunked(definition, piece_bytes, slots).program()
 
@@ -133,10 +133,7 @@ class _Chunked:
         self.added: dict[tuple[int, int], list[_Segment]] = {}  # by sender, which may be the receiver itself, and that
         self.overwrites = False
         for call, placed in parts_of(definition):
-            if call.in_place and call.kind is Kind.ALL_TO_ALL and n > 1:
-                if n > 2 or isinstance(definition, Batch):
-                    raise ValueError(f"{CHUNKED}: {_OVERWRITES} (ranks={n}, allowed=2, one tensor)")
-                self.overwrites = True
+            self.overwrites |= call.in_place and call.kind is Kind.ALL_TO_ALL and n > 1
             for sender, unplaced in _segments(call):
                 segment = unplaced.on(placed)
                 receivers = tuple(segment.targets)
@@ -148,6 +145,9 @@ class _Chunked:
                     self.own[sender].append(Copy(segment.targets[sender], segment.source))
         self.piece_bytes = piece_bytes or self._worthwhile_bytes()
         self.pieces = self._cut()
+        self.in_pairs = n == 2 and not isinstance(definition, Batch)
+        if self.overwrites and not self.in_pairs:
+            slots = max(slots, *map(len, self.pieces))
         self.slots = max(itertools.starmap(self._slots, itertools.product(self.pieces, [slots])))
         self.phases: dict[tuple[int, int, int], int] = {}  # by sender, number of the piece, receiver
         counts: dict[tuple[int, int], int] = {}
@@ -183,16 +183,18 @@ class _Chunked:
     def _worthwhile_bytes(self) -> int:
         """Return the size of the pieces, which are few enough for the flags, and as long as the longest stream."""
         sizes: dict[int, list[int]] = {}
-        added = [(sender, segments) for (sender, to), segments in self.added.items() if sender != to]
-        moved = [(sender, segments) for (sender, _), segments in self.moved.items()]
-        for sender, segments in (*moved, *added):
-            sizes.setdefault(sender, []).append(sum(segment.source.nbytes for segment in segments))
+        streams: dict[tuple[int, int], int] = {}  # of each pair of ranks
+        added = {(sender, (to,)): segments for (sender, to), segments in self.added.items() if sender != to}
+        for (sender, receivers), segments in (*self.moved.items(), *added.items()):
+            sizes.setdefault(sender, []).append(sum(_room(segment.source.nbytes) for segment in segments))
+            for to in receivers:
+                streams[sender, to] = streams.get((sender, to), 0) + 1
         longest = max(itertools.chain.from_iterable(sizes.values()), default=1)
-        whole = longest if self.added else max(map(sum, sizes.values()), default=1)
+        whole = longest if added else max(map(sum, sizes.values()), default=1)
         wanted = min(math.isqrt(whole * PIECE_COST_BYTES), MOST_BYTES)
-        streams = (MOST_FLAGS // (2 * self.world_size) - 2) // 4 - 4  # of up to four for each pair of ranks
-        nbytes = min(max(wanted, -(-longest // max(1, min(streams, 64)))), longest)
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        most = max(streams.values(), default=1) + bool(added)  # with results
+        pieces = (MOST_FLAGS - 4 * self.world_size) // (2 * self.world_size * most + 2)
+        return _room(min(max(wanted, -(-longest // max(1, pieces))), longest))
 
     def _slots(self, pieces: Sequence[_Piece], slots: int) -> int:
         """Return the slots of a sender: a piece goes where one lay that is read at an earlier step.
@@ -252,8 +254,8 @@ class _Chunked:
             phases = {to: self.phases[rank, number, to] for to in piece.receivers}
             first = [to for to, phase in phases.items() if self.meets and not phase]
             commands += [flags.wait_entry(partner=to, mover=rank) for to in first]
-            if self.overwrites:
-                commands.append(Signal(flags.local(rank, self.sums + number), EPOCH))
+            if self.overwrites and (self.in_pairs or number == len(pieces) - 1):
+                commands.append(Signal(flags.local(rank, self.sums + number * self.in_pairs), EPOCH))
             commands += [self._entry(rank, to, phase, Signal) for to, phase in phases.items()]
         for number in range(max(0, len(pieces) - self.slots), len(pieces)):
             commands += self._exits(rank, number)
@@ -267,12 +269,14 @@ class _Chunked:
 
     def _fetched(self, rank: int) -> list[Command]:
         commands: list[Command] = []
+        if self.overwrites and self.pieces[rank] and not self.in_pairs:
+            commands.append(Wait(self.flags.local(rank, self.sums), EPOCH))
         for number, piece in self._to(rank):
             if piece.is_summed:
                 continue
             phase = self.phases[piece.sender, number, rank]
             commands.append(self._entry(piece.sender, rank, phase, Wait))
-            if self.overwrites and number < len(self.pieces[rank]):  # its own piece of that number lay there
+            if self.overwrites and self.in_pairs:  # its own piece of that number lay there
                 commands.append(Wait(self.flags.local(rank, self.sums + number), EPOCH))
             for offset, segment in piece.segments:
                 slot = self._slot(piece.sender, number, offset, segment.source.nbytes)
@@ -342,19 +346,17 @@ def _packed(segments: Sequence[_Segment], piece_bytes: int) -> list[tuple[tuple[
                 used = 0
             nbytes = min(segment.source.nbytes - begin, piece_bytes - used)
             pieces[-1].append((used, segment.cut(begin, nbytes)))
-            begin, used = begin + nbytes, -(-(used + nbytes) // ALIGNMENT) * ALIGNMENT
+            begin, used = begin + nbytes, _room(used + nbytes)
     return [tuple(piece) for piece in pieces if piece]
+
+
+def _room(nbytes: int) -> int:
+    """Return the bytes that so many take in a slot."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 CHUNKED = "chunked"
 """Name of the variant."""
-
-_OVERWRITES = "an all_to_all in place overwrites bytes that are still to be sent"
-
-
-def _objection(shape: CallShape) -> str:
-    overwrites = shape.kind is Kind.ALL_TO_ALL and shape.in_place
-    return _OVERWRITES if overwrites and (shape.world_size > 2 or shape.listed) else ""
 
 
 def _default_rule(shape: CallShape) -> str:
@@ -369,7 +371,6 @@ register(
         assemble=chunked,
         whole=chunked,
         whole_batch=chunked,
-        objection=_objection,
         default_rule=_default_rule,
         through_host=True,
     )

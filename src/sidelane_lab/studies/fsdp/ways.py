@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from sidelane import config as settings
 from sidelane import fsdp
 from sidelane.errors import UnavailableError
-from sidelane.integrations import direct_gather
+from sidelane.integrations import direct_gather, fsdp_calls
 from sidelane.integrations.direct_gather import DirectGather
 from sidelane.integrations.fsdp_group import FsdpGroup
 from sidelane.program.shape import Beside
@@ -223,7 +223,7 @@ class CommunicationWays:
     def __init__(self, model: nn.Module, rank: Rank, engines: Callable[[], Any], timeout_s: float) -> None:
         self._model, self._rank, self._engines = model, rank, engines
         self._config = dataclasses.replace(settings.current(), timeout_s=timeout_s)
-        self._params = fsdp._param_groups(model)
+        self._params = fsdp_calls.param_groups(model)
         self._group: dist.ProcessGroup = self._params[0].mesh_info.shard_process_group
         self._library = (
             [params._all_gather_comm for params in self._params],

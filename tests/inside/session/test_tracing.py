@@ -132,8 +132,9 @@ def test_events_lie_around_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -
             call.work = None
     finally:
         ranges.leave(tracer)
-    assert tracer._zero is not None
-    zero_ns = tracer._zero[0] - 1000_000
+    zero = tracer._zero
+    assert zero is not None
+    zero_ns = zero[0] - 1000_000
     device = [
         (lane, (b - zero_ns) // 1000, (e - zero_ns) // 1000)
         for lane, _, b, e in tracer.intervals()

@@ -28,8 +28,9 @@ def test_flags_of_a_closed_program_are_let_alone(group: dist.ProcessGroup, when:
             bound = comm.load(program, {"output": comm.empty(64 * n, dtype=torch.uint8)})
             bound()
             comm.synchronize()
-            assert bound._block is not None
-            words = bound._block.tensor.view(torch.int32)  # kept here, where others would find their own bytes
+            block = bound._block
+            assert block is not None
+            words = block.tensor.view(torch.int32)  # kept here, where others would find their own bytes
             if again:
                 bound.close()
         if when == "before":

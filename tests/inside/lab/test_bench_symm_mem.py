@@ -184,8 +184,8 @@ def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
     has_reduce_op = any(argument.name == "reduce_op" for argument in schema.arguments)
     assert [a for a in arguments if isinstance(a, str)] == (["sum"] if has_reduce_op else []) + ["all"]
     first = arguments[0]
-    assert implementation._symmetric is not None
-    assert first.data_ptr() == implementation._symmetric.data_ptr()
+    symmetric = implementation._symmetric
+    assert symmetric is not None and first.data_ptr() == symmetric.data_ptr()
     assert first.storage_offset() == 0
     assert first.nbytes == operators.case.input_bytes
 

@@ -58,8 +58,9 @@ def test_every_changed_byte_is_noticed(position: int, again: bool) -> None:
 def test_ctrl_c_within_a_fence_harms_no_later_one() -> None:
     _, record = fresh()
     record.write(1, 0, b"hello")
-    records._own.lock.acquire(False)
-    records._own.lock.release()  # as if it had come between release and acquire
+    lock = records._own.lock
+    lock.acquire(False)
+    lock.release()  # as if it had come between release and acquire
     record.write(2, 0, b"world")
     assert record.read() == (2, 0, b"world")
 

@@ -1,0 +1,248 @@
+"""SGLang with Sidelane: ``SGLANG_PLUGINS=sidelane python -m sglang.launch_server ...`` (docs/guide/sglang.md).
+
+SGLang calls :func:`register` in each of its processes, and then applies the hooks that it has registered: a
+:class:`sidelane.servers.group.ServerGroup` takes the place of a group's custom all-reduce. It also makes the
+reduce-scatters and all-gathers of DP attention, and the all-reduces with a norm. What Sidelane does not take is
+SGLang's, as before.
+"""
+
+# mypy: disable-error-code="misc, import-not-found, import-untyped"
+# SGLang is not installed where types are checked.
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from sidelane.ops.rms_norm import MOST_TOKENS
+from sidelane.servers.group import ServerGroup
+from sidelane.servers.setting import is_named, line, misfit
+
+FIRST, LAST = "0.5.12", "0.5.15"
+"""Versions of SGLang that fit: the first and the last one whose classes the tests have been run with."""
+
+LOG = logging.getLogger("sglang.sidelane")
+
+_STATE = "sglang.srt.distributed.parallel_state"
+_CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+_CALLS = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
+_FUSED = "flashinfer_allreduce_residual_rmsnorm"
+_WEIGHTS = (
+    ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"),  # 0.5.12
+    ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
+)
+made: list[ServerGroup] = []
+"""Objects of this process, one for each group of ranks."""
+
+
+def register() -> None:
+    """Register hooks for what Sidelane replaces, if SGLang was asked to use Sidelane.
+
+    It is the entry point ``sidelane`` of the group ``sglang.srt.plugins``. SGLang logs what it raises, and goes on.
+    """
+    if not is_named("SGLANG_PLUGINS"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import is_cpu, is_cuda
+    from sglang.version import __version__ as version
+
+    problem = misfit("sglang", version, FIRST, LAST, parts=3)
+    if not (is_cuda() or is_cpu()):
+        problem = f"{problem or 'its platform does not fit'} (allowed=cuda, cpu)"
+    if problem:
+        LOG.warning(line("sglang", version, [], {"everything": problem}))
+        return
+    calls = logging.getLogger("sidelane")
+    if calls.level == logging.NOTSET:  # SGLang sets up the root at INFO: one line a process, unless SIDELANE_LOG asks
+        calls.setLevel(logging.WARNING)
+    for target, hook in hooks(is_cpu()).items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def hooks(is_cpu: bool) -> dict[str, Callable[..., Any]]:
+    """Return the hook of each function of SGLang that is replaced, by the function's full name. They stand around it.
+
+    Args:
+        is_cpu: the model runs on CPUs, where SGLang asks no custom all-reduce.
+    """
+    module, owner = next(where for where in _WEIGHTS if importlib.util.find_spec(where[0]))
+    found: dict[str, Callable[..., Any]] = {
+        f"{_CUSTOM}.dispatch_custom_allreduce": _dispatch,
+        f"{_STATE}.set_custom_all_reduce": _enable,
+        f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _reduce_scatter,
+        f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _all_gather,
+        "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion": _fuses,
+        f"sglang.srt.layers.flashinfer_comm_fusion.{_FUSED}": _norm(),
+        f"{module}.{owner}.release_memory_occupation": _release,
+        f"{module}.{owner}.resume_memory_occupation": _resume,
+    }
+    if is_cpu:
+        found[f"{_STATE}.GroupCoordinator.all_reduce"] = _all_reduce_of_cpus
+    return found
+
+
+def _is_deterministic() -> bool:
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
+
+
+def _enable(original: Callable[..., None], enable: bool) -> None:
+    """Leave custom all-reduces on in deterministic mode, for which SGLang switches its own off."""
+    if not (enable or _is_deterministic()):
+        announce((), (("everything", "--disable-custom-all-reduce"),))
+    original(enable or _is_deterministic())
+
+
+def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+    """Return what makes the object for a group's ``ca_comm``: Sidelane's, or SGLang's own if there can be none."""
+
+    def make(group: Any, device: Any) -> Any:
+        is_deterministic = _is_deterministic()
+        served = ServerGroup(group, device, batch_invariant=is_deterministic)
+        if served.comm is None:
+            announce((), (("everything", served.reason),))
+            return served if is_deterministic else original(*args, **options)(group=group, device=device)
+        replaced, kept = [*_CALLS, _FUSED], {}
+        if not served.fuses():
+            exact = "deterministic mode: the operator does not round the sum, which SGLang does"
+            kept[replaced.pop()] = exact if is_deterministic else "no kernels for these ranks"
+        if _is_symmetric():
+            replaced, kept[", ".join(_CALLS)] = replaced[3:], "--enable-symm-mem"
+        announce(tuple(replaced), tuple(kept.items()))
+        made.append(served)
+        return served
+
+    return make
+
+
+@functools.cache
+def announce(replaced: tuple[str, ...], kept: tuple[tuple[str, str], ...]) -> None:
+    """Log what was replaced, and what stays with the reason, once in a process, which may have several groups."""
+    from sglang.version import __version__ as version
+
+    LOG.log(logging.INFO if replaced else logging.WARNING, line("sglang", version, replaced, dict(kept)))
+
+
+def _of(group: Any) -> ServerGroup | None:
+    """Return Sidelane's object of a group of SGLang; None if SGLang makes its calls."""
+    found = group.ca_comm
+    return found if isinstance(found, ServerGroup) and found.comm is not None else None
+
+
+def _is_symmetric() -> bool:
+    """Return whether the server was asked to use NCCL's symmetric memory, which SGLang then takes before all else."""
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
+
+    return bool(is_symmetric_memory_enabled())
+
+
+def _reduce_scatter(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    served = _of(group)
+    if served is not None and served.takes(input, output) and not _is_symmetric():
+        return served.reduce_scatter(input, output)
+    return original(group, output, input)
+
+
+def _all_gather(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    served = _of(group)
+    if served is not None and served.takes(input, output, dtypes=None) and not _is_symmetric():
+        return served.all_gather(input, output)
+    return original(group, output, input)
+
+
+def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> torch.Tensor:
+    served = None if group.world_size == 1 else _of(group)
+    if served is not None and served.takes(input_):
+        return served.all_reduce(input_, input_)
+    return original(group, input_)
+
+
+def _groups() -> tuple[Any, Any]:
+    """Return the groups of the sums behind attention and behind an MLP or experts."""
+    from sglang.srt.distributed import parallel_state as state
+
+    experts = state.get_moe_ep_group()
+    return state.get_attn_tp_group(), experts if experts.world_size > 1 else state.get_moe_tp_group()
+
+
+def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
+    """Return whether sums are made together with norms: where FlashInfer was to make them, and by Sidelane."""
+    if original(batch_size):
+        return True
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.server_args import get_global_server_args
+
+    if not 0 < batch_size <= MOST_TOKENS or is_dp_attention_enabled():
+        return False
+    if getattr(get_global_server_args(), "enforce_disable_flashinfer_allreduce_fusion", False):
+        return False
+    served = [(group.world_size, _of(group)) for group in _groups()]
+    return all(size == 1 or (each is not None and each.fuses()) for size, each in served)
+
+
+@functools.cache
+def _operator() -> tuple[Any, torch.library.Library]:
+    """Define the all-reduce with residual and norm for compilers, and return it with its library, which must stay."""
+    library = torch.library.Library("sidelane_sglang", "FRAGMENT")
+    library.define(
+        "all_reduce_rms_norm(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool is_attention)"
+        " -> (Tensor, Tensor)"
+    )
+    library.impl("all_reduce_rms_norm", _normalise, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "sidelane_sglang::all_reduce_rms_norm",
+        lambda x, residual, *_: (torch.empty_like(x), torch.empty_like(residual)),
+        lib=library,
+    )
+    return torch.ops.sidelane_sglang.all_reduce_rms_norm, library
+
+
+def _norm() -> Callable[..., Any]:
+    """Return the hook of the all-reduce with residual and norm."""
+    operator, _ = _operator()
+
+    def hook(original: Callable[..., Any], **given: Any) -> Any:
+        from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
+
+        x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
+        served = _of(_groups()[not is_attention])
+        if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
+            return original(**given)  # FlashInfer's
+        return operator(x, given["residual"], weight, given.get("eps", 1e-6), is_attention)
+
+    return hook
+
+
+def _normalise(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, is_attention: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``rms_norm(total) * weight`` and ``total``, the sum of everyone's ``x`` plus ``residual``."""
+    group = _groups()[not is_attention]
+    found: tuple[torch.Tensor, torch.Tensor] | None = group.ca_comm.all_reduce_rms_norm(x, residual, weight, eps)
+    if found is not None:
+        return found
+    total = group.all_reduce(x) + residual
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def _release(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Release the memory of communicators, too; the scheduler is idle on all ranks."""
+    answer = original(*args, **options)
+    for served in made:
+        if served.comm is not None and (why := served.suspend()):
+            LOG.warning("Sidelane: a group was not suspended: %s", why)
+    return answer
+
+
+def _resume(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    for served in made:
+        if why := served.resume():
+            LOG.warning("Sidelane: a group was not resumed: %s", why)
+    return original(*args, **options)

@@ -1,0 +1,377 @@
+"""SGLang's plug-in without SGLang: its hook registry and the functions that are hooked, in a few lines each.
+
+``tests/clients/sglang_contract.py`` compares the signatures with those of SGLang's wheel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import logging
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import in_rank_order, numbers, same_bytes
+from on_ranks import on_ranks
+from torch.nn import functional
+
+from sidelane import config
+from sidelane.config import Config
+from sidelane.program.collective import ReduceOp
+from sidelane.servers import sglang
+from sidelane.servers.group import ServerGroup
+
+STATE = "sglang.srt.distributed.parallel_state"
+CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+NORM = "sglang.srt.layers.flashinfer_comm_fusion"
+WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
+ALL = "replaced: all_reduce, reduce_scatter_tensor, all_gather_into_tensor"
+
+
+class Server:
+    """What the tests set and read of the made-up SGLang."""
+
+    def __init__(self, version: str = "0.5.15", deterministic: bool = False, symmetric: bool = False) -> None:
+        self.deterministic, self.symmetric, self.flashinfer, self.dp = deterministic, symmetric, False, False
+        self.calls: list[str] = []
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        self.groups: list[Any] = []
+        self.modules: dict[str, ModuleType] = {}
+        server = self
+
+        class HookRegistry:
+            @staticmethod
+            def register(target: str, hook: Callable[..., Any], hook_type: str) -> None:
+                assert hook_type == "around" and target not in server.hooks
+                server.hooks[target] = hook
+
+        class GroupCoordinator:
+            def __init__(self, group: dist.ProcessGroup) -> None:
+                self.group, self.world_size = group, group.size()
+                self.ca_comm: Any = None
+                if server.state.enabled and group.size() > 1:
+                    made = sys.modules[CUSTOM].dispatch_custom_allreduce(group=group, device=torch.device("cpu"))
+                    self.ca_comm = made(group=group, device=torch.device("cpu"))
+
+            def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+                server.calls.append("all_reduce")
+                dist.all_reduce(input_, group=self.group)
+                return input_
+
+            def _reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+                server.calls.append("reduce_scatter")
+                dist.reduce_scatter_tensor(output, input, group=self.group)
+                return output
+
+            def _all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+                server.calls.append("all_gather")
+                dist.all_gather_into_tensor(output, input, group=self.group)
+
+            def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+                self._reduce_scatter_tensor(output, input)
+
+            def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+                self._all_gather_into_tensor(output, input)
+
+        class SchedulerWeightUpdaterManager:
+            def release_memory_occupation(self, recv_req: Any) -> str:
+                return "released"
+
+            def resume_memory_occupation(self, recv_req: Any) -> str:
+                return "resumed"
+
+        def set_custom_all_reduce(enable: bool) -> None:
+            server.state.enabled = enable
+
+        def dispatch_custom_allreduce(group: Any, device: Any) -> Any:
+            return lambda group, device: SimpleNamespace(disabled=False, special="theirs")
+
+        def flashinfer(
+            input_tensor: Any, residual: Any, weight: Any, eps: float = 1e-6, max_token_num: int = 2048, **rest: Any
+        ) -> Any:
+            server.calls.append("norm")
+            return (input_tensor, residual) if server.flashinfer else (None, None)
+
+        variable = SimpleNamespace(get=lambda: self.deterministic)
+        self._module("sglang.version", __version__=version)
+        self._module(
+            "sglang.srt.plugins.hook_registry", HookRegistry=HookRegistry, HookType=SimpleNamespace(AROUND="around")
+        )
+        self._module("sglang.srt.utils", is_cpu=lambda: True, is_cuda=lambda: False)
+        self._module("sglang.srt.environ", envs=SimpleNamespace(SGLANG_ENABLE_DETERMINISTIC_INFERENCE=variable))
+        self._module(CUSTOM, dispatch_custom_allreduce=dispatch_custom_allreduce)
+        allocator = f"{CUSTOM.rpartition('.')[0]}.pynccl_allocator"
+        self._module(allocator, is_symmetric_memory_enabled=lambda: self.symmetric)
+        self._module("sglang.srt.layers.dp_attention", is_dp_attention_enabled=lambda: self.dp)
+        self._module("sglang.srt.server_args", get_global_server_args=SimpleNamespace)
+        fuses = {"apply_flashinfer_allreduce_fusion": lambda batch_size: self.flashinfer and 0 < batch_size <= 2048}
+        self._module("sglang.srt.layers.communicator", **fuses)
+        self._module(NORM, flashinfer_allreduce_residual_rmsnorm=flashinfer)
+        self._module(WEIGHTS, SchedulerWeightUpdaterManager=SchedulerWeightUpdaterManager)
+        groups = {f"get_{name}_group": lambda: self.groups[0] for name in ("attn_tp", "moe_ep", "moe_tp")}
+        self.state: Any = self._module(
+            STATE,
+            GroupCoordinator=GroupCoordinator,
+            set_custom_all_reduce=set_custom_all_reduce,
+            enabled=True,
+            **groups,
+        )
+        sys.modules["sglang.srt.distributed"].parallel_state = self.state  # type: ignore[attr-defined]
+
+    def _module(self, name: str, **content: Any) -> ModuleType:
+        for end in [*(i for i, letter in enumerate(name) if letter == "."), len(name)]:
+            part = name[:end]
+            if part not in self.modules:
+                module = self.modules[part] = sys.modules[part] = ModuleType(part)
+                module.__spec__ = importlib.machinery.ModuleSpec(part, None, is_package=True)
+                module.__path__ = []
+        vars(self.modules[name]).update(content)
+        return self.modules[name]
+
+    def load_plugins(self) -> None:
+        """Call the entry point, and stand its hooks around what they name."""
+        sglang.register()
+        for target, hook in self.hooks.items():
+            place, _, name = target.rpartition(".")
+            owner = pkgutil.resolve_name(place)
+            setattr(owner, name, _around(getattr(owner, name), hook))
+
+    def group(self, group: dist.ProcessGroup) -> Any:
+        """Return a group, whose object Sidelane or SGLang has made."""
+        self.groups.append(self.state.GroupCoordinator(group))
+        return self.groups[-1]
+
+
+def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return hook(original, *args, **options)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def serving(*, names: str | None = "sidelane", **options: Any) -> Iterator[tuple[Server, list[str]]]:
+    """Start the made-up SGLang with SGLANG_PLUGINS; yield it and the lines of the log of its plug-in."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    given = {name: value for name, value in os.environ.items() if name not in ("SGLANG_PLUGINS", "SIDELANE_SERVERS")}
+    with (
+        mock.patch.dict(os.environ, given, clear=True),
+        mock.patch.dict(sys.modules),
+        config.override(Config(timeout_s=60)),
+    ):
+        if names is not None:
+            os.environ["SGLANG_PLUGINS"] = names
+        server = Server(**options)
+        level, calls = sglang.LOG.level, logging.getLogger("sidelane").level
+        sglang.LOG.addHandler(handler)
+        sglang.LOG.setLevel(logging.INFO)
+        try:
+            server.load_plugins()
+            yield server, lines
+        finally:
+            for each in sglang.made:
+                each.close()
+            sglang.made.clear()
+            sglang.announce.cache_clear()
+            sglang.LOG.removeHandler(handler)
+            sglang.LOG.setLevel(level)
+            logging.getLogger("sidelane").setLevel(calls)
+
+
+def everyones(group: dist.ProcessGroup, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Numbers of every rank, which all ranks know."""
+    count = torch.Size(shape).numel()
+    return [numbers(count, rank, count, dtype).view(shape) for rank in range(group.size())]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_calls(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sums, reduce-scatters and gathers are Sidelane's; what it does not take is the server's, in the same order."""
+    n, rank = group.size(), group.rank()
+    with serving() as (server, lines):
+        tp = server.group(group)
+        assert isinstance(tp.ca_comm, ServerGroup)
+        for rows, width in ((1, 7), (5, 33), (1, 7)):
+            parts = everyones(group, n * rows, width, dtype=dtype)
+            total, mine = in_rank_order(parts, ReduceOp.SUM), parts[rank].clone()
+            assert tp.all_reduce(mine) is mine and same_bytes(mine, total)
+            shard, whole = torch.empty(rows, width, dtype=dtype), torch.empty(n * n * rows, width, dtype=dtype)
+            tp.reduce_scatter_tensor(shard, parts[rank].clone())
+            assert same_bytes(shard, total[rank * rows : (rank + 1) * rows])
+            tp.all_gather_into_tensor(whole, parts[rank].clone())
+            assert same_bytes(whole, torch.cat(parts))
+        assert server.calls == []
+        double = torch.ones(4, dtype=torch.float64)
+        assert tp.all_reduce(double).tolist() == [float(n)] * 4 and server.calls == ["all_reduce"]
+        tp.all_gather_into_tensor(whole := torch.empty(n, 3, dtype=torch.uint8), torch.ones(1, 3, dtype=torch.uint8))
+        assert whole.sum() == 3 * n and server.calls == ["all_reduce"], "gathers take any dtype"
+        assert len(lines) == 1 and lines[0].startswith(
+            f"INFO Sidelane {sglang.line.__globals__['VERSION']} in sglang 0.5.15: {ALL}"
+        )
+        server.group(group)
+        assert len(lines) == 1, "one line a process"
+
+
+@on_ranks(2)
+def test_bits_of_a_row_in_batches_of_1_to_64(group: dist.ProcessGroup) -> None:
+    """In deterministic mode, for which SGLang switches its own off, sums stay Sidelane's and norms are SGLang's."""
+    everyone = everyones(group, 64, 48, dtype=torch.bfloat16)
+    mine, total = everyone[group.rank()], in_rank_order(everyone, ReduceOp.SUM)
+    with serving(deterministic=True) as (server, lines):
+        server.state.set_custom_all_reduce(False)
+        tp = server.group(group)
+        for batch in range(1, 65):
+            assert same_bytes(tp.all_reduce(mine[:batch].clone()), total[:batch]), batch
+        assert server.calls == [] and "deterministic mode" in lines[0] and lines[0].startswith("INFO")
+        assert not sys.modules["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion(1)
+
+
+@on_ranks(2, interpreted=True)
+def test_norms(group: dist.ProcessGroup) -> None:
+    """Norms are fused where SGLang asks, also what the kernel does not take; FlashInfer's are those that it took."""
+    hidden = 264
+    with serving() as (server, lines):
+        server.group(group)
+        fuses: Any = sys.modules["sglang.srt.layers.communicator"]
+        norm = sys.modules[NORM].flashinfer_allreduce_residual_rmsnorm
+        assert [fuses.apply_flashinfer_allreduce_fusion(tokens) for tokens in (0, 1, 512, 513)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert lines[0].endswith(f"{ALL}, flashinfer_allreduce_residual_rmsnorm")
+        for dtype, gain in (
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32),
+            (torch.float64, torch.float64),
+        ):
+            everyone = [each.to(dtype) for each in everyones(group, 3, hidden)]
+            residual, weight = (
+                numbers(5, 0, 3 * hidden, torch.float32).view(3, hidden).to(dtype),
+                torch.ones(hidden, dtype=gain),
+            )
+            kept = residual.clone()
+            for is_attention in (True, False):
+                y, found = norm(
+                    input_tensor=everyone[group.rank()].clone(),
+                    residual=residual,
+                    weight=weight,
+                    eps=1e-5,
+                    max_token_num=2048,
+                    use_attn_tp_group=is_attention,
+                )
+                total = torch.stack([each.double() for each in everyone]).sum(0) + kept.double()
+                rough = 2e-2 if dtype is torch.bfloat16 else 1e-5
+                torch.testing.assert_close(found.double(), total, rtol=rough, atol=rough)
+                normalised = functional.rms_norm(total, (hidden,), eps=1e-5)
+                torch.testing.assert_close(y.double(), normalised, rtol=rough, atol=rough)
+            assert torch.equal(residual, kept)
+        assert server.calls == ["all_reduce"] * 2, "those of float64"
+        server.flashinfer = True
+        assert fuses.apply_flashinfer_allreduce_fusion(2048)
+        wide = torch.ones(513, 4)
+        found = norm(input_tensor=wide, residual=wide, weight=torch.ones(4))
+        assert found[0] is wide and server.calls[-1] == "norm"
+        server.flashinfer, server.dp = False, True
+        assert not fuses.apply_flashinfer_allreduce_fusion(1)
+
+
+@on_ranks(2)
+def test_what_the_server_was_asked_for_comes_first(group: dist.ProcessGroup) -> None:
+    """NCCL's symmetric memory, or no custom all-reduce at all; and a communicator that cannot be made."""
+    with serving(symmetric=True) as (server, lines):
+        tp = server.group(group)
+        tp.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        tp.all_gather_into_tensor(torch.empty(4), torch.ones(2))
+        assert server.calls == ["reduce_scatter", "all_gather"] and "--enable-symm-mem" in lines[0]
+    with serving() as (server, lines):
+        server.state.set_custom_all_reduce(False)
+        tp = server.group(group)
+        assert tp.ca_comm is None and lines[0].endswith(
+            "replaced: nothing; as before: everything (--disable-custom-all-reduce)"
+        )
+        assert lines[0].startswith("WARNING")
+        assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls == ["all_reduce"]
+    for deterministic in (False, True):
+        with (
+            serving(deterministic=deterministic) as (server, lines),
+            mock.patch.object(ServerGroup, "_join", lambda self: setattr(self, "reason", "no memory to share")),
+        ):
+            tp = server.group(group)
+            assert "everything (no memory to share)" in lines[0] and lines[0].startswith("WARNING")
+            assert tp.ca_comm.disabled if deterministic else tp.ca_comm.special == "theirs"
+            assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls == ["all_reduce"]
+
+
+@on_ranks(2)
+def test_release_and_resume(group: dist.ProcessGroup) -> None:
+    """The memory goes and comes back; in between, SGLang makes the calls, on all ranks."""
+    with serving() as (server, lines):
+        tp, updater = server.group(group), sys.modules[WEIGHTS].SchedulerWeightUpdaterManager()
+        for _ in range(2):
+            assert tp.all_reduce(torch.ones(300)).tolist() == [2.0] * 300 and server.calls == []
+            assert updater.release_memory_occupation(None) == "released" == updater.release_memory_occupation(None)
+            assert tp.ca_comm.memory_bytes() == 0
+            assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls.pop() == "all_reduce"
+            assert updater.resume_memory_occupation(None) == "resumed"
+        assert len(lines) == 1
+        with (
+            mock.patch.object(ServerGroup, "suspend", return_value="graphs"),
+            mock.patch.object(ServerGroup, "resume", return_value="none"),
+        ):
+            updater.release_memory_occupation(None)
+            updater.resume_memory_occupation(None)
+        assert lines[1:] == [
+            "WARNING Sidelane: a group was not suspended: graphs",
+            "WARNING Sidelane: a group was not resumed: none",
+        ]
+
+
+def test_who_asks_and_what_fits() -> None:
+    for names, asked in ((None, False), ("other", False), ("other, sidelane", True)):
+        with serving(names=names) as (server, lines):
+            assert bool(server.hooks) is asked and lines == []
+    for version, fits in (
+        ("0.5.12", True),
+        ("0.5.15.post1", True),
+        ("0.5.11", False),
+        ("0.5.16", False),
+        ("0.6.0", False),
+    ):
+        with serving(version=version) as (server, lines):
+            assert bool(server.hooks) is fits
+            text = f"everything (sglang {version} does not fit (allowed=0.5.12..0.5.15))"
+            refused = f"in sglang {version}: replaced: nothing; as before: {text}"
+            assert fits or (len(lines) == 1 and lines[0].startswith("WARNING") and lines[0].endswith(refused))
+    with serving() as (server, lines):
+        sys.modules["sglang.srt.utils"].is_cpu = lambda: False  # type: ignore[attr-defined]
+        server.hooks.clear()
+        sglang.register()
+        assert not server.hooks and lines[0].endswith("everything (its platform does not fit (allowed=cuda, cpu))")
+
+
+def test_the_entry_point_imports_no_server() -> None:
+    """SGLang loads it in every process; without being asked it imports and changes nothing."""
+    program = (
+        "import sys; import sidelane.servers.sglang as one; one.register();"
+        "print([name for name in sys.modules if name.split('.')[0] in ('vllm', 'sglang')])"
+    )
+    bare = {name: value for name, value in os.environ.items() if name not in ("SIDELANE_SERVERS", "SGLANG_PLUGINS")}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True)
+    assert found.stdout.strip() == "[]", found.stdout

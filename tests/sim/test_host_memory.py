@@ -1,0 +1,58 @@
+"""Collectives through host memory in virtual time: links, root complexes and memory that GPUs share."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidelane.program import collective as define
+from sidelane.program.builders import Transport, build
+from sidelane.program.collective import Collective, ReduceOp, Reduction
+from sidelane.program.ir import Program
+from sidelane_lab.machines.load import named
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.sim import simulate
+
+SUM = Reduction(ReduceOp.SUM, "bfloat16")
+NBYTES = 256 << 20
+
+
+def us(machine: Machine, collective: Collective, variant: str) -> float:
+    return simulate(build(collective, variant, Transport.STAGED), machine).time_us
+
+
+def gather(ranks: int) -> Collective:
+    return define.all_gather([NBYTES // ranks] * ranks)
+
+
+@pytest.mark.parametrize("name", ["4090x2", "5090x4"])
+def test_pieces_hide_one_way_behind_the_other(name: str) -> None:
+    machine = named(name)
+    assert machine.through_host and machine.host is not None
+    n, host = machine.gpus, machine.host
+    part = NBYTES / n
+    exchange, total = define.all_to_all([[NBYTES // n] * n] * n), define.all_reduce([NBYTES // n] * n, SUM)
+    for collective in (gather(n), exchange, total):  # of what is gathered GPUs write a part, and read all
+        pieces, whole = us(machine, collective, "chunked"), us(machine, collective, "b2b")
+        assert pieces < (0.97 if collective is not exchange and n > 2 else 0.9) * whole, collective
+    # Of an all-gather each GPU writes a part and reads the others.
+    floor = max(part * n / host.duplex_gbps, n * n * part / host.memory_gbps, (n - 1) * part / host.gpu_gbps) / 1e3
+    assert floor < us(machine, gather(n), "chunked") < 1.25 * floor
+
+
+def test_what_gpus_share_holds_them_all() -> None:
+    machine = named("5090x4")
+    alone = us(machine, gather(4), "chunked")
+    for name, value in (("memory", 60), ("root", 60), ("gpu", 10), ("duplex", 20)):
+        path = f"host.{name}_gbps"
+        assert us(machine.with_value(path, value), gather(4), "chunked") > 1.5 * alone, path
+    split = machine.with_value("host.root_gbps", 60).with_value("host.root_gpus", 2)
+    assert us(split, gather(4), "chunked") < us(machine.with_value("host.root_gbps", 60), gather(4), "chunked")
+
+
+def test_copies_between_gpus_pass_both_links() -> None:
+    pushed: Program = build(gather(2), "b2b", Transport.PUSH)
+    machine = named("4090x2")
+    assert machine.host is not None
+    assert simulate(pushed, machine).time_us > NBYTES / machine.host.memory_gbps / 1e3
+    with_peers = machine.with_value("host.peers", 1)
+    assert not with_peers.through_host and simulate(pushed, with_peers).time_us != simulate(pushed, machine).time_us
