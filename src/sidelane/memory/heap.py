@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import itertools
 import operator
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -338,6 +339,17 @@ class LaneMemory:
         block = self._segments[number] = self._memory.allocate(nbytes)
         self._heap.add(number, block)
         self._pool.grow(number, nbytes)
+
+
+def symmetric_ranges() -> bytes:
+    """Return the begins and ends of all symmetric memory and pools of this process, as 64-bit words.
+
+    They hold as long as :func:`generation` does.
+    """
+    heaps = [heap for reference in _heaps_there if (heap := reference()) is not None]
+    blocks = ((start, nbytes) for heap in heaps for start, _, nbytes in heap._starts)
+    pools = ((found.start, found.nbytes) for heap in heaps for found in heap.pools.values())
+    return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
 
 
 def generation() -> int:
