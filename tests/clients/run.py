@@ -49,9 +49,9 @@ def main() -> None:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     failed = 0
     for client in options.clients or clients:
-        package = client.split("_")[0]
-        package = DISTRIBUTIONS.get(package, package)
-        version = version_of(package)
+        word = client.split("_")[0]
+        package = DISTRIBUTIONS.get(word, word)
+        version = version_of(package, python_of(word))
         if not version:
             print(f"{client}: skipped, {package} is not installed", flush=True)
             continue
@@ -77,10 +77,10 @@ def python_of(package: str) -> str:
     return str(own) if own.exists() else sys.executable
 
 
-def version_of(package: str) -> str:
-    """Return the version of a package; an empty text if it is not installed."""
+def version_of(package: str, python: str) -> str:
+    """Return the version of a distribution; an empty text if that Python does not have it."""
     program = f"import importlib.metadata as found; print(found.version({package!r}))"
-    asked = subprocess.run([python_of(package), "-c", program], capture_output=True, text=True)
+    asked = subprocess.run([python, "-c", program], capture_output=True, text=True)
     return asked.stdout.strip()
 
 

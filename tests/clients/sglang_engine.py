@@ -31,7 +31,8 @@ if not GPUS:
 
 def settings() -> None:
     """Set what the processes of SGLang inherit."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    torchrun = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
+    for name in torchrun:  # the engine starts its workers itself
         os.environ.pop(name, None)
     os.environ["SGLANG_PLUGINS"] = "sidelane" if BACKEND == "sidelane" else "none"
     if not GPUS:
@@ -76,9 +77,12 @@ def check(scheduler: Any, folder: str) -> None:
         assert torch.equal(group.all_reduce(rows[:batch].clone()), total[:batch]), batch
     mine = slice(group.rank_in_group * 32, (group.rank_in_group + 1) * 32)
     part, whole = torch.empty_like(rows[:32]), torch.empty_like(rows).repeat(2, 1)
-    group.reduce_scatter_tensor(part, rows.clone())
-    group.all_gather_into_tensor(whole, rows)
+    kernels = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)  # SGLang registers these operators for GPUs only
+    torch.ops.sglang.reg_reduce_scatter_tensor.default.redispatch(kernels, part, rows.clone(), group.unique_name)
+    torch.ops.sglang.reg_all_gather_into_tensor.default.redispatch(kernels, whole, rows, group.unique_name)
     assert torch.equal(part, total[mine]) and torch.equal(whole, torch.cat(everyone))
+    if served is not None:
+        assert served.counts["reduce_scatter"] == served.counts["all_gather"] == 1, served.counts
     if group.rank_in_group == 0:
         Path(folder, "counts.json").write_text(json.dumps(counts))
 

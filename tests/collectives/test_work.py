@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expected import versions_of
 from on_ranks import default_stream, on_ranks
 from sweeps import communicator
 
@@ -128,12 +129,12 @@ def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream
         given, found, code = torch.full((4,), float(comm.rank)), torch.empty(8), CompiledCode()
         comm.path.repeats = code  # type: ignore[assignment]
         comm.all_gather(found, given)  # Python's: it finds the code that has been compiled by now
-        version = found._version
+        before = versions_of([found])
         work: Any = comm.all_gather(found, given, async_op=True)
         assert code.said.pop(0) == ("all_gather", False, 7)
         count, outputs = code.said.pop(0)
         assert work == "work" and count == 2 and outputs[0] is found
-        assert found._version > version, "autograd knows of it"
+        assert versions_of([found]) > before, "autograd knows of it"
         assert comm.all_gather([found], [given], async_op=True) == "work"
         count, outputs = code.said.pop()
         assert count == 2 and len(outputs) == 1 and outputs[0] is found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ class Host:
         self.state = SimpleNamespace(closed=False, failure=None, last=STREAM)
         self.stream, self.device, self.captured = STREAM, DEVICE, False
         self.generation = [1000]
-        self.numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self.module, self.memory = module, bytearray(RING * 64)
         self.begun = ctypes.c_uint64(0)
         self.posted: list[tuple[int, str]] = []

@@ -203,7 +203,8 @@ def test_words_follow_the_number_before_the_steps(host: Host) -> None:
 
 
 def test_notes_are_taken_after_the_steps(host: Host) -> None:
-    target, pairs, tally = SimpleNamespace(), [], [41, "more"]
+    pairs: list[object] = []
+    target, tally = SimpleNamespace(), [41, "more"]
     notes = (
         (Effect.SET, target, "choice", "kept"),
         (Effect.SET_NUMBER, target, "last", None),
