@@ -211,11 +211,11 @@ def _norm() -> Callable[..., Any]:
     def hook(original: Callable[..., Any], **given: Any) -> Any:
         from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
 
-        x, weight, is_attention = given["input_tensor"], given["weight"], given["use_attn_tp_group"]
+        x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
         served = _of(_groups()[not is_attention])
         if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
             return original(**given)  # FlashInfer's
-        return operator(x, given["residual"], weight, given["eps"], is_attention)
+        return operator(x, given["residual"], weight, given.get("eps", 1e-6), is_attention)
 
     return hook
 
