@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 import sidelane
 from sidelane import config
 from sidelane.collectives import backend_cuda
-from sidelane.integrations import dispatch, ledger, torch_world
+from sidelane.integrations import dispatch, ledger, lifetime, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -264,15 +264,14 @@ def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str
 @contextlib.contextmanager
 def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterator[SidelaneGroup]:
     """A new group whose library takes the name of NCCL; ``most``: bytes of ordinary tensors that are staged."""
-    with sidelane_group(group) as wrapped:
-        pass
-    ours = dist.split_group(wrapped, [list(range(group.size()))])
+    library = mock.Mock(**{"name.return_value": "nccl"})
+    kinds = mock.patch.object(lifetime, "kinds", return_value={torch.get_default_device(): (None, library)})
+    with sidelane_group(group) as wrapped, kinds:
+        ours = dist.split_group(wrapped, [list(range(group.size()))])
     assert isinstance(ours, SidelaneGroup)
-    ledger.reset()
     limits = dispatch.MOST_STAGED if most is None else dict.fromkeys(dispatch.MOST_STAGED, (most, most))
     with (
         mock.patch.object(dispatch, "MOST_STAGED", limits),
-        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
         mock.patch.object(dist.ProcessGroup, "_start_coalescing", return_value=None),  # Gloo has none
         mock.patch.object(dist.ProcessGroup, "_end_coalescing", return_value=None),
     ):

@@ -109,10 +109,14 @@ class SymmetricHeap:
 
     Args:
         owner: description of the communicator, for error messages.
+
+    Attributes:
+        stages_others: symmetric memory of other communicators is staged, not refused: a program may pass a tensor to
+            several process groups.
     """
 
     def __init__(self, owner: str) -> None:
-        self.owner = owner
+        self.owner, self.stages_others = owner, False
         self._blocks: dict[int, SymmetricBlock] = {}
         self._starts: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._held: dict[int, torch.Tensor] = {}  # by address of the storage
@@ -237,7 +241,7 @@ class SymmetricHeap:
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
         """Return the heap of another communicator that holds an address; None if there is none."""
-        for reference in _heaps_there:
+        for reference in () if self.stages_others else _heaps_there:
             heap = reference()
             if heap is not None and heap is not self and heap._find(address) is not None:
                 return heap
