@@ -116,7 +116,8 @@ test-restart: $(READY) ## kill a rank of programs that train, and see torchrun s
 test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing leaks or slows down; half an hour; STEPS=1000
 	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
-test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torchtitan, TorchRec, DeepSpeed and others between CPU ranks; 10 minutes
+test-clients: .venv-clients/.ready .venv-clients/sglang/.ready .venv-clients/vllm/.ready ## run accelerate, Trainer, Lightning, torchtitan, vLLM, SGLang and others between CPU ranks; 20 minutes
+	@for each in sglang vllm; do .venv-clients/$$each/bin/python tests/clients/contracts.py; done
 	@CUDA_VISIBLE_DEVICES= .venv-clients/bin/python tests/clients/run.py $(CLIENTS)
 
 # An environment of their own: these programs want versions of packages that the tools here do not.
@@ -125,6 +126,19 @@ test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torcht
 	@.venv-clients/bin/python -m pip install --quiet $(TORCH_INSTALL)
 	@.venv-clients/bin/python -m pip install --quiet -e . -e ./lab -r tests/clients/requirements.txt
 	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
+	@touch "$@"
+
+.venv-clients/sglang/.ready: tests/clients/requirements-sglang.txt tests/clients/requirements-sglang-alone.txt .venv-clients/.ready
+	@test -x .venv-clients/sglang/bin/python || $(PYTHON) -m venv .venv-clients/sglang
+	@.venv-clients/sglang/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-clients/sglang/bin/python -m pip install --quiet -e . -r tests/clients/requirements-sglang.txt
+	@.venv-clients/sglang/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-sglang-alone.txt
+	@touch "$@"
+
+.venv-clients/vllm/.ready: tests/clients/requirements-vllm.txt .venv-clients/.ready
+	@test -x .venv-clients/vllm/bin/python || $(PYTHON) -m venv .venv-clients/vllm
+	@.venv-clients/vllm/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-clients/vllm/bin/python -m pip install --quiet --no-deps -e . -r tests/clients/requirements-vllm.txt
 	@touch "$@"
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1

@@ -18,12 +18,13 @@ import pytest
 from click.testing import CliRunner, Result
 from marks import long
 
-import sidelane
 from goldens import check_golden, entries
 from sidelane import cli
 from sidelane.cli import info
 from sidelane.errors import UnavailableError
+from sidelane.machine import local
 from sidelane.program.collective import Kind
+from sidelane.version import VERSION
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
@@ -53,10 +54,15 @@ def run(*arguments: str) -> Result:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stands in for studies and predictions; holds what they were called with. It returns 3, which claims pass on."""
     seen: list[tuple[Any, ...]] = []
+
+    def answer(*given: Any, **named: Any) -> int:
+        seen.append(given)
+        return 3
+
     doors = {running: "run", numbers: "predict_study", sim_study: "collective_main"}
     doors |= dict.fromkeys((power_predict, sim_overlap, claims, sim_plan, sim_fused), "main")
     for module, name in (*doors.items(), (sim_study, "c3_main")):
-        monkeypatch.setattr(module, name, lambda *given, **named: seen.append(given) or 3)
+        monkeypatch.setattr(module, name, answer)
     return seen
 
 
@@ -69,8 +75,8 @@ def said(given: object) -> str:
     return f"{type(given).__name__}({', '.join(kept)})"
 
 
-def test_version():
-    assert run("--version").output == f"sidelane {sidelane.__version__}\n"
+def test_version() -> None:
+    assert run("--version").output == f"sidelane {VERSION}\n"
 
 
 def test_what_is_asked_for(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ def test_what_is_asked_for(asked: list[tuple[Any, ...]], monkeypatch: pytest.Mon
     check_golden("options", found)
 
 
-def test_all_means_all_that_can_be_measured(asked: list[tuple[Any, ...]]):
+def test_all_means_all_that_can_be_measured(asked: list[tuple[Any, ...]]) -> None:
     run("collective", "--collective", "all", "--device", "cpu")
     ((options,),) = asked
     assert set(options.collectives) == set(reference.KINDS)
@@ -113,7 +119,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["c3", "collective", "pipeline", "claims"])
-def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
+def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path) -> None:
     def refused(machine: str) -> str:
         result = run(command, "--machine", machine)
         assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
@@ -129,7 +135,7 @@ def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
     assert "cannot be read as text" in refused(str(mine))
 
 
-def test_a_users_machine_is_predicted(tmp_path: Path):
+def test_a_users_machine_is_predicted(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text('{"base": "mi300x8", "name": "mine", "title": "My GPUs"}', encoding="utf-8")
     result = run("c3", "--machine", str(mine), "cb1_896M", "--collective", "all_gather")
@@ -137,7 +143,7 @@ def test_a_users_machine_is_predicted(tmp_path: Path):
     assert "My GPUs" in result.output and "cb1_896M" in result.output
 
 
-def test_the_catalogue():
+def test_the_catalogue() -> None:
     shown, listed = run("machines"), run("machines", "--json")
     assert shown.exit_code == listed.exit_code == 0
     assert tuple(row["name"] for row in json.loads(listed.output)) == machine_names()
@@ -146,7 +152,7 @@ def test_the_catalogue():
 
 def test_demo_measures_where_there_are_gpus(
     asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(launch, "choose_target", lambda ranks, device: SimpleNamespace(on_cpu=False))
     result = run("demo", "--report", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -155,7 +161,7 @@ def test_demo_measures_where_there_are_gpus(
     assert (options.report, options.workloads) == (tmp_path, DEMO_WORKLOADS)
 
 
-def test_a_name_of_some_of_the_collectives_is_fine():
+def test_a_name_of_some_of_the_collectives_is_fine() -> None:
     both = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     check_asked("cpu", both, variants=("swap", "bcst", "b2b"), implementations=("dma",))
     check_asked("cuda", both, variants=("one_shot", "b2b", "swap"), launches=("graph",))
@@ -178,15 +184,20 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(running, "run", fail)
 
 
-def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
+def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, UnavailableError("no copy engines here"))
     result = run("c3")
     assert (result.exit_code, result.output) == (1, "Error: no copy engines here\nSee docs/guide/errors.md\n")
 
 
-def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    monkeypatch.setattr(sim_overlap, "main", lambda *_: (path.touch(), (path / "report").mkdir()))  # came meanwhile
+
+    def come_meanwhile(*_: object) -> None:
+        path.touch()
+        (path / "report").mkdir()
+
+    monkeypatch.setattr(sim_overlap, "main", come_meanwhile)
     result = run("pipeline", "--machine", "a40x4", "--report", str(path / "report"))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     *_, error, see = result.output.strip().splitlines()
@@ -287,7 +298,7 @@ def test_tools_refuse_what_cannot_be_written_before_anything_runs(tmp_path: Path
     assert "is a file (allowed=a folder)" in done.stderr
 
 
-def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, RankFailedError("rank 0 of 2 failed:\nTraceback ...", 0, "implementations: mpi"))
     result = run("c3")
     assert result.exit_code == 2
@@ -295,18 +306,18 @@ def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
     assert "Traceback ..." not in result.output
 
 
-def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch):
+def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     error = UnavailableError("no copy engines here")
     fail_with(monkeypatch, error)
     assert run("--traceback", "c3").exception is error
 
 
-def test_info_as_json():
+def test_info_as_json() -> None:
     result = run("info", "--json", "--no-probe")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["machine"]["cores"] >= 1
-    assert found["software"]["sidelane"] == sidelane.__version__
+    assert found["software"]["sidelane"] == VERSION
     assert set(found["uses"]) >= {"ranks", "moves", "signals"}
 
 
@@ -318,7 +329,9 @@ def test_info_as_json():
         (False, "", "NATIVE=0"),
     ],
 )
-def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, native: bool, module: Any, said: str):
+def test_info_tells_how_calls_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, native: bool, module: Any, said: str
+) -> None:
     from sidelane.config import Config, override
     from sidelane.native import Replays
 
@@ -327,15 +340,15 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
         assert said in info._repeats()
 
 
-def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
+def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine with four GPUs would show, made up."""
     from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
 
     gpus = tuple(InstalledGpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
     found = Accelerators("cuda", gpus, access, "580.1", "NCCL 2.28.9", True, False, ("a note",))
-    monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
-    monkeypatch.setattr(info.local, "device_type_and_count", lambda: ("cpu", 0))
+    monkeypatch.setattr(local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
+    monkeypatch.setattr(local, "device_type_and_count", lambda: ("cpu", 0))
     output = " ".join(run("info", "--no-probe").output.split())
     assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
     assert "missing for 3->0" in output

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -31,7 +32,8 @@ def run(*arguments: str, width: int = 80) -> Result:
 
 
 def command(name: str) -> HelpEntry:
-    return cli.main.find(name)
+    found: HelpEntry = cli.main.find(name)
+    return found
 
 
 def test_help_begins_with_what_one_can_do() -> None:
@@ -100,7 +102,7 @@ def test_every_option_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_commands_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results" / "h100x1").mkdir(parents=True)
     for read in (
         "collectives.json",

@@ -65,6 +65,42 @@ CONTRACTS: dict[str, dict[str, str]] = {
         "vllm/utils/import_utils.py": "resolve_obj_by_qualname(qualname)",
         "vllm/logger.py": "init_logger(name)",
     },
+    "sglang": {
+        "sglang/srt/plugins/__init__.py": """
+            GENERAL_PLUGINS_GROUP
+            load_plugins()""",
+        "sglang/srt/plugins/hook_registry.py": """
+            HookRegistry.register(cls, target, hook, hook_type)
+            HookType.AROUND""",
+        "sglang/srt/distributed/parallel_state.py": """
+            GroupCoordinator.__init__(self, group_ranks, local_rank)
+            GroupCoordinator._all_gather_into_tensor(self, output, input)
+            GroupCoordinator._reduce_scatter_tensor(self, output, input)
+            GroupCoordinator.all_reduce(self, input_)
+            GroupCoordinator.ca_comm
+            GroupCoordinator.world_size
+            get_attn_tp_group()
+            get_moe_ep_group()
+            get_moe_tp_group()
+            set_custom_all_reduce(enable)""",
+        "sglang/srt/distributed/device_communicators/custom_all_reduce.py": """
+            CustomAllreduce.__init__(self, group, device)
+            CustomAllreduce.capture(self)
+            CustomAllreduce.custom_all_reduce(self, input)
+            CustomAllreduce.disabled
+            CustomAllreduce.should_custom_ar(self, inp)
+            dispatch_custom_allreduce()""",
+        "sglang/srt/distributed/device_communicators/pynccl_allocator.py": "is_symmetric_memory_enabled()",
+        "sglang/srt/layers/communicator.py": "apply_flashinfer_allreduce_fusion(batch_size)",
+        "sglang/srt/layers/dp_attention.py": "is_dp_attention_enabled()",
+        "sglang/srt/layers/flashinfer_comm_fusion.py": """
+            flashinfer_allreduce_residual_rmsnorm(input_tensor, residual, weight, eps)""",
+        "sglang/srt/environ.py": """
+            Envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE
+            Envs.SGLANG_PLUGINS""",
+        "sglang/srt/server_args.py": "get_global_server_args()",
+        "sglang/version.py": "__version__",
+    },
 }
 """Names that must be there, for each server and file; functions with the parameters that they must begin with."""
 

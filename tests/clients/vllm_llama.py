@@ -2,6 +2,7 @@
 alone. vLLM takes Sidelane by its plug-in, so that ``gloo`` is vLLM as it is.
 
 The variants: ``eager``, ``compiled`` by vLLM's own configuration for CPUs, and ``invariant``, its batch-invariant mode.
+The kernels of that mode need a GPU, and torch's own take their place on CPUs; sums are compared bit by bit there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from itertools import chain
 from typing import Any
 
-from client import BACKEND, GPUS, RANKS, finish
+from client import BACKEND, GPUS, RANK, RANKS, finish
 
 VARIANT = sys.argv[2] if len(sys.argv) > 2 else "eager"
 os.environ["VLLM_PLUGINS"] = "sidelane" if BACKEND == "sidelane" else "none"
@@ -44,9 +45,22 @@ def calls() -> list[dict[str, Any]]:
     return [{"where": "sidelane", "operation": name, "why": "", "calls": count} for name, count in counts.items()]
 
 
+def compare_batches() -> None:
+    """Compare the sums of rows in batches of 1 to 64, through vLLM's group."""
+    from vllm.distributed import get_tp_group
+
+    rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(RANK)).bfloat16()
+    whole = get_tp_group().all_reduce(rows.clone())
+    for batch in range(1, 65):
+        assert torch.equal(get_tp_group().all_reduce(rows[:batch].clone()), whole[:batch]), batch
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.determinism import batch_invariant
 
+    if not GPUS:
+        batch_invariant.enable_batch_invariant_mode = lambda: None
     with tempfile.TemporaryDirectory() as folder:
         engine = LLM(
             model=checkpoint(folder),
@@ -70,6 +84,7 @@ def main() -> None:
     together, alone = tokens(prompts), tokens(prompts[:1])
     if VARIANT == "invariant":
         assert alone == together[:1], "the tokens of a request depend on its batch"
+        compare_batches()
     finish(chain(*together, *alone), calls())
 
 

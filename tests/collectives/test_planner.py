@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
 from sidelane.choice.store import builtin
+from sidelane.collectives import plan as plans
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.plan import AUTO, CallProgram, Planner, staging_bytes
 from sidelane.execute.base import Capabilities
 from sidelane.program import collective as define
 from sidelane.program.collective import ReduceOp, Reduction
-from sidelane.program.ir import MOVES
+from sidelane.program.ir import MOVES, Program
+from sidelane.program.transform import freeze
 
 MB = 1 << 20
 
@@ -63,3 +66,24 @@ def test_where_nothing_fits_the_choice_stands(planner: Planner):
     plan = planner.plan_that_fits(captured(64 * MB), lambda program: False)
     program, choice = plan.program, plan.choice
     assert program.variant == choice.candidate.variant == "two_shot_push"
+
+
+def test_flags_come_back_in_captured_calls_alone(planner: Planner):
+    call = captured(MB, "b2b")
+    frozen, eager = (planner.plan(dataclasses.replace(call, frozen=frozen)).program for frozen in (True, False))
+    assert isinstance(frozen, Program) and isinstance(eager, Program)
+    assert frozen == freeze(eager) != eager
+
+
+def test_plans_go_when_their_room_is_needed(planner: Planner, monkeypatch: pytest.MonkeyPatch):
+    """The oldest first; what is forgotten leaves room, also where it was never planned."""
+    first, *others = (captured(size * MB, "b2b") for size in (1, 2, 3, 4))
+    planner.forget(first)
+    room = 3 * plans.program_bytes(planner.plan(first).program)
+    monkeypatch.setattr(plans, "MOST_PROGRAM_BYTES", room)
+    planner.forget(first)
+    for call in others:
+        planner.plan(call)
+    assert [planner.known(call) for call in (first, *others)] == [False, True, True, True]
+    planner.plan(first)
+    assert [planner.known(call) for call in (first, *others)] == [True, False, True, True]

@@ -334,7 +334,6 @@ def test_calls_from_two_streams_are_not_remembered_again_and_again(rank: Rank) -
     streams = rank.driver.caller, rank.driver.create_stream()
     for turn in range(40):
         rank.driver.caller = streams[turn % 2]
-        assert not gather(rank, output, input), "each call is ordered behind the last one, by Python"
-    assert replay.remembered == 0
-    assert [gather(rank, output, input) for _ in range(4)][-2:] == [True, True]
-    assert replay.remembered == 1
+        made = gather(rank, output, input)
+        assert made or turn < 4, "each call is ordered behind the last one, in C"
+    assert replay.remembered == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expected import versions_of
 from on_ranks import default_stream, on_ranks
 from sweeps import communicator
 
@@ -97,27 +98,28 @@ class CompiledCode:
     """Compiled code and a stream of asynchronous calls, as a GPU has them: it notes what it is asked."""
 
     def __init__(self) -> None:
-        self.backend, self.knows, self.is_aside = self, True, False
+        self.backend, self.aside, self.knows, self.is_aside = self, self, True, False
         self.said: list[tuple[Any, ...]] = []
 
-        self.replay = SimpleNamespace(made=0, repeated=False)
+        self.replay, self.handle, self.mark = SimpleNamespace(made=0), 7, object()
 
     def remember(self, *_: object, **__: object) -> None:
         """It is asked what it knows by each test."""
 
-    def run_aside(self, job: Callable[[], Any]) -> Any:
-        self.is_aside = True
-        try:
-            return job()
-        finally:
-            self.is_aside = False
+    def run(self, *given: Any) -> Any:
+        if len(given) == 1:  # a function, as the stream's
+            self.is_aside = True
+            try:
+                return given[0]()
+            finally:
+                self.is_aside = False
+        kind, _, _, _, _, *handle = given
+        self.said.append((str(kind), self.is_aside, *handle))
+        return self.knows and (self.mark if handle else True)
 
-    def run(self, kind: str, tensors: tuple[Any, ...], *rest: Any) -> bool:
-        self.said.append((str(kind), self.is_aside))
-        return self.knows
-
-    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> str:
-        self.said.append((len(tensors), outputs, self.is_aside))
+    def work_on(self, side: object, tensors: Sequence[torch.Tensor], outputs: Any, mark: object) -> str:
+        assert side is self.aside and mark is self.mark
+        self.said.append((len(tensors), outputs))
         return "work"
 
 
@@ -127,17 +129,19 @@ def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream
         given, found, code = torch.full((4,), float(comm.rank)), torch.empty(8), CompiledCode()
         comm.path.repeats = code  # type: ignore[assignment]
         comm.all_gather(found, given)  # Python's: it finds the code that has been compiled by now
+        before = versions_of([found])
         work: Any = comm.all_gather(found, given, async_op=True)
-        assert code.said.pop(0) == ("all_gather", True)
-        count, outputs, is_aside = code.said.pop(0)
-        assert work == "work" and count == 2 and is_aside and outputs[0] is found
+        assert code.said.pop(0) == ("all_gather", False, 7)
+        count, outputs = code.said.pop(0)
+        assert work == "work" and count == 2 and outputs[0] is found
+        assert versions_of([found]) > before, "autograd knows of it"
         assert comm.all_gather([found], [given], async_op=True) == "work"
-        count, outputs, is_aside = code.said.pop()
-        assert count == 2 and is_aside and len(outputs) == 1 and outputs[0] is found
+        count, outputs = code.said.pop()
+        assert count == 2 and len(outputs) == 1 and outputs[0] is found
         assert comm.all_gather(found, given) is None and code.said.pop() == ("all_gather", False)
         code.knows = False
         code.said.clear()
         comm.all_gather(found.fill_(-1), given, async_op=True).wait()  # Python makes it
         assert found.tolist() == [0.0] * 4 + [1.0] * 4
-        assert len(code.said) == 1, "once, and Python made the call aside"
+        assert code.said == [("all_gather", False, 7), ("all_gather", True)], "Python made the call aside"
         comm.path.repeats = None

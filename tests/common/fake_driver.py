@@ -24,6 +24,7 @@ from sidelane.execute.cuda.native import Bound
 
 LEGACY = 0
 WORD = 0xFFFFFFFF
+NOT_READY = 600
 
 
 class FakeHostWords:
@@ -222,7 +223,17 @@ class FakeDriver:
         return stream not in self.urgent
 
     def questions(self) -> Questions:
-        return Questions(lambda index: self.caller, lambda: self.is_capturing(self.caller), self._device, self.index)
+        functions: dict[Callable[..., int | None], int] = {
+            lambda event, stream: self.bind_record(event, stream)[0](): 2,
+            lambda stream, event, _: self.bind_wait(event, stream)[0](): 3,
+            lambda event: 0 if self.has_passed(event) else NOT_READY: 1,
+            lambda found, _: _set(found, ctypes.c_uint64, self.create_event()): 2,
+            self.destroy_event: 1,
+            lambda stream, found: _set(found, ctypes.c_int, self.is_capturing(stream)): 2,
+        }
+        streams = addresses_of([c_function(*each) for each in functions.items()])
+        own = (lambda index: self.caller, lambda: self.is_capturing(self.caller), self._device, self.index)
+        return Questions(*own, streams)
 
     def _device(self) -> int:
         assert not self.is_copy, "torch.cuda raises in a forked copy"
@@ -424,3 +435,21 @@ def _run_memory_ops(ops: list[tuple[str, int, int]]) -> None:
 
 def _ints(address: int, nbytes: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.int32)
+
+
+def c_function(work: Callable[..., int | None], arguments: int) -> Any:
+    """Return a C function of integers, whose result is what ``work`` returns, or 0."""
+
+    def call(*values: int | None) -> int:
+        return work(*(value or 0 for value in values)) or 0
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * arguments)(call)
+
+
+def addresses_of(functions: Sequence[Any]) -> tuple[object, ...]:
+    """Return C functions, to keep them, and the address of each."""
+    return functions, *(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+
+
+def _set(address: int, kind: Any, value: int) -> None:
+    kind.from_address(address).value = value

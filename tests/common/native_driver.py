@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, c_function
 
 from sidelane.execute.cuda.native import Bound, address_argument, address_array
 
@@ -20,9 +20,9 @@ class NativeDriver(FakeDriver):
     def __init__(self) -> None:
         super().__init__()
         self._reductions: list[Any] = []
-        self._copy = _function(self._submit_copy, 4)
-        self._copies = _function(self._submit_copies, 5)
-        self._reduce = _function(self._submit_reduce, 6)
+        self._copy = c_function(self._submit_copy, 4)
+        self._copies = c_function(self._submit_copies, 5)
+        self._reduce = c_function(self._submit_reduce, 6)
 
     def submit(self, calls: Iterable[Bound]) -> None:
         super().submit((functools.partial(function, *arguments), ()) for function, arguments in calls)
@@ -61,14 +61,6 @@ class NativeDriver(FakeDriver):
         super().submit([super().bind_reduce(dst, sources, nbytes, self._reductions[number], stream)])
 
 
-def _function(work: Callable[..., None], arguments: int) -> Any:
-    def call(*values: int | None) -> int:
-        work(*(value or 0 for value in values))
-        return 0
-
-    return ctypes.CFUNCTYPE(ctypes.c_int, *[_WORD] * arguments)(call)
-
-
 def _plain(bound: Bound) -> Bound:
     submit, arguments = bound
-    return _function(lambda: submit(*arguments), 0), ()
+    return c_function(lambda: submit(*arguments), 0), ()

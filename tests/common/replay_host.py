@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from fake_driver import addresses_of, c_function
 
 from sidelane.memory.record import Record
 
@@ -18,13 +19,13 @@ STREAM, DEVICE = 0x7F00_0000_1234, 3
 
 
 class Host:
-    """Everything around a replay, as a communicator has it."""
+    """Everything around a replay, as a communicator has it. ``orders``: it has functions that order streams."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, *, orders: bool = False) -> None:
         self.state = SimpleNamespace(closed=False, failure=None, last=STREAM)
         self.stream, self.device, self.captured = STREAM, DEVICE, False
         self.generation = [1000]
-        self.numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self.module, self.memory = module, bytearray(RING * 64)
         self.begun = ctypes.c_uint64(0)
         self.posted: list[tuple[int, str]] = []
@@ -33,6 +34,10 @@ class Host:
         self.tensors = (torch.zeros(8), torch.zeros(4))
         self.log: list[Any] = []
         self.failures: list[tuple[int, Any]] = []
+        self.orders, self.reached = orders, 0
+        self.refuses: list[str] = []
+        self.capturing: list[int] = []
+        self.events = itertools.count(100)
         self.use([memoryview(self.memory)[64 * i : 64 * i + 64] for i in range(RING)])
 
     def use(self, views: list[memoryview]) -> None:
@@ -44,8 +49,37 @@ class Host:
             *(self.generation, (self.state, "last"), (self, "numbers")),
             *(tuple(self.records), tuple(record.address for record in self.records), ctypes.addressof(self.begun)),
             *(self, self.post, self.post_lock, self.lock.acquire, self.lock.release),
-            *(torch._C._increment_version, torch.Tensor),
+            *(torch._C._increment_version, torch.Tensor, *((self.ordering(),) if self.orders else ())),
         )
+
+    def ordering(self) -> tuple[object, ...]:
+        """C functions that order streams: they note in the log what they are asked for."""
+
+        def create(found: int, flags: int) -> int:
+            ctypes.c_uint64.from_address(found).value = next(self.events)
+            self.log.append("create")
+            return self.refuses.count("create")
+
+        def capturing(stream: int, found: int) -> int:
+            ctypes.c_int.from_address(found).value = stream in self.capturing
+            return 0
+
+        def noting(name: str) -> Callable[..., int]:
+            def note(first: int, second: int = 0, _: int = 0) -> int:
+                self.log.append((name, first, second))
+                return self.refuses.count(name)
+
+            return note
+
+        functions: dict[Callable[..., int], int] = {
+            noting("record"): 2,
+            noting("wait"): 3,
+            lambda event: self.reached: 1,
+            create: 2,
+            noting("destroy"): 1,
+            capturing: 2,
+        }
+        return addresses_of([c_function(*each) for each in functions.items()])
 
     def post(self, call: int, signature: str) -> None:
         self.posted.append((call, signature))
@@ -74,7 +108,7 @@ class Host:
                 self.generation[0],
             ),
             *(
-                STREAM,
+                other.get("stream", STREAM),
                 "all_gather",
                 other.get("payload", PAYLOAD),
                 steps,

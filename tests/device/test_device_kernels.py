@@ -290,6 +290,66 @@ def test_an_absent_peer(group: dist.ProcessGroup) -> None:
         comm.all_gather(output, shard, variant="one_shot")
 
 
+@on_ranks(gpu=default_stream, timeout_s=150)
+@pytest.mark.parametrize("sizes", [(1, 333, 30_000), (33_001, 70_001, 600_000)])
+def test_through_host_memory(group: dist.ProcessGroup, sizes: tuple[int, ...]) -> None:
+    """Words with flags, and plain bytes by blocks that store or load, in turn and back to back, in and out of place."""
+    with communicator(group, peers="host") as comm:
+        n, rank, found = comm.world_size, comm.rank, []
+        for seed, (dtype, size) in enumerate(itertools.product((torch.bfloat16, torch.int32, torch.int64), sizes)):
+            inputs = [numbers(seed, r, n * size, dtype) for r in range(n)]
+            own = slice(rank * size, (rank + 1) * size)
+            total = reduced(inputs, "sum")
+            wanted = {
+                "all_reduce": total,
+                "reduce_scatter": total[own],
+                "all_gather": torch.cat([data[:size] for data in inputs]),
+                "all_to_all": torch.cat([data[own] for data in inputs]),
+                "broadcast": inputs[n - 1],
+            }
+            for in_place, (kind, right) in itertools.product((True, False), wanted.items()):
+                room = torch.empty(n * size + 1, dtype=dtype)[seed % 2 :][: n * size]
+                room.copy_(inputs[rank])
+                if rank == seed % n:
+                    torch.cuda._sleep(200_000)
+                if kind == "all_reduce":
+                    comm.all_reduce(
+                        room, output=(out := room if in_place else torch.empty_like(room)), variant="one_shot"
+                    )
+                elif kind == "broadcast":
+                    comm.broadcast(out := room, root=n - 1, variant="one_shot")
+                elif kind == "reduce_scatter":
+                    out = room[own] if in_place else torch.empty_like(room[own])
+                    comm.reduce_scatter(out, room, variant="one_shot")
+                elif kind == "all_gather":
+                    part = room[:size].clone()
+                    out = room if in_place else torch.empty_like(room)
+                    comm.all_gather(out, out[own].copy_(part) if in_place else part, variant="one_shot")
+                else:
+                    comm.all_to_all(out := room if in_place else torch.empty_like(room), room, variant="one_shot")
+                found.append((out.clone(), right, (dtype, size, kind, in_place)))
+        for out, right, case in found:
+            assert (close if out.dtype.is_floating_point else same_bytes)(out, right), case
+        assert comm.submitted().kernels == len(found) and comm.submitted().peer_copies == 0
+        assert comm.reach(room).how == "staged"
+
+
+@on_ranks(gpu=default_stream, fresh=True, timeout_s=60)
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_an_absent_peer_through_host_memory(group: dist.ProcessGroup, size: int) -> None:
+    comm = communicator(group, timeout_s=2, peers="host")
+    comm.all_reduce(tensor := torch.ones(size), variant="one_shot")
+    comm.synchronize()
+    if comm.rank == 1:
+        time.sleep(7)
+        return
+    with pytest.raises(PeerError, match="rank 1") as caught:
+        comm.all_reduce(tensor, variant="one_shot")
+        comm.synchronize()
+    assert caught.value.ranks == (1,)
+    torch.cuda.synchronize()  # hangs if the kernels spin on
+
+
 def wait_for_a_dead_peer(context: Context, victim: int) -> str:
     """The victim sleeps until it is killed; the others call. The time-out is far away: the death must be noticed."""
     device = context.device

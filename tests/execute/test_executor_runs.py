@@ -91,7 +91,7 @@ def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(monkeypatch: 
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
-    with LocalWorld(3, timeout_s=2.0) as world:
+    with LocalWorld(3, timeout_s=0.5) as world:
         loaded = world.load(build(all_gather([NBYTES] * 3), "pcpy"))
         pendings = [loaded.ranks[0].start(4), loaded.ranks[2].start(4)]
         texts = []
@@ -153,19 +153,26 @@ def test_an_error_in_an_engine_is_raised_here_and_names_its_place_to_the_peers()
 
 
 def test_no_thread_touches_memory_after_wait_has_raised() -> None:
-    """One queue fails while another one has thousands of copies left."""
+    """One queue fails while another one has thousands of copies left, which it leaves at once."""
+    begun: list[int] = []
+
+    def slow_down(queue: Queue, index: int) -> None:
+        if queue.engine is LOCAL:
+            begun.append(index)
+            time.sleep(1e-4)
+
     nbytes = 1 << 20
     copy = Copy(Span(0, Buffer.OUTPUT, 0, nbytes), Span(0, Buffer.INPUT, 0, nbytes))
     queues = (Queue(0, DMA, (Wait(Flag(0, 0), EPOCH),)), Queue(0, LOCAL, (copy,) * 10_000))
     program = Program(all_gather([nbytes]), "by hand", queues, (0,), 1)
-    with LocalWorld(1, timeout_s=1.0) as world:
+    with LocalWorld(1, timeout_s=0.1, delays={0: slow_down}) as world:
         loaded = world.load(program)
         loaded.memory[0, Buffer.INPUT].fill_(1)
         (pending,) = loaded.start(1)
         with pytest.raises(PeerTimeoutError):
             pending.wait()
         output = loaded.memory[0, Buffer.OUTPUT]
-        assert not bool((output == POISON).all()), "it was at work"
+        assert not bool((output == POISON).all()) and len(begun) < 9_999, "it was at work, and has left the rest"
         output.fill_(POISON)
         time.sleep(0.1)
         assert bool((output == POISON).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import two_worlds
+from made_up_gpus import made_up_gpus
+from native_driver import NativeDriver
 from on_ranks import default_stream, on_ranks
 from process_groups import data, ended, on_cpu, sidelane_group
 from ranks import RankError, RankPool
@@ -25,7 +28,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import sidelane
 from sidelane import config
-from sidelane.integrations import dispatch, ledger, torch_world
+from sidelane.collectives import backend_cuda
+from sidelane.integrations import dispatch, ledger, lifetime, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -260,15 +264,14 @@ def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str
 @contextlib.contextmanager
 def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterator[SidelaneGroup]:
     """A new group whose library takes the name of NCCL; ``most``: bytes of ordinary tensors that are staged."""
-    with sidelane_group(group) as wrapped:
-        pass
-    ours = dist.split_group(wrapped, [list(range(group.size()))])
+    library = mock.Mock(**{"name.return_value": "nccl"})
+    kinds = mock.patch.object(lifetime, "kinds", return_value={torch.get_default_device(): (None, library)})
+    with sidelane_group(group) as wrapped, kinds:
+        ours = dist.split_group(wrapped, [list(range(group.size()))])
     assert isinstance(ours, SidelaneGroup)
-    ledger.reset()
     limits = dispatch.MOST_STAGED if most is None else dict.fromkeys(dispatch.MOST_STAGED, (most, most))
     with (
         mock.patch.object(dispatch, "MOST_STAGED", limits),
-        mock.patch.dict(ours._dispatcher.names, {torch.get_default_device().type: "nccl"}),
         mock.patch.object(dist.ProcessGroup, "_start_coalescing", return_value=None),  # Gloo has none
         mock.patch.object(dist.ProcessGroup, "_end_coalescing", return_value=None),
     ):
@@ -655,6 +658,119 @@ def test_an_existing_group_is_wrapped_and_stays(group: dist.ProcessGroup) -> Non
         "all_reduce bool gloo 1",
         "all_reduce float32 sidelane 1",
     ]
+
+
+def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
+    """Every form of a call, in random turns on few tensors, on a group that orders calls by streams of a driver.
+
+    Returns:
+        How many calls compiled code has made.
+    """
+    draw, ops, n = random.Random(seed), torch.ops._c10d_functional, group.size()
+    without_kernels = mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False)
+    with without_kernels, made_up_gpus(driver=NativeDriver(), is_async=True) as driver:
+        ours: Any = sidelane.wrap(group)
+        life = ours._lifetime
+        life.orders["cpu"] = life.orders["cuda"]
+        life.communicators["cuda"] = ours.communicator("cpu")
+        streams, name, rank = (driver.caller, driver.create_stream()), ours.group_name, ours.rank()
+        wholes, parts = ([torch.zeros(size * 40, dtype=torch.int32) for _ in range(3)] for size in (n, 1))
+        kept: list[Any] = []
+
+        def waited(work: dist.Work | None) -> None:
+            """Wait now, on another stream, later or never."""
+            assert work is not None
+            when = draw.randrange(4)
+            if when == 0:
+                driver.caller = streams[1]
+            if when < 2:
+                assert work.wait()
+            elif when == 2:
+                kept.append(work)
+            driver.synchronize()
+            assert work.is_completed()
+            driver.caller = streams[0]
+
+        def coalesced(call: Callable[[int], object]) -> None:
+            with dist._coalescing_manager(group=ours, device=torch.device("cpu"), async_ops=True) as manager:  # type: ignore[attr-defined]
+                for number in range(3):
+                    call(number)
+            manager.wait()
+
+        def loose(call: Callable[[list[torch.Tensor]], dist.Work | None]) -> None:
+            parted = [torch.zeros(40, dtype=torch.int32) for _ in range(n)]
+            if (work := call(parted)) is not None:
+                waited(work)
+            wholes[0].copy_(torch.cat(parted))
+
+        def taken(output: torch.Tensor, target: torch.Tensor) -> None:
+            found = ops.wait_tensor(output)
+            driver.synchronize()
+            target.copy_(found)
+
+        sums = {
+            "sync": lambda: dist.all_reduce(parts[0], group=ours),
+            "async": lambda: waited(dist.all_reduce(parts[0], group=ours, async_op=True)),
+            "functional": lambda: taken(ops.all_reduce(parts[0], "sum", name), parts[0]),
+        }
+        gathers = {
+            "sync": lambda: dist.all_gather_into_tensor(wholes[0], parts[0], group=ours),
+            "async": lambda: waited(dist.all_gather_into_tensor(wholes[0], parts[0], group=ours, async_op=True)),
+            "functional": lambda: taken(ops.all_gather_into_tensor(parts[0], n, name), wholes[0]),
+            "row": lambda: dist.all_gather(list(wholes[0].split(40)), parts[0], group=ours),
+            "parts": lambda: loose(lambda parted: dist.all_gather(parted, parts[0], group=ours)),
+            "parts async": lambda: loose(lambda parted: dist.all_gather(parted, parts[0], ours, async_op=True)),
+            "row async": lambda: waited(dist.all_gather(list(wholes[0].split(40)), parts[0], ours, async_op=True)),
+        }
+        scatters = {
+            "sync": lambda: dist.reduce_scatter_tensor(parts[0], wholes[0], group=ours),
+            "async": lambda: waited(dist.reduce_scatter_tensor(parts[0], wholes[0], group=ours, async_op=True)),
+            "functional": lambda: taken(ops.reduce_scatter_tensor(wholes[0], "sum", n, name), parts[0]),
+            "row": lambda: dist.reduce_scatter(parts[0], list(wholes[0].split(40)), group=ours),
+            "parts": lambda: dist.reduce_scatter(parts[0], [part.clone() for part in wholes[0].split(40)], group=ours),
+        }
+        of_three = {
+            "sums": lambda: coalesced(lambda number: dist.all_reduce(parts[number], group=ours)),
+            "gathers": lambda: coalesced(
+                lambda number: dist.all_gather_into_tensor(wholes[number], parts[number], group=ours)
+            ),
+            "functional": lambda: [
+                taken(*each) for each in zip(ops.all_gather_into_tensor_coalesced(parts, n, name), wholes, strict=True)
+            ],
+        }
+        total, forms = (
+            n * (n - 1) // 2,
+            (("sum", sums), ("gather", gathers), ("scatter", scatters), ("three", of_three)),
+        )
+        try:
+            for step in range(160):
+                what, table = draw.choice(forms)
+                form = draw.choice([*table])
+                for number in range(3):
+                    parts[number].fill_(rank + step + number)
+                    wholes[number].fill_(rank + step)
+                table[form]()
+                driver.synchronize()
+                is_sum = what == "sum" or (what, form) == ("three", "sums")
+                expected = total + n * step if is_sum or what == "scatter" else None
+                for number in range(3 if what == "three" else 1):
+                    if expected is not None:
+                        assert parts[number].eq(expected + is_sum * n * number).all(), (step, what, form)
+                    else:
+                        rows = wholes[number].view(n, -1)
+                        assert rows[:, 0].tolist() == [peer + step + number for peer in range(n)], (step, what, form)
+                        assert rows.eq(rows[:, :1]).all(), (step, what, form)
+            ours.communicator("cpu").synchronize()
+            assert all(work.wait() for work in kept)
+            driver.synchronize()
+            return int(ours.communicator("cpu").repeated_calls())
+        finally:
+            ours.shutdown()
+
+
+def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
+    for made in pool.run(forms_on_made_up_gpus, 2, 7):
+        assert made > 80
 
 
 @on_ranks(gpu=default_stream)

@@ -458,6 +458,28 @@ def test_the_group_lends_its_communicator(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2, gpu=default_stream)
+def test_memory_of_one_group_is_staged_by_another(group: dist.ProcessGroup) -> None:
+    """A tensor in the pool of one group is an argument of another's calls, as with memory that NCCL has registered."""
+    with sidelane_group(group) as ours:
+        other = dist.split_group(ours, [list(range(group.size()))])
+        comm, size, rank = ours.communicator(torch.get_default_device()), group.size(), group.rank()
+        with sidelane.pool(comm, 1 << 20):
+            output, given = torch.zeros(3000 * size), torch.full((3000,), float(rank + 1))
+        for step in range(4):
+            for maker in (ours, other):
+                given.fill_(rank + 10.0 * step + (maker is ours))
+                dist.all_gather_into_tensor(output.zero_(), given, maker)
+                expected = [peer + 10.0 * step + (maker is ours) for peer in range(size)]
+                assert output.view(size, -1)[:, 2999].tolist() == expected, (step, maker is ours)
+                total = given.clone()
+                dist.all_reduce(total, group=maker, async_op=True).wait()  # type: ignore[union-attr]
+                assert total[7] == sum(expected)
+        assert comm.reach(output).how == "symmetric"
+        assert other.communicator(torch.get_default_device()).reach(output).how == "staged"
+        dist.destroy_process_group(other)
+
+
+@on_ranks(2, gpu=default_stream)
 def test_fsdp_trains_as_with_gloo(group: dist.ProcessGroup) -> None:
     with sidelane_group(group) as ours:
         expected, found = on_cpu(lambda: losses_of(sharded(group), group)), losses_of(sharded(ours), ours)

@@ -70,7 +70,8 @@ os._exit(0)  # once in some hundred runs the end of the interpreter met a thread
 def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:
     """torch calls the entry points of what is installed; here, of what pyproject.toml says."""
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert set(entries) == {"torch.backends", "torch.distributed.backends"}
+    servers = {"vllm.general_plugins", "sglang.srt.plugins"}
+    assert set(entries) == {"torch.backends", "torch.distributed.backends", *servers}
     folder = tmp_path / "sidelane-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: sidelane-of-this-test\nVersion: 0\n")
@@ -93,3 +94,32 @@ dist.destroy_process_group()
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "all_reduce  float32  cpu     sidelane" in done.stdout
+
+
+def test_importing_torch_costs_few_modules_and_never_fails() -> None:
+    """What the entry point of ``torch.backends`` imports stands behind every ``import torch`` of the environment."""
+    script = """
+import sys, warnings
+import torch
+before = set(sys.modules)
+from sidelane.integrations.registration import autoload
+autoload()
+new = set(sys.modules) - before
+assert "sidelane" in torch.distributed.Backend.backend_list
+foreign = sorted(name for name in new if name.partition(".")[0] != "sidelane")
+assert not foreign and len(new) <= 16, (foreign, sorted(new))
+
+def fails(*args, **options):
+    raise OSError("a torch of the future")
+
+torch.distributed.Backend._plugins.clear()
+torch.distributed.Backend.register_backend = fails
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    autoload()
+assert [str(one.message) for one in seen] == ["sidelane is no backend here: OSError: a torch of the future"]
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
+    bare = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=bare)
+    assert done.returncode == 0, done.stderr

@@ -67,7 +67,9 @@ def test_errors_around_the_steps_get_out(host: Host, where: str, monkeypatch: py
 
 
 class Kept:
-    """Something that an entry holds."""
+    """Something that an entry holds, and that may hold the table of entries."""
+
+    host: Host
 
 
 def test_the_table_is_bounded_and_lets_go(host: Host) -> None:

@@ -75,9 +75,9 @@ def test_others_are_pythons(host: Host) -> None:
         (None, None),
     ):
         assert launch.run(*others) is False
-    for others in ((), (a,), (a, None, None)):
+    for given in ((), (a,), (a, None, None)):
         with pytest.raises(TypeError, match="allowed=2"):
-            launch.run(*others)
+            launch.run(*given)
     assert host.log == []
     assert next(host.numbers) == 2
     assert not host.lock.locked()

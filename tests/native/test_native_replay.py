@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -34,22 +35,94 @@ def test_a_remembered_call_runs_again(host: Host) -> None:
 
 
 def test_a_call_on_another_stream_than_the_callers(host: Host) -> None:
-    """Autograd is not told of what it writes; a capture of the caller's stream is Python's."""
+    """Without functions that order streams it is Python's, as is a capture; autograd is not told of what it writes."""
     host.remember()
     versions = versions_of(host.tensors)
     host.stream = STREAM + 1
-    assert host.run() is None, "the last call was on another stream than the caller's"
-    assert host.run(aside=STREAM) is True
-    assert host.run(aside=STREAM + 1) is None
-    host.captured = True
-    assert host.run(aside=STREAM) is None
-    host.stream, host.captured = STREAM, False
+    for aside in (0, STREAM, STREAM + 1):
+        assert host.run(aside=aside) is None, "the last call was on another stream than the caller's"
+    host.stream = STREAM
     assert host.run(aside=0) is True, "the caller's"
     assert versions_of(host.tensors) == versions
-    assert host.log == ["ran"] * 2
+    assert host.log == ["ran"]
     with pytest.raises(TypeError, match="int"):
         host.run(aside="a stream")
     assert not host.lock.locked()
+
+
+@pytest.fixture
+def ordered(host: Host) -> Host:
+    return Host(host.module, orders=True)
+
+
+def test_a_call_is_ordered_behind_the_last_one_on_another_stream(ordered: Host) -> None:
+    ordered.remember()
+    ordered.state.last = STREAM + 8
+    assert ordered.run() is True
+    assert ordered.log == ["create", ("record", 100, STREAM + 8), ("wait", STREAM, 100), "ran"]
+    assert ordered.state.last == STREAM
+    ordered.log.clear()
+    assert ordered.run() is True and ordered.log == ["ran"]
+    for refused in ("record", "wait"):
+        ordered.state.last, ordered.refuses = STREAM + 8, [refused]
+        assert ordered.run() is None, "Python finds out why"
+    ordered.refuses, ordered.capturing = [], [STREAM + 8]
+    assert ordered.run() is None and "ran" not in ordered.log[1:], "a capture takes no part in it"
+    assert next(ordered.numbers) == 3 and not ordered.lock.locked()
+
+
+def test_a_call_aside_has_a_mark(ordered: Host) -> None:
+    """It comes behind its caller and behind the last call; the mark is its end, whose event is used again."""
+    side = STREAM + 64
+    ordered.state.last = STREAM
+    ordered.remember(stream=side)
+    mark = ordered.run(aside=side)
+    order = [("record", 100, STREAM), ("wait", side, 100), "ran", ("record", 100, side)]
+    assert ordered.log == ["create", *order] and ordered.state.last == side
+    ordered.log.clear()
+    second = ordered.run(aside=side)
+    order = [("record", 101, STREAM), ("wait", side, 101), "ran", ("record", 101, side)]
+    assert ordered.log == ["create", *order], "the first event is in use"
+    ordered.log.clear()
+    assert mark.follow() is True and ordered.log.pop() == ("wait", STREAM, 100)
+    ordered.stream = 0
+    assert mark.follow() is False and ordered.log.pop() == ("wait", 0, 100)
+    assert mark.query() is True
+    ordered.reached = 600
+    assert mark.query() is False
+    ordered.device += 1
+    assert mark.follow() is None, "another device is current"
+    ordered.device -= 1
+    ordered.state.failure = OSError("peer")
+    assert mark.follow() is None and not ordered.log
+    ordered.state.failure, ordered.stream, ordered.state.last = None, STREAM, STREAM + 8
+    del mark
+    third = ordered.run(aside=side)
+    behind = [("record", 100, STREAM), ("wait", side, 100), ("record", 100, STREAM + 8), ("wait", side, 100)]
+    assert ordered.log == [*behind, "ran", ("record", 100, side)] and third is not second
+    ordered.reached, ordered.refuses = 700, ["wait"]
+    with pytest.raises(RuntimeError, match="cuEventQuery: .*error 700"):
+        third.query()
+    with pytest.raises(RuntimeError, match="cuStreamWaitEvent: .*error 1"):
+        third.follow()
+    ordered.refuses, ordered.captured = [], True
+    assert ordered.run(aside=side) is None, "a capture of the caller's stream is Python's"
+    ordered.captured, ordered.capturing = False, [side]
+    assert ordered.run(aside=side) is None
+    assert ordered.run(aside=side + 1) is False, "not remembered there"
+    assert next(ordered.numbers) == 4
+
+
+def test_events_outlive_their_replay(ordered: Host) -> None:
+    side = STREAM + 64
+    ordered.remember(stream=side)
+    marks = [ordered.run(aside=side) for _ in range(70)]
+    del ordered.replay
+    marks[0].follow()
+    del marks
+    gc.collect()
+    destroyed = [each[1] for each in ordered.log if each[0] == "destroy"]
+    assert sorted(destroyed) == list(range(100, next(ordered.events)))
 
 
 def test_lists_are_remembered_as_lists_of_one_length(host: Host) -> None:
@@ -130,7 +203,8 @@ def test_words_follow_the_number_before_the_steps(host: Host) -> None:
 
 
 def test_notes_are_taken_after_the_steps(host: Host) -> None:
-    target, pairs, tally = SimpleNamespace(), [], [41, "more"]
+    pairs: list[object] = []
+    target, tally = SimpleNamespace(), [41, "more"]
     notes = (
         (Effect.SET, target, "choice", "kept"),
         (Effect.SET_NUMBER, target, "last", None),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from replay_host import Host, c_step, callback
 from sidelane.collectives import call_cache
 from sidelane.execute.cuda import site
 
+CPU = -1
+
 
 class Shape:
     """A call that was remembered by its shape, with a step that says where it was made.
@@ -22,23 +25,27 @@ class Shape:
         host: whose.
         overlaps: whether its tensors do.
         distance: of these.
+        ranges: begins and ends of symmetric memory.
+        device: device of the tensors, as ``get_device`` has it.
         other: of the call, as ``Host.remember`` has it.
     """
 
-    def __init__(self, host: Host, overlaps: int = 0, distance: int = 0, **other: Any) -> None:
-        self.host, self.asked, self.admitted = host, 0, True
-        self.meanwhile: Callable[[], object] = lambda: None
+    def __init__(
+        self,
+        host: Host,
+        overlaps: int = 0,
+        distance: int = 0,
+        *,
+        ranges: Sequence[int] = (),
+        device: int = CPU,
+        **other: Any,
+    ) -> None:
         self.made: list[tuple[int, ...]] = []
         self.word = ctypes.c_uint64(0)
         step = c_step(callback(0, 3, self.made), 0, 5, 0)
         followers = ((0, 0, 0, 0, 0), (1, 8, 0, 2, 0), (1, (1 << 64) - 16, 0, 1, ctypes.addressof(self.word)))
-        host.remember((step,), shape=(self.admits, overlaps, distance, followers), **other)
-
-    def admits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        assert self.host.lock.locked()
-        self.asked += 1
-        self.meanwhile()
-        return self.admitted
+        words = struct.pack(f"={len(ranges)}Q", *ranges)
+        host.remember((step,), shape=(words, device, overlaps, distance, followers), **other)
 
     def says(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the last call was made with these tensors."""
@@ -65,67 +72,44 @@ def tensors(host: Host) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.usefixtures("tensors")
 def test_a_shape_is_made_wherever_its_tensors_lie(host: Host) -> None:
-    shape = Shape(host)
-    for turn in range(5):
-        there = new(), new(4)
+    shape, again = Shape(host), (new(), new(4))
+    for turn in range(6):
+        there = again if turn % 2 else (new(), new(4))
         version, _ = versions_of(there)
         assert host.run(there) is True
         assert shape.says(there)
         assert versions_of(there)[0] == version + 1
-        assert (host.replay.made, host.replay.remembered, shape.asked) == (turn + 1, 1, turn + 1)
+        assert (host.replay.made, host.replay.remembered) == (turn + 1, 1)
         assert host.records[(turn + 1) % 4].number == turn + 1, "posted"
-
-
-@pytest.mark.usefixtures("tensors")
-def test_what_comes_again_is_left_to_python(host: Host) -> None:
-    shape, there, other = Shape(host), (new(), new(4)), (new(), new(4))
-    for given, made in ((there, True), (other, True), (there, False), (other, False), (there, False)):
-        assert host.run(given) is made
-        assert host.replay.repeated is not made
-    assert shape.asked == 2 and len(shape.made) == 2
-    host.remember(tensors=there)
-    assert host.run(there) is True
-    assert host.log == [("ran",)] or host.log == ["ran"], "as it is remembered at its addresses"
+    host.remember(tensors=again)
+    assert host.run(again) is True
+    assert host.log == ["ran"], "as it is remembered at its addresses"
     assert host.run((new(), new(4))) is True
-    assert not host.replay.repeated
 
 
 @pytest.mark.usefixtures("tensors")
-def test_what_python_does_not_admit_is_not_made(host: Host) -> None:
-    shape = Shape(host)
-    shape.admitted = False
-    assert host.run((new(), new(4))) is False
-    assert (shape.asked, shape.made, next(host.numbers)) == (1, [], 1)
+@pytest.mark.parametrize("which", [0, 1])
+def test_symmetric_memory_is_not_made_by_its_shape(host: Host, which: int) -> None:
+    there = new(), new(4)
+    begin, end = there[which].data_ptr(), there[which].data_ptr() + there[which].nbytes
+    for ranges, made in (((begin, end), False), ((8, 16, begin - 64, begin, end, end + 8), True), ((0, end), False)):
+        shape = Shape(host, ranges=ranges)
+        assert host.run(there) is made
+        assert len(shape.made) == made
+    assert next(host.numbers) == 2
     assert not host.lock.locked()
 
 
 @pytest.mark.usefixtures("tensors")
-@pytest.mark.parametrize("what", ["closed", "forgotten", "another generation"])
-def test_what_happens_while_python_looks_is_noticed(host: Host, what: str) -> None:
-    shape = Shape(host)
-    happenings: dict[str, Callable[[], object]] = {
-        "closed": lambda: setattr(host.state, "closed", True),
-        "forgotten": lambda: host.replay.forget(),
-        "another generation": lambda: host.generation.__setitem__(0, 1001),
-    }
-    shape.meanwhile = happenings[what]
-    assert host.run((new(), new(4))) is False
-    assert (shape.made, next(host.numbers)) == ([], 1)
-
-
-@pytest.mark.usefixtures("tensors")
-def test_what_goes_wrong_while_python_looks_is_raised(host: Host) -> None:
-    shape = Shape(host)
-
-    def fail() -> None:
-        raise KeyError("planted")
-
-    shape.meanwhile = fail
-    with pytest.raises(KeyError, match="planted"):
-        host.run((new(), new(4)))
-    assert not host.lock.locked()
-    shape.meanwhile = lambda: None
-    assert host.run((new(), new(4))) is True
+def test_memory_of_another_device_or_too_little_is_not_made_by_its_shape(host: Host) -> None:
+    shape = Shape(host, device=3)
+    assert host.run((new(), new(4))) is False, "they are on the CPU"
+    shape, small = Shape(host), torch.zeros(4)
+    for nbytes, made in ((8, False), (16, True)):
+        small.untyped_storage().resize_(nbytes)
+        assert small.data_ptr() % 16 == 0 and small.nbytes == 16
+        assert host.run((new(), small)) is made
+    assert len(shape.made) == 1
 
 
 @pytest.mark.usefixtures("tensors")
@@ -147,7 +131,7 @@ def test_another_shape_is_not_made(host: Host) -> None:
         assert host.run(there) is False, name
     assert host.run((new(), new(4)), variant="b2b") is False
     assert host.run((new(), new(4)), kind="all_to_all") is False
-    assert (shape.asked, shape.made) == (0, [])
+    assert shape.made == []
 
 
 def test_tensors_that_overlap_are_a_shape_by_their_distance(host: Host) -> None:
@@ -163,7 +147,7 @@ def test_tensors_that_overlap_are_a_shape_by_their_distance(host: Host) -> None:
 @pytest.mark.usefixtures("tensors")
 def test_a_shape_that_is_none_is_refused(host: Host) -> None:
     def remember(followers: Any, **other: Any) -> None:
-        host.remember((c_step(callback(0, 1, []), 1),), shape=(lambda tensors: True, 0, 0, followers), **other)
+        host.remember((c_step(callback(0, 1, []), 1),), shape=(b"", CPU, 0, 0, followers), **other)
 
     for row in (
         (2, 0, 0, 0, 0),

@@ -286,7 +286,8 @@ def test_norms(group: dist.ProcessGroup) -> None:
         server.flashinfer = True
         assert fuses.apply_flashinfer_allreduce_fusion(2048)
         wide = torch.ones(513, 4)
-        assert norm(wide, wide, torch.ones(4))[0] is wide and server.calls[-1] == "norm"
+        found = norm(input_tensor=wide, residual=wide, weight=torch.ones(4))
+        assert found[0] is wide and server.calls[-1] == "norm"
         server.flashinfer, server.dp = False, True
         assert not fuses.apply_flashinfer_allreduce_fusion(1)
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.model import plan as command
-from sidelane_lab.machines.load import named
+from sidelane_lab.machines.load import named, with_nodes
 from sidelane_lab.machines.spec import NetworkTopology
 from sidelane_lab.model.nodes import least_us
 from sidelane_lab.papers import dlrm
@@ -115,7 +115,7 @@ def test_the_published_gain_is_inside_of_the_range(few_numbers: None) -> None:
 def test_the_command_writes_numbers_a_picture_and_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_numbers: None
 ) -> None:
-    small = dlrm.dlrm_study(dlrm.with_nodes(TORUS, 8), (256,), (1,))
+    small = dlrm.dlrm_study(with_nodes(TORUS, 8), (256,), (1,))
     monkeypatch.setattr(dlrm, "dlrm_study", lambda machine, progress: small)
     words = ["--model", "dlrm", "--nodes", "8", "--report", str(tmp_path), "--json", str(tmp_path / "x.json")]
     result = CliRunner().invoke(command, words)
@@ -138,8 +138,8 @@ def test_the_command_writes_numbers_a_picture_and_traces(
 
 @pytest.mark.parametrize(("nodes", "row"), [(8, 4), (64, 8), (12, 4), (7, 7)])
 def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: int, row: int) -> None:
-    assert dlrm.with_nodes(TORUS, nodes).links.torus_row == row
-    assert dlrm.with_nodes(TORUS, 128) is TORUS
+    assert float(with_nodes(TORUS, nodes).links.torus_row) == row
+    assert with_nodes(TORUS, 128) is TORUS
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.side_stream import SideStream, current_stream
+from sidelane.collectives.side_stream import SideStream, StreamMark
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.config import CHOSEN, HOST
 from sidelane.errors import PeerTimeoutError, SidelaneError
@@ -40,8 +41,6 @@ from sidelane.program.transform import ended_by
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.kernel_call import CudaKernelCall
-
-T = TypeVar("T")
 
 _POLL_S = 50e-6
 
@@ -85,8 +84,6 @@ class CudaBackend(Backend):
         implementations = (DMA, SM) if kernels else (DMA,)
         known = self.kernels_move_bytes and not self.through_host
         self.abilities = Abilities(implementations, self.features.graphs, known, self.through_host)
-        self._side: SideStream | None = None  # of asynchronous calls
-        self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams
         self.last_stream: int | None = None  # handle of that of the last call, which compiled code reads and sets
         self._last_captured: int | None = None
@@ -156,54 +153,45 @@ class CudaBackend(Backend):
     def questions(self) -> Questions | None:
         return self.executor.driver.questions()
 
-    def _aside(self) -> SideStream:
-        """Return the stream of asynchronous calls."""
-        if self._side is None:
-            self._side = SideStream(self.device)
-        return self._side
-
-    def run_aside(self, job: Callable[[], T]) -> T:
-        """Run a function with the stream of asynchronous calls as the current one, behind the caller's work so far.
-
-        Not in a capture.
-        """
-        return self._aside().run(job)
+    @functools.cached_property
+    def aside(self) -> SideStream:
+        """The stream of asynchronous calls."""
+        return SideStream(self.device)
 
     def _run_aside(
         self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], caller: CallerStream
     ) -> CudaWork:
-        side = self._aside()
+        side = self.aside
         stream, aside = side.stream, (side.handle, caller[1])
         if caller[0] != aside[0]:
             self.executor.order(caller[0], aside[0])
+            side.caller = torch.cuda.current_stream(stream.device)
         self._order_after_last(aside)
         if caller[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
-            work: CudaWork = CudaMarkedWork(self, stream, loaded)
+            work: CudaWork = CudaMarkedWork(self, side, loaded)
             _hold_for(stream, [tensor for tensor in tensors if tensor is not None])
             return work
         loaded.run(epoch, aside)
-        behind = side.caller if caller[0] == aside[0] else current_stream(stream.device_index)
-        return CudaWork(self, stream, behind, [tensor for tensor in tensors if tensor is not None])
+        return self.work_on(side, [tensor for tensor in tensors if tensor is not None], ())
 
-    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
-        """Return the work of the call on these tensors that was queued last on the stream of asynchronous calls."""
-        return self.work_on(self._aside(), tensors, outputs)
+    def work_on(
+        self,
+        side: SideStream,
+        tensors: Sequence[torch.Tensor],
+        outputs: tuple[torch.Tensor, ...],
+        mark: StreamMark | None = None,
+    ) -> CudaWork:
+        """Return the work of a call on a stream, which uses these tensors.
 
-    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
-        """Return the work of all that is queued on a stream, which uses these tensors."""
-        work = CudaWork(self, side.stream, side.caller, tuple(tensors))
-        work.outputs = outputs
+        Args:
+            side: the stream.
+            tensors: tensors of the call.
+            outputs: those of them that it writes.
+            mark: end of the call, if compiled code has made it; None for all that the stream has so far.
+        """
+        work = CudaWork(self, side)
+        work.end, work.held, work.outputs = mark or StreamMark(side, self.executor.watch), tensors, outputs
         return work
-
-    def future_behind(
-        self, event: torch.cuda.Event, outputs: Sequence[torch.Tensor]
-    ) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that is done; the streams of its callbacks wait for the event."""
-        if self._futures is None:
-            self._futures = SideStream(self.device)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self.device])
-        self._futures.run(lambda: future.set_result(list(outputs)), behind=event)
-        return future
 
     def engine_streams(self) -> Sequence[int]:
         return self.executor.side_streams
@@ -220,8 +208,8 @@ class CudaBackend(Backend):
     def follow_all(self) -> None:
         current, _ = self.caller_stream()
         others = {*self._allocating, self.last_handle()}
-        if self._side is not None:
-            others.add(int(self._side.stream.cuda_stream))
+        if "aside" in vars(self):  # an asynchronous call was made
+            others.add(self.aside.handle)
         for handle in others - {None, current}:
             assert handle is not None
             with contextlib.suppress(DriverError):  # of a stream that is gone
@@ -278,43 +266,41 @@ class CudaWork(Work):
 
     Args:
         backend: backend of the communicator.
-        stream: stream of the call.
-        caller: stream that the call was queued behind.
-        tensors: tensors that the call uses.
+        side: stream of the call.
+
+    Attributes:
+        end: end of the call.
+        held: tensors that the call uses, as long as it holds them.
     """
 
-    def __init__(
-        self,
-        backend: CudaBackend,
-        stream: torch.cuda.Stream,
-        caller: torch.cuda.Stream | None = None,
-        tensors: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._held: Sequence[torch.Tensor] = tensors
+    end: StreamMark
+    held: Sequence[torch.Tensor] = ()
+
+    def __init__(self, backend: CudaBackend, side: SideStream) -> None:
         dist.Work.__init__(self)
-        self._backend, self._stream, self._caller = backend, stream, caller
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self._backend, self._side = backend, side
 
     def __del__(self) -> None:
-        if self._held and not sys.is_finalizing():
-            _hold_for(self._stream, self._held)
+        if self.held and not sys.is_finalizing():
+            _hold_for(self._side.stream, self.held)
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        return self._stream
+        return self._side.stream
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        self._backend.executor.check()
-        waiting, held = current_stream(self._stream.device_index), self._held
-        waiting.wait_event(self._event)
-        if held:
-            self._held = ()
-            if waiting is not self._caller:
-                _hold_for(self._stream, held)
+        is_callers = self.end.follow()
+        if is_callers is None:
+            self._backend.executor.check()
+            with self._backend.executor.driver.current():
+                is_callers = self.end.follow()
+        if held := self.held:
+            self.held = ()
+            if not is_callers:
+                _hold_for(self._side.stream, held)
         if timeout > NO_TIMEOUT:
             until = time.monotonic() + timeout.total_seconds()
-            while not self._event.query():
+            while not self.end.query():
                 self._backend.executor.check()
                 if time.monotonic() > until:
                     raise PeerTimeoutError(timed_out(timeout, self.outputs))
@@ -323,7 +309,7 @@ class CudaWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._event.query())
+        return self.end.query()
 
     def exception(self) -> BaseException | None:
         watch = self._backend.executor.watch
@@ -331,7 +317,10 @@ class CudaWork(Work):
         return watch.failure
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._backend.future_behind(self._event, self.outputs)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self._backend.device])
+        with torch.cuda.stream(self._side.stream):  # behind all of which the streams of callbacks come
+            future.set_result(list(self.outputs))
+        return future
 
 
 def _hold_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
@@ -348,13 +337,13 @@ class CudaMarkedWork(CudaWork):
 
     Args:
         backend: backend of the communicator.
-        stream: stream on which the program is captured.
+        side: stream on which the program is captured.
         loaded: the program.
     """
 
-    def __init__(self, backend: CudaBackend, stream: torch.cuda.Stream, loaded: CudaProgram) -> None:
-        super().__init__(backend, stream)
-        self._stream, self._loaded = stream, loaded
+    def __init__(self, backend: CudaBackend, side: SideStream, loaded: CudaProgram) -> None:
+        super().__init__(backend, side)
+        self._loaded = loaded
         self._unmarked = set(range(loaded.marks))
         if not self._unmarked:
             self._capture()
@@ -376,8 +365,8 @@ class CudaMarkedWork(CudaWork):
         return super().wait(timeout)
 
     def _capture(self) -> None:
-        self._loaded.run(0, (int(self._stream.cuda_stream), True))
-        self._event.record(self._stream)
+        self._loaded.run(0, (self._side.handle, True))
+        self.end = StreamMark(self._side, self._backend.executor.watch)
 
     def _require_all_marks(self) -> None:
         if self._unmarked:

@@ -249,14 +249,12 @@ class ShapeProgram:
         addresses: addresses at which it was loaded first.
         tensor_indices: pairs of a buffer in these addresses and the number of the tensor that it is.
         agreement: agreement of all ranks.
-        repeated: streams with which compiled code was given the shape.
     """
 
     plan: Plan
     addresses: Addresses
     tensor_indices: tuple[tuple[tuple[int, str], int], ...]
     agreement: Agreement
-    repeated: set[Hashable] = dataclasses.field(default_factory=set)
 
     @property
     def signature(self) -> str:

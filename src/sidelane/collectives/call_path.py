@@ -122,7 +122,7 @@ class CallPath:
                 if isinstance(known, PreparedCall):
                     prepared = known
                 else:
-                    prepared, is_repeated = self._prepare(found, known, remember)
+                    prepared, is_repeated = self._prepare(found, known)
             work = calls.run(prepared, number, async_op, call_form.tensors, call_form.written(), found.caller)
             # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
             if remember and self.repeats is not None and not found.is_pooled:
@@ -212,15 +212,14 @@ class CallPath:
                 prepared = self.preparer.prepare(agreement, requests, key)
         return ComparedCall(posts, prepared, outcomes)
 
-    def _prepare(self, found: _Found, known: ShapeProgram | PlannedCall, remember: bool) -> tuple[PreparedCall, bool]:
+    def _prepare(self, found: _Found, known: ShapeProgram | PlannedCall) -> tuple[PreparedCall, bool]:
         """Prepare a call by its shape, or from its plan. Return it, and whether it was made before."""
         if isinstance(known, PlannedCall):
             with self.calls.making_ready():
                 return self.preparer.prepare(known.agreement, known.requests, found.key, found.shape), False
         assert found.shape is not None
-        repeated = remember and self.repeats is not None and bool(self.repeats.replay.repeated)
         try:
-            return self.preparer.prepare_at(known, found.shape, found.key, is_repeated=repeated)
+            return self.preparer.prepare_at(known, found.shape, found.key)
         except Exception:
             with self.calls.making_ready():
                 raise

@@ -186,23 +186,20 @@ class Preparer:
         found = None if entry is None else entry.shape
         return found if found is not None and self.planner.known(found.agreement) else None
 
-    def prepare_at(
-        self, known: ShapeProgram, shape: Shape, key: Key, *, is_repeated: bool
-    ) -> tuple[PreparedCall, bool]:
+    def prepare_at(self, known: ShapeProgram, shape: Shape, key: Key) -> tuple[PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
         Args:
             known: the program of the shape.
             shape: shape and addresses of the call.
             key: cache key of the call, with its addresses.
-            is_repeated: the call was made before, by compiled code.
 
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
         loaded = self._load(known.plan.program, known.at(shape.addresses), False)
         prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
-        repeated = is_repeated or self.cache.has_seen(key)
+        repeated = self.cache.has_seen(key)
         if repeated:
             self.cache.entry(key).prepared = prepared
         return prepared, repeated

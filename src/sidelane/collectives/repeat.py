@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ import torch
 
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
-from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram, all_ordinary
+from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
@@ -28,9 +27,6 @@ MOST_TENSORS = 128
 
 MOST_MOVED = 2
 """Largest number of tensors of a call that is remembered by its shape."""
-
-MOST_REPEATED = 16
-"""Largest number of streams with which one shape is noted as passed to compiled code already."""
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, type(None))
 
@@ -50,12 +46,11 @@ class Repeats:
 
     Attributes:
         backend: backend of the communicator.
-        replay: the calls in compiled code; it counts those that it has made, and knows whether the last one was
-            declined because its addresses came again, so that it is worth remembering.
-        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
-            anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
-            inside a capture, behind work on another stream, or while another thread submits. Python makes the call
-            then, or raises the error.
+        replay: the calls in compiled code; it counts those that it has made.
+        run: makes a call again: ``run(kind, tensors, details, variant, beside)``; with one argument more on a stream
+            beside the caller's, and returns its ``Mark``. It returns False, without doing anything, if the call is not
+            remembered or has changed; and None if it cannot run now: after a failure, inside a capture, or while
+            another thread submits. Python makes the call then, or raises the error.
     """
 
     def __init__(
@@ -82,16 +77,14 @@ class Repeats:
             *(heap.generation_cell, (backend, "last_stream"), (calls, "numbers")),
             *(tuple(own.slots), tuple(record.address for record in own.slots), own.begun_address),
             *(control, control.post_call, control.lock, lock.acquire, lock.release),
-            *(count_writes, torch.Tensor),
+            *(count_writes, torch.Tensor, *((questions.streams,) if questions.streams else ())),
         )
         self.run = self.replay.run
-        self._forgotten = 0  # how often
-        self._nbytes = 0  # of what was passed since then
+        self._nbytes = 0  # of what was passed since all was forgotten
         preparer.cache.keepers.append(self.forget)
 
     def forget(self) -> None:
         """Forget all calls."""
-        self._forgotten += 1
         self._nbytes = 0
         self.replay.forget()
 
@@ -121,13 +114,14 @@ class Repeats:
             return
         form: object = None
         if shape is not None and program is not None:
-            if not self._is_new(shape, program, caller):
+            if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
                 return
             tensor_of = dict(program.tensor_indices)
             repetition = prepared.loaded.repetition(caller, [*tensor_of])
             rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
-            admits = functools.partial(all_ordinary, self._arguments)
-            form = admits, shape.distance is not None, shape.distance or 0, rows
+            index = self._arguments.device.index
+            place = heap.symmetric_ranges(), -1 if index is None else index
+            form = *place, shape.distance is not None, shape.distance or 0, rows
         else:
             repetition = prepared.loaded.repetition(caller)
         payload = self._calls.control.payload(prepared.signature)
@@ -150,18 +144,6 @@ class Repeats:
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program
         if not is_there:  # another thread has moved staging, maybe before it was remembered
             self.forget()
-
-    def _is_new(self, shape: Shape, program: ShapeProgram, caller: CallerStream) -> bool:
-        """Return True if compiled code may be given a shape, and was not given it for this caller."""
-        if not shape.ordinary or len(shape.addresses) > MOST_MOVED:
-            return False
-        given = (self._forgotten, caller)
-        if given in program.repeated:
-            return False
-        if len(program.repeated) >= MOST_REPEATED:
-            program.repeated.clear()
-        program.repeated.add(given)
-        return True
 
     def launch(
         self,

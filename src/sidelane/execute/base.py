@@ -156,12 +156,15 @@ class Questions(NamedTuple):
             default stream.
         current_device: returns the index of the current device.
         device: index of the executor's device.
+        streams: object to keep, and the addresses of C functions that order streams: those that record an event, let a
+            stream wait for one, query, create and destroy one, and query whether a stream is captured; () for none.
     """
 
     stream_of: Callable[[int], int]
     capturing: Callable[[], bool]
     current_device: Callable[[], int]
     device: int
+    streams: tuple[object, ...] = ()
 
 
 DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]

@@ -7,6 +7,7 @@ that every rank gives. Each rank handles by itself tensors that are not contiguo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -59,8 +60,8 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
         return
     whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     yield [whole]
-    for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.data.copy_(part.view(tensor.shape))
+    parts = zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True)
+    torch._foreach_copy_([tensor.data for tensor in tensors], [part.view(tensor.shape) for tensor, part in parts])
 
 
 def contiguous_arguments(call: GroupCall) -> tuple[list[Any], Copies]:
@@ -92,6 +93,15 @@ def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
     """
     whole = None if apart_from is None else _in_a_row(tensors, apart_from)
     return torch.cat([plain(tensor).flatten() for tensor in tensors]) if whole is None else whole
+
+
+def wholes(
+    operation: GroupOperation, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return output and input of a call in which one side is parts in a row; None if they are not."""
+    parts, other = (outputs, inputs[0]) if operation.has_output_parts else (inputs, outputs[0])
+    whole = _in_a_row(parts, other)
+    return None if whole is None else (whole, other) if operation.has_output_parts else (other, whole)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -142,6 +152,8 @@ class GroupOperation:
         kind: name of the communicator's method; "" if Sidelane has no such operation.
         has_output_parts: the outputs are parts of one tensor for the communicator.
         has_input_parts: the inputs are.
+        is_listed: the communicator takes lists of tensors.
+        has_lists: its tensors are lists.
         repeats: calls of it are remembered (``order``).
         flat: reason why it takes no steps among several nodes; "" if it does.
     """
@@ -153,6 +165,16 @@ class GroupOperation:
     has_input_parts: bool = False
     repeats: bool = False
     flat: str = ""
+    is_listed: bool = False
+    has_lists: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_lists", self.is_listed or self.has_parts)
+
+    @property
+    def has_parts(self) -> bool:
+        """True if one side is parts of one tensor."""
+        return self.has_output_parts or self.has_input_parts
 
     @property
     def lacking(self) -> GroupOperation:
@@ -162,21 +184,27 @@ class GroupOperation:
 
 ALL_GATHER = GroupOperation("all_gather_into_tensor", "_allgather_base", Kind.ALL_GATHER, repeats=True)
 ALL_GATHER_COALESCED = GroupOperation(
-    "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", Kind.ALL_GATHER
+    *("all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", Kind.ALL_GATHER),
+    repeats=True,
+    is_listed=True,
 )
-ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True)
+ALL_GATHER_LIST = GroupOperation("all_gather", "allgather", Kind.ALL_GATHER, has_output_parts=True, repeats=True)
 ALL_TO_ALL = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, repeats=True)
 ALL_TO_ALL_UNEVEN = GroupOperation("all_to_all_single", "alltoall_base", Kind.ALL_TO_ALL, flat=_SPLITS)
 ALL_TO_ALL_LIST = GroupOperation("all_to_all", "alltoall", Kind.ALL_TO_ALL, True, True, flat=_SPLITS)
 REDUCE_SCATTER = GroupOperation("reduce_scatter_tensor", "_reduce_scatter_base", Kind.REDUCE_SCATTER, repeats=True)
 REDUCE_SCATTER_COALESCED = GroupOperation(
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced", Kind.REDUCE_SCATTER
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced", Kind.REDUCE_SCATTER),
+    repeats=True,
+    is_listed=True,
 )
-REDUCE_SCATTER_LIST = GroupOperation("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER, has_input_parts=True)
+REDUCE_SCATTER_LIST = GroupOperation(
+    *("reduce_scatter", "reduce_scatter", Kind.REDUCE_SCATTER), has_input_parts=True, repeats=True
+)
 ALL_REDUCE = GroupOperation("all_reduce", "allreduce", Kind.ALL_REDUCE, repeats=True)
-ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE)
-ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE)
-ALL_REDUCE_COALESCED = GroupOperation("all_reduce_coalesced", "allreduce_coalesced", Kind.ALL_REDUCE)
+ALL_REDUCE_LIST = GroupOperation("all_reduce_coalesced", "allreduce", Kind.ALL_REDUCE, repeats=True, is_listed=True)
+ALL_REDUCE_OF_ONE = GroupOperation("all_reduce", "allreduce_coalesced", Kind.ALL_REDUCE, repeats=True)
+ALL_REDUCE_COALESCED = dataclasses.replace(ALL_REDUCE_LIST, method="allreduce_coalesced")
 BROADCAST = GroupOperation("broadcast", "broadcast", Kind.BROADCAST, repeats=True)
 SCATTER = GroupOperation(
     "scatter", "scatter", Kind.SCATTER, has_input_parts=True, flat="scatter: all of it leaves by the root's network"
@@ -257,6 +285,12 @@ class GroupCall:
                 return "parts of several sizes"
         return _refusal_of(known, op)
 
+    def without_tensors(self, outputs: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> GroupCall:
+        """Return a call like this one of other tensors, for :meth:`make`."""
+        made = copy.copy(self)
+        made.outputs, made.inputs, made.tensors, made.args, made.opts = outputs, inputs, (), (), None
+        return made
+
     @property
     def adds_floats(self) -> bool:
         """True for a reduction whose bits depend on the order of its terms."""
@@ -268,7 +302,7 @@ class GroupCall:
     @property
     def nbytes(self) -> int:
         """Bytes of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
-        return max(sum(map(_nbytes, self.outputs)), sum(map(_nbytes, self.inputs)))
+        return larger_bytes(self.outputs, self.inputs)
 
     def make(self, communicator: Communicator) -> None:
         """Make the call on a communicator; tensors that it does not take as they are get contiguous stand-ins."""
@@ -367,6 +401,11 @@ def _refusal_of(tensors: Sequence[torch.Tensor], op: str | None) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def larger_bytes(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the larger side."""
+    return max(sum(map(_nbytes, outputs)), sum(map(_nbytes, inputs)))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -83,6 +83,7 @@ class GroupDispatcher:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
+        self._other_coalesces = False  # NCCL has begun to
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
@@ -101,18 +102,16 @@ class GroupDispatcher:
     def begin_coalescing(self, device: torch.device) -> None:
         """Keep the works that :meth:`launch` and :meth:`pass_on` return from here on."""
         self.life.require()
-        self._coalescing = []
-        if self.names.get(device.type) == "nccl":
-            self.life.other._start_coalescing(device)
+        self._coalescing, self._other_coalesces = [], False
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """Return the works kept since :meth:`begin_coalescing`, as one."""
         self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        if self.names.get(device.type) == "nccl":
+        if self._other_coalesces:
             last = self.life.other._end_coalescing(device)
             works = [*works, last] if last is not None else works
-        return JoinedWork(works)
+        return works[0] if len(works) == 1 else JoinedWork(works)
 
     def launch(
         self,
@@ -142,40 +141,37 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        if not operation.repeats:
+        if not (operation.repeats and outputs):
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
-        tensors, device = (*outputs, *inputs), outputs[0].device
-        key = (operation.name, detail, outputs[0].dtype, device)
-        repeated, is_async = self._repeated.get(key), opts.asyncOp
-        nbytes = max(outputs[0].numel(), tensors[-1].numel()) * key[2].itemsize
+        tensors, first = (*outputs, *inputs), outputs[0]
+        device, is_async = first.device, opts.asyncOp
+        key = (operation.name, detail, first.dtype, device)
+        repeated, nbytes = self._repeated.get(key), max(first.nbytes, tensors[-1].nbytes)
+        if operation.has_lists:
+            nbytes = calls.larger_bytes(outputs, inputs)
         is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
         row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
         if row is not None and row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
             return self.life.orders[device.type].other(make, tensors, is_async)
-        if (
-            repeated is None
-            or is_left
-            or opts.timeout > NO_TIMEOUT
-            or self._coalescing is not None
-            or (device.type == "cpu" and self._captures())
-        ):
+        if repeated is None or is_left or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())):
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         try:
-            work = self.life.orders[device.type].repeat(repeated, tensors, is_async)
+            work = repeated.order.repeat(repeated, tensors, is_async)
         except Exception as error:
             self.life.explain(error)
             raise
         if work is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         choice = repeated.calls.last_choice
-        assert choice is not None
         if choice is not repeated.choice:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if is_async and nbytes <= SMALL_BYTES:
             self._held.append(work)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
         if observed is not None:
             observed.maker = self._maker(tensors)
         return work
@@ -335,12 +331,15 @@ class GroupDispatcher:
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
-            self._repeated[call.key] = RepeatedCall(communicator, call)
+            self._repeated[call.key] = RepeatedCall(communicator, call, self.life.orders[device])
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
         self._note(call, device, name, call.refusal)
+        if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
+            self.life.other._start_coalescing(call.tensors[0].device)
+            self._other_coalesces = True
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
             call.args, call.copies = calls.contiguous_arguments(call)
         looks = is_of_all and name == "gloo"

@@ -230,6 +230,7 @@ class GroupLifetime:
                 made = NodesCommunicator(ranks, where)
             else:
                 made = Communicator(self.group, device=where, config=config)
+                made.heap.stages_others = True
         except UnavailableError as error:
             self.refusals[device] = str(error)
             return None

@@ -23,7 +23,7 @@ from sidelane.collectives.call_forms import own_part
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations.calls import GroupCall, dtype_name
+from sidelane.integrations.calls import GroupCall, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
 from sidelane.memory import ending
@@ -43,9 +43,11 @@ class RepeatedCall:
     Args:
         communicator: communicator that makes them.
         call: first of these calls, which has a key.
+        order: order of the group's calls on the device.
 
     Attributes:
-        communicator: communicator that makes them.
+        communicator, order: see above.
+        operation: operation of the calls.
         dtype, device: dtype and device of all tensors.
         kind: kind of each call.
         details: its reduction or root, as compiled code compares it.
@@ -55,22 +57,44 @@ class RepeatedCall:
         row: row of the report for calls of that choice.
     """
 
-    def __init__(self, communicator: Communicator, call: GroupCall) -> None:
+    def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
-        self.communicator, self._options = communicator, call.options
+        self.communicator, self.order, self._options = communicator, order, call.options
+        self.operation, self._call = call.operation, call.without_tensors()
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
         self._method = getattr(communicator, self.kind)
         self.details = tuple(call.options.values()) if self.kind is not Kind.ALL_TO_ALL else own_part(True)
         self.backend: Any = communicator.backend
-        self.calls = communicator.calls
+        self.calls: Any = communicator.calls
         self.choice: Choice | None = None
         self.row = ("", "", "", "", "")
 
-    def make(self, tensors: Sequence[torch.Tensor]) -> None:
+    def columns(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Return the outputs and the inputs of a call with lists; the tensors alone if it is in place."""
+        operation = self.operation
+        outputs = -1 if operation.has_output_parts else 1 if operation.has_input_parts else len(tensors) // 2
+        return (tensors,) if self.kind is Kind.ALL_REDUCE else (tensors[:outputs], tensors[outputs:])
+
+    def takes(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return True for tensors that need no further decisions."""
+        if self.operation.has_parts and len({tensor.numel() for tensor in max(self.columns(tensors), key=len)}) > 1:
+            return False
+        return are_plain(tensors, self.dtype, self.device)
+
+    def given(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
+        """Return lists as the communicator takes them; None for parts that do not lie in a row."""
+        if not self.operation.has_parts:
+            return self.columns(tensors)
+        return wholes(self.operation, *self.columns(tensors)) if self.takes(tensors) else None
+
+    def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        self._method(*[tensor.data for tensor in tensors], **self._options)
+        if self.operation.has_lists:
+            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
+        else:
+            self._method(*[tensor.data for tensor in tensors], **self._options)
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -127,12 +151,12 @@ class HostOrder:
         self.alone(job)
         return EndedWork(outputs)
 
-    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+    def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one; see :meth:`StreamOrder.repeat`."""
-        if is_async or not are_plain(tensors, call.dtype, call.device):
+        if is_async or not call.takes(tensors):
             return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
         self.alone(lambda: call.make(tensors))
-        return EndedWork(tensors[:1])
+        return ENDED
 
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
@@ -206,8 +230,7 @@ class StreamOrder:
     ) -> dist.Work:
         """Queue a call as :meth:`HostOrder.run` makes one; ``timeout`` is for ``Work.wait`` to give."""
         if not is_async:
-            if self._side is not None:
-                _wait_for(self._side)
+            self._join()
             job()
             return EndedWork(outputs)
         if self._side is None:
@@ -216,35 +239,38 @@ class StreamOrder:
         made: dist.Work = self._communicator().backend.work_on(self._side, tensors, tuple(outputs))
         return made
 
-    def repeat(self, call: RepeatedCall, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+    def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
         """Make a call like an earlier one, in compiled code if that remembers it.
+
+        It orders streams, too: a call on the group's stream behind the caller's work so far, each behind the last one.
 
         Args:
             call: decisions for calls like this one.
-            tensors: tensors of the caller, the output first.
+            tensors: tensors of the caller, the outputs first.
             is_async: the caller goes on at once.
 
         Returns:
             Work of the call; None, with no call made, if decisions are needed.
         """
         for tensor in tensors:  # compiled code cannot look at others, and does not find out about them
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            if type(tensor) not in PLAIN:
                 return None
-        side = self._side
-        given = (tensors[0], tensors[0]) if call.kind is Kind.ALL_REDUCE else tuple(tensors)
-        if not is_async:
-            if side is not None:
-                _wait_for(side)
+        outputs = call.columns(tensors)[0] if call.operation.has_lists else tensors[:1]
+        side, given = self._side, call.given(tensors) if call.operation.has_lists else tensors
+        if given is not None and call.kind is Kind.ALL_REDUCE:
+            given = given[0], given[0]
+        if given is not None and not is_async:
+            self._join()
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
-                return EndedWork(tensors[:1])
-        elif side is not None:
-            side.follow()
-            if call.communicator.repeat_call(call.kind, given, call.details, side.handle):
-                made: dist.Work = call.backend.work_on(side, tensors, (tensors[0],))
+                return ENDED
+        elif given is not None and side is not None:
+            mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
+            if mark:
+                made: dist.Work = call.backend.work_on(side, tensors, outputs, mark)
                 return made
-        if not are_plain(tensors, call.dtype, call.device):
+        if not call.takes(tensors):
             return None
-        return self.run(lambda: call.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
+        return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
     def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
@@ -268,11 +294,20 @@ class StreamOrder:
         """Forget the stream; calls queued there go on."""
         self._side = None
 
+    def _join(self) -> None:
+        """Make the current stream, on which a call of the communicator follows, wait for the group's."""
+        if self._side is not None and self._side.is_open:
+            _wait_for(self._side)
+            # A later call comes behind that call, whatever its stream; not in a capture, which other calls do not know.
+            self._side.is_open = torch.cuda.is_current_stream_capturing()
+
+
+ENDED = EndedWork()
+"""Work of a repeated call for which its caller has waited, or its stream."""
+
 
 def _wait_for(side: SideStream) -> None:
     """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
-    if side.is_joined():
-        return
     if torch.cuda.is_current_stream_capturing():
         with torch.cuda.stream(side.stream):
             if not torch.cuda.is_current_stream_capturing():

@@ -260,8 +260,8 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Make a ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
-        detail = getattr(opts.reduceOp, "op", opts.reduceOp)  # torch's number of it
-        return self._dispatcher.launch(calls.REDUCE_SCATTER, (output,), (input,), opts, (output, input, opts), detail)
+        given = output, input, opts
+        return self._dispatcher.launch(calls.REDUCE_SCATTER, (output,), (input,), opts, given, opts.reduceOp.op)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -272,7 +272,8 @@ class SidelaneGroup(dist.ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         opts = opts or dist.ReduceScatterOptions()
-        return self._dispatcher.launch(calls.REDUCE_SCATTER_COALESCED, outputs, inputs, opts, (outputs, inputs, opts))
+        operation, given = calls.REDUCE_SCATTER_COALESCED, (outputs, inputs, opts)
+        return self._dispatcher.launch(operation, outputs, inputs, opts, given, opts.reduceOp.op)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -282,10 +283,10 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``reduce_scatter``."""
         opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
         nested = inputs if isinstance(inputs[0], list | tuple) else [inputs]
-        operation, args = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts)
+        operation, args, detail = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts), opts.reduceOp.op
         if len(outputs) != 1:
             return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
-        return self._dispatcher.launch(operation, outputs, nested[0], opts, args)
+        return self._dispatcher.launch(operation, outputs, nested[0], opts, args, detail)
 
     def allreduce(self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
@@ -294,14 +295,13 @@ class SidelaneGroup(dist.ProcessGroup):
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         operation = calls.ALL_REDUCE if len(tensors) == 1 else calls.ALL_REDUCE_LIST
-        detail = getattr(opts.reduceOp, "op", opts.reduceOp)
-        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), detail)
+        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.reduceOp.op)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Make several ``all_reduce``."""
         opts = opts or dist.AllreduceCoalescedOptions()
         operation = calls.ALL_REDUCE_COALESCED if len(tensors) != 1 else calls.ALL_REDUCE_OF_ONE
-        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts))
+        return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.reduceOp.op)
 
     def broadcast(
         self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0

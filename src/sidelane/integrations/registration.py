@@ -5,6 +5,7 @@ Importing this module, and registering the name, imports no part of the group it
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from sidelane.integrations.ledger import SIDELANE as NAME
@@ -20,8 +21,7 @@ def register() -> None:
     """Register the name ``sidelane`` in ``torch.distributed``. Idempotent; not needed if the package is installed with
     pip.
 
-    The package names this function as an entry point, which torch calls: in the group ``torch.backends`` when it is
-    imported (2.5 and later, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), in the group ``torch.distributed.backends``
+    The package names this function as an entry point of the group ``torch.distributed.backends``, which torch calls
     when the name is first used (2.14 and later).
     """
     import torch.distributed as dist
@@ -29,6 +29,18 @@ def register() -> None:
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def autoload() -> None:
+    """Register the name when torch is imported (2.5 and later, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
+
+    It is the entry point of the group ``torch.backends``. ``import torch`` fails with what it raises, so that an error
+    is a warning here, also for a program that never uses Sidelane.
+    """
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"sidelane is no backend here: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import itertools
 import operator
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -108,10 +109,14 @@ class SymmetricHeap:
 
     Args:
         owner: description of the communicator, for error messages.
+
+    Attributes:
+        stages_others: symmetric memory of other communicators is staged, not refused: a program may pass a tensor to
+            several process groups.
     """
 
     def __init__(self, owner: str) -> None:
-        self.owner = owner
+        self.owner, self.stages_others = owner, False
         self._blocks: dict[int, SymmetricBlock] = {}
         self._starts: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._held: dict[int, torch.Tensor] = {}  # by address of the storage
@@ -236,7 +241,7 @@ class SymmetricHeap:
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
         """Return the heap of another communicator that holds an address; None if there is none."""
-        for reference in _heaps_there:
+        for reference in () if self.stages_others else _heaps_there:
             heap = reference()
             if heap is not None and heap is not self and heap._find(address) is not None:
                 return heap
@@ -334,6 +339,17 @@ class LaneMemory:
         block = self._segments[number] = self._memory.allocate(nbytes)
         self._heap.add(number, block)
         self._pool.grow(number, nbytes)
+
+
+def symmetric_ranges() -> bytes:
+    """Return the begins and ends of all symmetric memory and pools of this process, as 64-bit words.
+
+    They hold as long as :func:`generation` does.
+    """
+    heaps = [heap for reference in _heaps_there if (heap := reference()) is not None]
+    blocks = ((start, nbytes) for heap in heaps for start, _, nbytes in heap._starts)
+    pools = ((found.start, found.nbytes) for heap in heaps for found in heap.pools.values())
+    return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
 
 
 def generation() -> int:

@@ -26,7 +26,11 @@
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
 #define HEADER_WORDS 4     /* of a record, in front of its payload */
 #define UNIT 16            /* bytes, by multiples of which the addresses of calls of one shape differ */
-#define SEEN 4096          /* calls that were made by their shape, and are left to Python when they come again */
+#define SPARE 64         /* events that wait to be recorded again */
+
+/* of the driver's interface */
+#define NOT_READY 600
+#define NO_TIMING 2
 
 enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 
@@ -73,7 +77,8 @@ typedef struct {
 /* Of a call that is made wherever its tensors lie, if these are ordinary memory: its request has their addresses modulo
    UNIT. */
 typedef struct {
-    PyObject *admits; /* Python looks at the tensors; NULL: of a call that is made at its addresses only */
+    PyObject *ranges; /* of symmetric memory, pairs of 64-bit words; NULL: of a call that is made at its addresses only */
+    long device;      /* of the tensors, as `get_device` has it */
     long long distance; /* from the first tensor to the second, where they overlap */
     int overlaps, followers;
     Follower *follower;
@@ -89,10 +94,17 @@ typedef struct {
     Words *word;
     Note *note;
     Shape shape;
-    uint64_t serial; /* of all that were remembered: an address may come again */
     int users;       /* runs that are under way */
     int dropped;
 } Entry;
+
+typedef uint64_t U;
+
+/* Functions of the driver that order streams; all NULL where Python does. */
+typedef struct {
+    int (*record)(U event, U stream), (*wait)(U stream, U event, unsigned flags), (*query)(U event);
+    int (*create)(U *event, unsigned flags), (*destroy)(U event), (*capturing)(U stream, int *is);
+} Streams;
 
 typedef struct {
     PyObject_HEAD
@@ -104,14 +116,24 @@ typedef struct {
     Py_ssize_t record_count, room; /* records, and bytes of a payload that each has room for */
     long long index_value;
     Entry *table[TABLE];
-    uint64_t remembered; /* so far */
     unsigned next_victim;
     unsigned long long made; /* calls and launches so far */
-    uint64_t seen[SEEN];
-    int repeated; /* the last call has a shape, and was made at its addresses before */
+    Streams streams;
+    U spare[SPARE];
+    int spares;
 } Replay;
 
-static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
+/* The end of a call on another stream than its caller's: an event, which is recorded again when nothing refers to it. */
+typedef struct {
+    PyObject_HEAD
+    Replay *replay;
+    U event;
+    long long caller; /* the stream that the call is behind */
+} Mark;
+
+static PyTypeObject MarkType;
+
+static PyObject *n_get_device, *n_untyped_storage, *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
 
 /* --- small questions --------------------------------------------------------------------------------------------- */
 
@@ -248,7 +270,7 @@ static void relate(const Request *request, Shape *shape)
 /* 1: both are made at their addresses only, or both wherever tensors lie that are to each other as these. */
 static int same_form(const Shape *a, const Shape *b)
 {
-    return (a->admits == NULL) == (b->admits == NULL) && a->overlaps == b->overlaps && a->distance == b->distance;
+    return (a->ranges == NULL) == (b->ranges == NULL) && a->overlaps == b->overlaps && a->distance == b->distance;
 }
 
 static int read_steps(Entry *entry, PyObject *steps)
@@ -328,7 +350,8 @@ static int read_shape(Entry *entry, PyObject *given)
     Shape *shape = &entry->shape;
     if (given == NULL || given == Py_None)
         return 0;
-    if (!PyArg_ParseTuple(given, "OpLO!", &shape->admits, &shape->overlaps, &shape->distance, &PyTuple_Type, &rows))
+    if (!PyArg_ParseTuple(given, "SlpLO!", &shape->ranges, &shape->device, &shape->overlaps, &shape->distance,
+                          &PyTuple_Type, &rows))
         return -1;
     Py_ssize_t count = PyTuple_GET_SIZE(rows);
     shape->follower = PyMem_Calloc(count ? count : 1, sizeof(Follower));
@@ -423,7 +446,6 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     if (PyErr_Occurred())
         goto fail;
     Entry *old = self->table[chosen];
-    entry->serial = ++self->remembered;
     self->table[chosen] = entry;
     if (old != NULL)
         free_entry(old);
@@ -501,22 +523,76 @@ static int all_pass(PyObject *guards)
 /* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
 static int is_open(Replay *self) { return all_pass(self->guards); }
 
-/* The stream to run on, `aside` or else the caller's, where the caller's is not captured, its device is current, and the
-   last call was on the stream; -1 elsewhere. */
-static long long find_stream(Replay *self, long long aside)
+static U take_event(Replay *self)
 {
-    long long device = number_from(PyObject_CallNoArgs(self->current_device));
-    if (device != self->index_value)
-        return -1;
-    long long stream = aside ? aside : number_from(PyObject_CallOneArg(self->stream_of, self->index));
-    if (stream == -1 || (stream && is_true(PyObject_CallNoArgs(self->capturing)) != 0))
-        return -1;
+    U event = 0;
+    if (self->spares)
+        return self->spare[--self->spares];
+    return self->streams.create(&event, NO_TIMING) ? 0 : event;
+}
+
+static void leave_event(Replay *self, U event)
+{
+    if (self->spares < SPARE)
+        self->spare[self->spares++] = event;
+    else
+        self->streams.destroy(event);
+}
+
+/* Let a stream wait for all that another one has so far. 1: it does. */
+static int follow(Replay *self, long long stream, long long other)
+{
+    int refused, ours = 0, theirs = 0; /* captured: what is in a graph takes no part in this, nor do unknown streams */
+    if ((stream && (self->streams.capturing((U)stream, &ours) || ours)) ||
+        (other && (self->streams.capturing((U)other, &theirs) || theirs)))
+        return 0;
+    U event = take_event(self);
+    if (!event)
+        return 0;
+    Py_BEGIN_ALLOW_THREADS /* the channel of a stream may be full for as long as a peer is late */
+    refused = self->streams.record(event, (U)other) || self->streams.wait((U)stream, event, 0);
+    Py_END_ALLOW_THREADS
+    leave_event(self, event);
+    return !refused;
+}
+
+/* Streams of a call: the caller's, that of the last call, and the one to run on. */
+typedef struct {
+    long long caller, last, run;
+} Way;
+
+/* 1: found the streams of a call on `aside` or else on the caller's stream, which is not captured, and whose device is
+   current. 0: elsewhere, or with an error set. */
+static int find_way(Replay *self, long long aside, Way *way)
+{
+    if (number_from(PyObject_CallNoArgs(self->current_device)) != self->index_value)
+        return 0;
+    way->caller = number_from(PyObject_CallOneArg(self->stream_of, self->index));
+    if (way->caller == -1 || (way->caller && is_true(PyObject_CallNoArgs(self->capturing)) != 0))
+        return 0;
     PyObject *last = PyObject_GetAttr(self->last, self->last_name);
     if (last == Py_None) {
         Py_DECREF(last);
-        return -1;
+        return 0;
     }
-    return number_from(last) == stream ? stream : -1;
+    way->run = aside ? aside : way->caller, way->last = number_from(last);
+    return !PyErr_Occurred() && (self->streams.record != NULL || (way->run == way->caller && way->run == way->last));
+}
+
+/* Put a call behind its caller's work so far and behind the last call. 1: it is. */
+static int order(Replay *self, const Way *way)
+{
+    if (way->run != way->caller && !follow(self, way->run, way->caller))
+        return 0;
+    if (way->last == way->run)
+        return 1;
+    if (way->last != way->caller || way->run == way->caller) /* else it is behind that already */
+        if (!follow(self, way->run, way->last))
+            return 0;
+    PyObject *number = PyLong_FromLongLong(way->run); /* which Python notes, too, before it runs a call */
+    int noted = number != NULL && !PyObject_SetAttr(self->last, self->last_name, number);
+    Py_XDECREF(number);
+    return noted;
 }
 
 /* The remembered call of a form, with a user more; NULL if there is none, or with an error set. */
@@ -540,23 +616,30 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
     return NULL;
 }
 
-/* Where it is kept that a call was made by its shape; what is kept there if it was. */
-static uint64_t *seen_at(Replay *self, const Entry *entry, const Request *request, uint64_t *mark)
+/* 1: a tensor is ordinary memory of its device, which has room for its elements. -1: an error. */
+static int is_ordinary(PyObject *object, const Tensor *tensor, const Shape *shape)
 {
-    uint64_t mix = entry->serial * 0x9E3779B97F4A7C15u;
-    for (Py_ssize_t i = 0; i < request->tensors; i++)
-        mix = (mix ^ request->tensor[i].address) * 0xC2B2AE3D27D4EB4Fu, mix ^= mix >> 29;
-    *mark = mix | 1;
-    return &self->seen[mix >> 32 & (SEEN - 1)];
+    const uint64_t *range = (const uint64_t *)(void *)PyBytes_AS_STRING(shape->ranges);
+    uint64_t start, nbytes;
+    for (Py_ssize_t i = PyBytes_GET_SIZE(shape->ranges) / 16; i > 0; i--, range += 2)
+        if (range[0] <= tensor->address && tensor->address < range[1])
+            return 0;
+    if (number_from(ask(object, n_get_device)) != shape->device)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *storage = ask(object, n_untyped_storage);
+    int failed = storage == NULL || unsigned_from(ask(storage, n_data_ptr), &start) ||
+                 unsigned_from(ask(storage, n_nbytes), &nbytes);
+    Py_XDECREF(storage);
+    return failed ? -1 : tensor->address + tensor->nbytes <= start + nbytes;
 }
 
-/* The remembered call that is made wherever its tensors lie, with a user more; NULL if there is none, or if it comes
-   again at these addresses, or with an error set. */
+/* The remembered call that is made wherever its tensors lie, with a user more; NULL if there is none, or with an
+   error set. */
 static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors, long long stream)
 {
     Tensor offsets[2] = {{0}};
     Request moved = *request;
-    Shape form = {self->tensor_type, 0, 0, 0, NULL};
+    Shape form = {.ranges = tensors};
     if (request->lists || request->tensors > 2)
         return NULL;
     for (Py_ssize_t i = 0; i < request->tensors; i++) {
@@ -569,12 +652,11 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
     Entry *entry = find(self, &moved, &form, stream);
     if (entry == NULL)
         return NULL;
-    uint64_t mark, *seen = seen_at(self, entry, request, &mark);
-    self->repeated = *seen == mark;
-    int admitted = self->repeated ? 0 : is_true(PyObject_CallOneArg(entry->shape.admits, tensors));
-    *seen = mark;
+    int ordinary = 1;
+    for (Py_ssize_t i = 0; i < request->tensors && ordinary == 1; i++)
+        ordinary = is_ordinary(PyTuple_GET_ITEM(tensors, i), &request->tensor[i], &entry->shape);
     /* Python may have let other threads run. */
-    int open = admitted == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
+    int open = ordinary == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
     if (open && is_open(self) == 1)
         return entry;
     leave_entry(entry);
@@ -659,8 +741,6 @@ static void set_words(Entry *entry, uint64_t number)
             memcpy(place, &value, sizeof value);
     }
 }
-
-typedef uint64_t U;
 
 static int call_driver(const Step *step)
 {
@@ -806,7 +886,74 @@ typedef struct {
     PyObject *tensors, *written; /* one tensor or a tuple, of which autograd is told, or None */
     Entry *entry;
     PyObject *guards; /* of the entry */
+    Mark *mark; /* of a call aside; NULL for one on its caller's stream */
 } Call;
+
+static int refuse(const char *name, int error)
+{
+    PyErr_Format(PyExc_RuntimeError, "%s: the driver refused it (error %d)", name, error);
+    return -1;
+}
+
+/* Record the end of what a stream has so far. 0, or -1 with an error set. */
+static int set_mark(Mark *self, long long stream)
+{
+    int refused;
+    Py_BEGIN_ALLOW_THREADS
+    refused = self->replay->streams.record(self->event, (U)stream);
+    Py_END_ALLOW_THREADS
+    return refused ? refuse("cuEventRecord", refused) : 0;
+}
+
+PyDoc_STRVAR(follow_doc, "follow()\n--\n\nLet the current stream wait for the call. True if that is the one it was "
+                         "called on; None, with nothing done, if a call has failed or another device is current.");
+
+static PyObject *mark_follow(Mark *self, PyObject *unused)
+{
+    Replay *replay = self->replay;
+    PyObject *guards = replay->guards; /* the last one is for failures */
+    int refused, open = PyTuple_GET_SIZE(guards) ? passes(PyTuple_GET_ITEM(guards, PyTuple_GET_SIZE(guards) - 1)) : 1;
+    if (open == 1)
+        open = number_from(PyObject_CallNoArgs(replay->current_device)) == replay->index_value;
+    long long stream = open == 1 ? number_from(PyObject_CallOneArg(replay->stream_of, replay->index)) : -1;
+    if (PyErr_Occurred())
+        return NULL;
+    if (stream == -1)
+        return Py_NewRef(Py_None);
+    Py_BEGIN_ALLOW_THREADS
+    refused = replay->streams.wait((U)stream, self->event, 0);
+    Py_END_ALLOW_THREADS
+    return refused && refuse("cuStreamWaitEvent", refused) ? NULL : PyBool_FromLong(stream == self->caller);
+}
+
+static PyObject *mark_query(Mark *self, PyObject *unused)
+{
+    int answer = self->replay->streams.query(self->event);
+    return answer && answer != NOT_READY && refuse("cuEventQuery", answer) ? NULL : PyBool_FromLong(!answer);
+}
+
+static void mark_dealloc(Mark *self)
+{
+    if (self->event)
+        leave_event(self->replay, self->event);
+    Py_DECREF(self->replay);
+    PyObject_Free(self);
+}
+
+static PyMethodDef mark_methods[] = {
+    {"follow", (PyCFunction)mark_follow, METH_NOARGS, follow_doc},
+    {"query", (PyCFunction)mark_query, METH_NOARGS, "Return whether the call has ended."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject MarkType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sidelane.native.Mark",
+    .tp_doc = "The end of a call on another stream than its caller's; Replay.run makes it.",
+    .tp_basicsize = sizeof(Mark),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)mark_dealloc,
+    .tp_methods = mark_methods,
+};
 
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
 static enum Outcome attempt(Replay *self, const Call *call)
@@ -815,17 +962,22 @@ static enum Outcome attempt(Replay *self, const Call *call)
     int open = is_open(self); /* a forked copy may not even ask for its device */
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
-    long long stream = find_stream(self, call->request->aside);
-    if (stream < 0)
+    Way way;
+    if (!find_way(self, call->request->aside, &way))
         return PyErr_Occurred() ? ERROR : NOT_NOW;
-    Entry *entry = find(self, call->request, &at_its_addresses, stream);
+    Entry *entry = find(self, call->request, &at_its_addresses, way.run);
     if (entry == NULL && !PyErr_Occurred())
-        entry = find_shape(self, call->request, call->tensors, stream);
+        entry = find_shape(self, call->request, call->tensors, way.run);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     /* some calls early, since calls that are refused take numbers that are not begun */
     open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-    int repeated = open && !PyErr_Occurred() ? repeat(self, entry, call->request, call->written) : 1;
+    open = open && !PyErr_Occurred() && order(self, &way);
+    if (open && call->mark != NULL)
+        call->mark->caller = way.caller, open = (call->mark->event = take_event(self)) != 0;
+    int repeated = open ? repeat(self, entry, call->request, call->written) : 1;
+    if (!repeated && call->mark != NULL)
+        repeated = set_mark(call->mark, way.run);
     leave_entry(entry);
     return repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
 }
@@ -885,14 +1037,25 @@ static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors,
         PyErr_Clear(); /* Python will find the same, and say so in its own words */
     if (known != 1)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
-    Call call = {request, tensors, written, NULL, NULL};
-    return run_locked(self, attempt, &call);
+    Mark *mark = request->aside ? PyObject_New(Mark, &MarkType) : NULL;
+    if (mark != NULL)
+        mark->replay = (Replay *)Py_NewRef(self), mark->event = 0;
+    else if (request->aside)
+        return NULL;
+    Call call = {request, tensors, written, NULL, NULL, mark};
+    PyObject *made = run_locked(self, attempt, &call);
+    if (made != Py_True || mark == NULL) {
+        Py_XDECREF(mark);
+        return made;
+    }
+    Py_DECREF(made);
+    return (PyObject *)mark;
 }
 
 PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside, aside=0)\n--\n\n"
                       "Repeat a remembered call, of tensors or of lists of them, what it writes first. With nothing done: "
                       "False if it is not one, None if it is not its time. With `aside`, a stream or 0 for the caller's, "
-                      "autograd is not told of what is written.");
+                      "autograd is not told of what is written; a call on such a stream returns its mark.");
 
 static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -903,7 +1066,6 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     long long aside = count == 6 ? PyLong_AsLongLong(arguments[5]) : 0;
     if (aside == -1 && PyErr_Occurred())
         return NULL;
-    self->repeated = 0;
     PyObject *given = arguments[1];
     Request request = {arguments[0], arguments[2], arguments[3], arguments[4], aside, 0, 0, NULL};
     PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
@@ -997,13 +1159,13 @@ static enum Outcome attempt_launch(Replay *self, const Call *call)
         open = all_pass(call->guards);
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
-    long long stream = find_stream(self, 0);
-    if (stream < 0)
+    Way way;
+    if (!find_way(self, 0, &way))
         return PyErr_Occurred() ? ERROR : NOT_NOW;
-    if (stream != call->entry->stream)
+    if (way.run != call->entry->stream)
         return UNKNOWN;
     open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8); /* as in `attempt` */
-    int repeated = open && !PyErr_Occurred() ? repeat(self, call->entry, call->request, Py_None) : 1;
+    int repeated = open && !PyErr_Occurred() && order(self, &way) ? repeat(self, call->entry, call->request, Py_None) : 1;
     return repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
 }
 
@@ -1033,7 +1195,7 @@ static PyObject *launch_run(Launch *self, PyObject *const *tensors, Py_ssize_t c
             return Py_NewRef(Py_False);
     }
     Request request = {.tensors = count, .tensor = room};
-    Call call = {&request, NULL, Py_None, self->entry, self->guards};
+    Call call = {&request, NULL, Py_None, self->entry, self->guards, NULL};
     return run_locked(self->replay, attempt_launch, &call);
 }
 
@@ -1091,17 +1253,19 @@ static int read_records(Replay *self, PyObject *words)
 
 static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
 {
-    PyObject *words;
+    PyObject *words, *owner; /* of the functions, kept like everything */
+    Streams *streams = &self->streams;
     unsigned long long begun;
     if (self->keep != NULL || self->record_words != NULL || (keywords != NULL && PyDict_GET_SIZE(keywords))) {
         PyErr_SetString(PyExc_TypeError, "Replay: made once, with positional arguments");
         return -1;
     }
-    if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)(OO)O!O!KOOOOOOO", &PyTuple_Type, &self->guards, &self->stream_of,
+    if (!PyArg_ParseTuple(all, "O!OOOOO!(OO)(OO)O!O!KOOOOOOO|(OKKKKKK)", &PyTuple_Type, &self->guards, &self->stream_of,
                           &self->capturing, &self->current_device, &self->index, &PyList_Type, &self->generation,
                           &self->last, &self->last_name, &self->counter, &self->counter_name, &PyTuple_Type, &self->records, &PyTuple_Type,
                           &words, &begun, &self->control, &self->post, &self->post_lock, &self->try_lock, &self->unlock,
-                          &self->count_version, &self->tensor_type))
+                          &self->count_version, &self->tensor_type, &owner, &streams->record, &streams->wait,
+                          &streams->query, &streams->create, &streams->destroy, &streams->capturing))
         return -1;
     self->begun = (uint64_t *)(uintptr_t)begun;
     self->index_value = PyLong_AsLongLong(self->index);
@@ -1150,6 +1314,8 @@ static void replay_dealloc(Replay *self)
 {
     PyObject_GC_UnTrack(self);
     replay_clear(self);
+    while (self->spares)
+        self->streams.destroy(self->spare[--self->spares]);
     Py_CLEAR(self->keep);
     PyMem_Free(self->record_words);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -1163,8 +1329,6 @@ static PyObject *replay_count(Replay *self, void *unused)
     return PyLong_FromLong(count);
 }
 
-static PyObject *replay_repeated(Replay *self, void *unused) { return PyBool_FromLong(self->repeated); }
-
 static PyObject *replay_made(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->made); }
 
 static PyMethodDef replay_methods[] = {
@@ -1177,7 +1341,6 @@ static PyMethodDef replay_methods[] = {
 
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
-    {"repeated", (getter)replay_repeated, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"made", (getter)replay_made, NULL, "How many calls and launches were made.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -1203,13 +1366,13 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
     struct {
         PyObject **object;
         const char *text;
-    } names[] = {{&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
+    } names[] = {{&n_get_device, "get_device"}, {&n_untyped_storage, "untyped_storage"}, {&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
                  {&n_is_contiguous, "is_contiguous"}, {&n_is_neg, "is_neg"}, {&n_locked, "locked"},
                  {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].object = PyUnicode_InternFromString(names[i].text)) == NULL)
             return NULL;
-    if (PyType_Ready(&ReplayType) < 0 || PyType_Ready(&LaunchType) < 0)
+    if (PyType_Ready(&ReplayType) < 0 || PyType_Ready(&LaunchType) < 0 || PyType_Ready(&MarkType) < 0)
         return NULL;
     make_crc_table();
     PyObject *module = PyModule_Create(&definition);

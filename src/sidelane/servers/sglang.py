@@ -157,11 +157,10 @@ def _all_gather(original: Callable[..., Any], group: Any, output: torch.Tensor, 
     return original(group, output, input)
 
 
-def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> torch.Tensor:
-    served = None if group.world_size == 1 else _of(group)
-    if served is not None and served.takes(input_):
-        return served.all_reduce(input_, input_)
-    return original(group, input_)
+def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> Any:
+    served = _of(group)
+    found = None if served is None else served.all_reduce(input_, input_)
+    return original(group, input_) if found is None else found
 
 
 def _groups() -> tuple[Any, Any]:
@@ -211,11 +210,11 @@ def _norm() -> Callable[..., Any]:
     def hook(original: Callable[..., Any], **given: Any) -> Any:
         from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
 
-        x, weight, is_attention = given["input_tensor"], given["weight"], given["use_attn_tp_group"]
+        x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
         served = _of(_groups()[not is_attention])
         if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
             return original(**given)  # FlashInfer's
-        return operator(x, given["residual"], weight, given["eps"], is_attention)
+        return operator(x, given["residual"], weight, given.get("eps", 1e-6), is_attention)
 
     return hook
 

@@ -12,6 +12,7 @@ before.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,14 @@ def _replace(logger: Any) -> None:
     platform.use_custom_op_collectives = classmethod(lambda cls: True)  # compiled code makes calls whole, on CPUs, too
     factors = envs.compile_factors
     envs.compile_factors = lambda: {**factors(), NAME: VERSION}  # key of the cache of compiled models
-    logger.info(line("vllm", version, replaced, kept))
+    _given["line"] = line("vllm", version, replaced, kept)
+    _log(logger)
+
+
+def _log(logger: Any) -> None:
+    """Write the line about what was replaced, once in a process: some set up vLLM's logger after its plug-ins."""
+    if "line" in _given and logger.isEnabledFor(logging.INFO):
+        logger.info(_given.pop("line"))
 
 
 def base_name(platform: Any) -> str:
@@ -115,6 +123,7 @@ def device_communicator(base: Any) -> Any:
 
         def __init__(self, cpu_group: Any, *args: Any, **options: Any) -> None:
             super().__init__(cpu_group, *args, **options)
+            _log(logger)
             kind = self.unique_name.partition(":")[0]
             if self.world_size == 1 or kind in _WITHOUT_COLLECTIVES:
                 return

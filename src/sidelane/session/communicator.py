@@ -29,11 +29,12 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_forms import CallForm, SingleCall, UnevenCall, own_part
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.calls import Calls, compare
+from sidelane.collectives.calls import Calls, compare, count_writes
 from sidelane.collectives.plan import AUTO, Planner
 from sidelane.collectives.pool_offsets import Reached
 from sidelane.collectives.prepare import OwnProgram, Preparer
 from sidelane.collectives.repeat import Repeats
+from sidelane.collectives.side_stream import StreamMark
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import (
@@ -820,8 +821,8 @@ class Communicator:
         details: tuple[Hashable, ...],
         aside: int,
         beside: Beside | None = None,
-    ) -> bool:
-        """Make a call that compiled code remembers; return False, with nothing done, if Python has to make it.
+    ) -> StreamMark | bool | None:
+        """Make a call that compiled code remembers; return False or None, with nothing done, if Python has to make it.
 
         It spares a process group the way through the methods. Autograd is not told of what is written.
 
@@ -829,7 +830,8 @@ class Communicator:
             kind: kind of the call.
             tensors: plain tensors, the output first.
             details: its reduction or root, as the methods pass it on.
-            aside: handle of the stream of the call, which is behind the caller's work; 0 for the caller's stream.
+            aside: handle of a stream beside the caller's, on which the call comes behind the caller's work so far and
+                returns its mark; 0 for the caller's stream.
             beside: see :meth:`all_gather`.
 
         Raises:
@@ -839,7 +841,7 @@ class Communicator:
         if repeats is None or not entrance.acquire(False):
             return False
         try:
-            made: bool = repeats.run(kind, tensors, details, AUTO, beside, aside) is True
+            made: StreamMark | bool | None = repeats.run(kind, tensors, details, AUTO, beside, aside)
         except (PeerError, KeyboardInterrupt) as error:
             self.calls.fail(error)
             raise
@@ -859,18 +861,17 @@ class Communicator:
     ) -> Work | None:
         """Make a call. ``is_aside``: it is asynchronous, and the current stream is that of asynchronous calls."""
         repeats = self._repeats
-        if async_op and not is_aside and repeats is not None:
-            if not self.backend.caller_stream()[1]:
-                call = kind, tensors, details, variant, beside, async_op
-                return repeats.backend.run_aside(lambda: self._call(*call, is_aside=True))
-            repeats = None  # a captured call is Python's
         if repeats is not None:
+            call, backend = (kind, tensors, details, variant, beside), repeats.backend
+            is_beside = async_op and not is_aside
             try:
-                made = repeats.run(kind, tensors, details, variant, beside)
+                made = repeats.run(*call, backend.aside.handle) if is_beside else repeats.run(*call)
                 if made:
-                    return _work_of(repeats, tensors) if async_op else None
-                if made is None:
-                    repeats = None  # the call may be remembered already, and run again later
+                    return _work_of(repeats, tensors, made) if async_op else None
+                if is_beside and not self.backend.caller_stream()[1]:
+                    return backend.aside.run(lambda: self._call(*call, async_op, is_aside=True))
+                if made is None or is_beside:
+                    repeats = None  # the call may be remembered already, and run again later; or it is captured
             except (PeerError, KeyboardInterrupt) as error:
                 self.calls.fail(error)
                 raise
@@ -888,10 +889,15 @@ class Communicator:
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 
 
-def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
+def _work_of(repeats: Repeats, tensors: tuple[Any, ...], mark: Any) -> Work:
     """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
     columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
-    return repeats.backend.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
+    used, outputs = [tensor for column in columns for tensor in column], tuple(columns[0])
+    if mark is True:  # made on the stream of asynchronous calls, as the current one
+        mark = None
+    else:
+        count_writes(outputs)
+    return repeats.backend.work_on(repeats.backend.aside, used, outputs, mark)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -87,6 +87,10 @@ class SecondContext:
 
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
+_ORDERING = (
+    *("cuEventRecord", "cuStreamWaitEvent", "cuEventQuery", "cuEventCreate", "cuEventDestroy_v2"),
+    "cuStreamIsCapturing",
+)
 _PEERS = 1
 """Flag ``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be on another GPU."""
 
@@ -452,7 +456,9 @@ class Driver:
         """Return the functions that :meth:`caller_stream` calls, for compiled code; None if torch is too old."""
         if _is_current_capturing is None:
             return None
-        return Questions(_raw_stream, _is_current_capturing, _current_device, self.index)
+        functions = [require_native(name) for name in _ORDERING]
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+        return Questions(_raw_stream, _is_current_capturing, _current_device, self.index, (functions, *addresses))
 
     def capture_of(self, stream: int) -> int:
         """Return the number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
