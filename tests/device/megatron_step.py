@@ -9,8 +9,8 @@ Run by hand on two GPUs, with megatron-core 0.16.1 in the path:
 A GPT in bfloat16, data parallel: gradients are reduced (reduce-scatter) behind backward, parameters gathered behind the
 next forward. The part ``ub`` of a way is ``nccl_ub=True``: Megatron allocates buffers in a pool and registers it with
 the group's backend. The part ``beside`` is ``SIDELANE_BESIDE=compute``. Each way has a model of its own.
-``--tensor`` divides layers among ranks, ``--sequence`` their activations, too; ``--experts`` puts experts, divided among
-all ranks, in the place of each feed-forward layer.
+``--tensor`` divides layers among ranks, ``--sequence`` their activations, too; ``--experts`` puts experts in the place
+of each feed-forward layer, divided among all ranks.
 """
 
 from __future__ import annotations

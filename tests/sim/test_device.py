@@ -90,6 +90,7 @@ def test_memory_that_is_full_is_shared():
     reach = QUIET.gpu.memory_gbps * QUIET.matmul.memory_efficiency * 1e3
     assert alone == pytest.approx(UNITS * 1e9 / reach)
     beside = run_device(QUIET, [bound, Gang("comm", 2 * alone, 0.4 * QUIET.gpu.memory_gbps)])
+    assert beside.began_us["comm"] == 0.0, "DMA engines need no unit"
     assert beside.ended_us["gemm"] == pytest.approx(alone * (QUIET.matmul.memory_efficiency + 0.4))
 
 
@@ -119,6 +120,8 @@ def test_the_timeline_covers_the_run():
     run = run_device(QUIET, [tiled(4 * UNITS), gang()], record=True)
     assert max(interval.end_us for interval in run.timeline) == pytest.approx(run.time_us)
     assert {interval.lane for interval in run.timeline} == {"gemm", "comm"}
+    on_engines = run_device(QUIET, [Gang("comm", 10.0, 0.0)], record=True).timeline
+    assert [(each.lane, each.label, each.end_us) for each in on_engines] == [("comm", "on DMA engines", 10.0)]
 
 
 @pytest.mark.parametrize(

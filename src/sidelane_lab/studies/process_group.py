@@ -49,6 +49,20 @@ OPERATIONS = tuple(KINDS)
 OPERATION_OF = {kind: name for name, kind in KINDS.items()}
 
 
+FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
+EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"
+FUTURE, FUNCTIONAL, LIST, COALESCED = "future", "functional", "list", "coalesced"
+FORMS = {
+    FUTURE: OPERATIONS,
+    FUNCTIONAL: OPERATIONS,
+    LIST: ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    COALESCED: ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
+}
+"""Further ways to call, and the operations that have them."""
+
+LAUNCHES = (EAGER, ASYNC, GRAPH, *FORMS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupOptions(StudyOptions):
     """Measure calls of torch.distributed with NCCL's group (Gloo's) and Sidelane's.
@@ -61,6 +75,7 @@ class GroupOptions(StudyOptions):
     examples = (
         ("sidelane pg --json process-group.json", "four operations, four sizes, and what the first use costs"),
         ("sidelane pg --device cpu --ranks 2", "the same between CPU processes, next to Gloo"),
+        ("sidelane pg --no-first --launches async,future,functional,list,coalesced", "the host time of torch's forms"),
     )
 
     operations: tuple[str, ...] = names(
@@ -75,6 +90,9 @@ class GroupOptions(StudyOptions):
     implementations: tuple[str, ...] = names(
         "--implementations", (), "Measure only these: nccl (gloo), sidelane.", shown="both"
     )
+    launches: tuple[str, ...] = names(
+        "--launches", (EAGER, ASYNC, GRAPH), "Measure calls that are made in these ways.", allowed=LAUNCHES
+    )
     first: bool = option("--first/--no-first", True, "What the first use costs, of FSDP2 too.")
     warmup: int = count("--warmup", 2, "Rounds before the measured.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
@@ -82,8 +100,6 @@ class GroupOptions(StudyOptions):
 
 pg = study_command("pg", GroupOptions)
 
-FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
-EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"
 ORDINARY, POOLED = "ordinary", "pooled"
 LEARNED = "learned"
 """Ordinary tensors whose addresses Sidelane learnt, in files of before 29 November 2026."""
@@ -110,7 +126,9 @@ class GroupRow(FlatRow):
         tensors: ``ordinary``, or ``pooled``: made in a
             ``sidelane.pool`` of the group's communicator.
         launch: ``eager``; ``async``: with ``async_op=True``, waited for at once; ``graph``: calls of one CUDA graph;
-            ``first``.
+            ``future``: asynchronous, and its future is waited for; ``functional``: the functional collective and
+            ``wait_tensor``; ``list``: parts of one tensor as a list (``all_gather``, ``reduce_scatter``);
+            ``coalesced``: in a coalescing manager, an all_reduce in two halves; ``first``.
         time_us: time of a call, median over the rounds of the slowest rank. On GPUs it is the device's alone, and on
             CPUs it lasts until the call is done. For first uses it is the time of the slowest rank, from begin to end.
         host_us: on GPUs, until a repeated call has returned (asynchronous ones: and was waited for), median of the
@@ -126,7 +144,7 @@ class GroupRow(FlatRow):
         ("operation", (*OPERATIONS, FIRST_CALLS, FIRST_STEP)),
         ("implementation", ("nccl", "gloo", "sidelane")),
         ("tensors", (ORDINARY, LEARNED, POOLED)),
-        ("launch", (EAGER, ASYNC, GRAPH, FIRST)),
+        ("launch", (*LAUNCHES, FIRST)),
     )
     figures = ("time_us",)
 
@@ -192,7 +210,8 @@ def rows_of(
     makers: dict[tuple[str, ...], Callable[[], GroupProgram]] = {
         (*names, launch): functools.partial(make, *names, launch)
         for names in wanted(options.implementations, case.device.type)
-        for launch in ((EAGER, ASYNC) if on_cpu else (EAGER, ASYNC, GRAPH))
+        for launch in options.launches
+        if not (on_cpu and launch == GRAPH) and operation in FORMS.get(launch, OPERATIONS)
     }
     for found in meter.compare(makers, seeds, timed):
         columns, one = outcome(found.rounds, found.problem), found.way
@@ -210,7 +229,7 @@ class GroupProgram(CaseWay):
         operation: name of the call in ``torch.distributed``.
         case: what it does.
         way: group and memory.
-        launch: eager, asynchronous or in a graph.
+        launch: see ``GroupRow``.
 
     Attributes:
         made_by: what made its calls, and Sidelane's variant.
@@ -222,21 +241,23 @@ class GroupProgram(CaseWay):
 
         buffers = way.buffers(case)
         super().__init__(case, buffers, f"{operation} of {way.name}")
-        self.launch, self.as_graph = launch, launch == GRAPH
+        self.launch, self.as_graph, self._output = launch, launch == GRAPH, buffers.output
         self.made_by = ("", "")
         self.host_us: float | None = None
         self.calls = CPU_CALLS if case.device.type == "cpu" else calls_of(case.nbytes)
         self._operation, self._way, self._call = (
             operation,
             way,
-            plain_call(operation, way.group, buffers, async_op=launch == ASYNC),
+            plain_call(operation, way.group, buffers, launch),
         )
 
     def run(self) -> None:
         if self.graphs:
             self.graphs[0].replay()  # which is in no report
             return
-        self._call()
+        made = self._call()
+        if self.launch == FUNCTIONAL:
+            self._output.copy_(made)
         self.made_by = self._way.made_by(self._operation)
 
     def several(self) -> None:
@@ -451,7 +472,8 @@ STUDY = Study(
         "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. "
         "pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of"
         " the slowest rank; the fastest is bold. host: until a repeated call returns, behind a device that spins. "
-        "async: waited for at once; graph: calls of one CUDA graph. First use: from making the group to the end of"
+        "async: waited for at once; graph: calls of one CUDA graph; future, functional, list, coalesced: torch's other"
+        " forms. First use: from making the group to the end of"
         " its first calls, and from a sharded model to the end of its first step, with an NCCL (Gloo) that is "
         "warm."
     ),

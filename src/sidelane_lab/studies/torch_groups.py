@@ -70,25 +70,52 @@ class GroupWay:
         return made.cut_for(case)
 
     def made_by(self, operation: str) -> tuple[str, str]:
-        """Return what made the last call, and Sidelane's variant."""
+        """Return what made the last call, of an operation or of a form of it, and Sidelane's variant."""
         last = report_of_groups().last
         if self.implementation != SIDELANE:
             return self.implementation, ""
-        if last is None or last.operation != operation:
+        if last is None or last.operation.removesuffix("_coalesced") not in (operation, LISTS.get(operation)):
             raise RuntimeError(f"the report has {None if last is None else last.operation} for the last {operation}")
         return last.where, last.why.partition(":")[0] if last.where == SIDELANE else ""
 
 
+LISTS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+"""Calls of ``torch.distributed`` of which one side is a list of tensors, by those of one tensor."""
+
+
 def plain_call(
-    operation: str, group: dist.ProcessGroup, buffers: GroupTensors, *, async_op: bool = False
+    operation: str, group: dist.ProcessGroup, buffers: GroupTensors, launch: str = "eager"
 ) -> Callable[[], Any]:
-    """Return a call of a program that knows nothing of Sidelane; an asynchronous one is waited for."""
-    output, input = buffers.output, buffers.input
-    arguments = (output,) if operation == "all_reduce" else (output, input)
-    function = getattr(dist, operation)
-    if not async_op:
-        return lambda: function(*arguments, group=group)
-    return lambda: function(*arguments, group=group, async_op=True).wait()
+    """Return a call of a program that knows nothing of Sidelane, which waits for its end.
+
+    Args:
+        operation: name in ``torch.distributed``.
+        group: the group.
+        buffers: tensors.
+        launch: see ``GroupRow``; a functional call returns its output.
+    """
+    output, input, n, name = buffers.output, buffers.input, group.size(), group.group_name
+    is_sum, function = operation == "all_reduce", getattr(dist, operation)
+    arguments: Any = (output,) if is_sum else (output, input)
+    ops, sizes = torch.ops._c10d_functional, [len(input) // n] * n
+    more = {"all_gather_into_tensor": (n,), "reduce_scatter_tensor": ("sum", n), "all_to_all_single": (sizes, sizes)}
+    if launch == "list":
+        function = getattr(dist, LISTS[operation])
+        arguments = [list(one.chunk(n)) if (one is output) == ("gather" in operation) else one for one in arguments]
+
+    def coalesced() -> None:
+        start = output.device if output.is_cuda else None  # Gloo has none
+        with dist._coalescing_manager(group=group, device=start, async_ops=True) as manager:
+            for parts in zip(*(one.chunk(2 if is_sum else 1) for one in arguments), strict=True):
+                function(*parts, group=group)
+        manager.wait()
+
+    return {
+        "async": lambda: function(*arguments, group=group, async_op=True).wait(),
+        "future": lambda: function(*arguments, group=group, async_op=True).get_future().wait(),
+        "functional": lambda: ops.wait_tensor(getattr(ops, operation)(input, *more.get(operation, ("sum",)), name)),
+        "coalesced": coalesced,
+    }.get(launch, lambda: function(*arguments, group=group))
 
 
 def make_group(backend: str, device: torch.device) -> dist.ProcessGroup:
