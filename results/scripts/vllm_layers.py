@@ -126,7 +126,7 @@ def communicators() -> dict[str, Any]:
     base = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
     for name, (custom, variables) in WAYS.items():
         before = {variable: os.environ.get(variable) for variable in variables}
-        os.environ.update(variables)
+        os.environ.update(variables, VLLM_DIST_IDENT=f"layers-{name}-{os.getppid()}")  # of memory between CPU ranks
         parallel_state._ENABLE_CUSTOM_ALL_REDUCE = custom
         made = device_communicator(base) if name.startswith("sidelane") else base
         if name == "sidelane_norm":
@@ -240,7 +240,7 @@ def main() -> None:
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     if GPUS:
         torch.cuda.set_device(rank)
-    os.environ.setdefault("VLLM_DIST_IDENT", "layers")
+    os.environ["VLLM_DIST_IDENT"] = f"layers-{os.getppid()}"
     rows = []
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         parallel_state.init_distributed_environment(local_rank=rank, backend="nccl" if GPUS else "gloo")

@@ -14,6 +14,7 @@ from on_ranks import everyones, on_ranks
 from sweeps import communicator
 
 from sidelane import MismatchError
+from sidelane.collectives.prepare import FLAGS
 from sidelane.errors import UnavailableError
 from sidelane.memory.heap import generation
 
@@ -67,6 +68,7 @@ def test_places_are_the_same_on_all_ranks_and_used_again(group: dist.ProcessGrou
                 time.sleep(0.002 * late.random())
         use = comm.memory()
         assert use.used <= use.reserved and use.most is None
+        assert use.own >= 4 * 2 * FLAGS, "flags of 4 bytes for eager programs, and others for captured ones"
     assert len(set(locations)) < len(locations) and use.reserved < total / 2
     assert everyones(group, (locations, total)) == [(locations, total)] * n
 

@@ -28,6 +28,7 @@ from sidelane.program.kernel import KernelProgram, Protocol
 POISON = 0x5A
 MOVING = {
     "LL": Protocol.LL,
+    "LL once": Protocol.LL_ONCE,
     "block flags": Protocol.BLOCK_FLAGS,
     "pull": Protocol.PULL,
     "push": Protocol.PUSH,
@@ -35,6 +36,7 @@ MOVING = {
 }
 REDUCING = {
     "LL": (Protocol.LL, "one_shot"),
+    "LL once": (Protocol.LL_ONCE, "one_shot"),
     "block flags": (Protocol.BLOCK_FLAGS, "one_shot"),
     "one": (Protocol.REDUCE, "one_shot"),
     "two": (Protocol.REDUCE, "two_shot"),
@@ -100,7 +102,7 @@ def moving(world: World) -> None:
         for distinct in (False, True) if call < 3 else (call % 2 == 0,):
             for way in MOVING:
                 for in_place in (False, True) if call < 3 else (bool(call % 2),):
-                    if in_place and distinct and way == "push":
+                    if distinct and (way == "LL once" or (in_place and way == "push")):
                         continue
                     if delay.random() < 0.2:
                         time.sleep(0.01 * delay.random())
@@ -150,7 +152,7 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
         for count in (7, 2503) if op is ReduceOp.SUM else (501,):
             for scatter in (True, False):
                 for way in REDUCING:
-                    if way.endswith("two") and scatter:
+                    if way.endswith(("two", "once")) and scatter:
                         continue
                     is_other = scatter != bool((call + len(way)) // 2 % 2)
                     if op is not ReduceOp.SUM and is_other and not way.endswith("two"):

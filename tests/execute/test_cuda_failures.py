@@ -187,7 +187,7 @@ def test_a_driver_error_in_the_middle_breaks_the_executor_and_tells_the_peers() 
         world.drivers[0].fail_next = "CUDA_ERROR_UNKNOWN"
         with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
             start(loaded.ranks[0], 1, world.streams[0])
-        with pytest.raises(SidelaneError, match="could not submit"):
+        with pytest.raises(SidelaneError, match=r"^all_gather\(2 ranks, .*\) b2b: rank 0 could not submit it: Driver"):
             world.executors[0].check()
         with pytest.raises(PeerError, match="CUDA_ERROR_UNKNOWN"):
             start(loaded.ranks[1], 1, world.streams[1]).wait()

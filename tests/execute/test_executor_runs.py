@@ -91,7 +91,7 @@ def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(monkeypatch: 
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_step() -> None:
-    with LocalWorld(3, timeout_s=2.0) as world:
+    with LocalWorld(3, timeout_s=0.5) as world:
         loaded = world.load(build(all_gather([NBYTES] * 3), "pcpy"))
         pendings = [loaded.ranks[0].start(4), loaded.ranks[2].start(4)]
         texts = []

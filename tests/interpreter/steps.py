@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from accesses import ACQUIRE, BARRIER, LOAD, POLL, RELAXED, RELEASE, STORE, Access
-from shadows.arena import ARENA, CELL_BYTES, cell_flag, ll_slot, loaded_flag
+from shadows.arena import ARENA, CELL_BYTES, cell_flag, ll_slot, loaded_flag, once_flag, once_slot
 from shadows.blocks import BLOCK_FLAGS, block_of
 
 from sidelane.device import layout
@@ -170,7 +170,7 @@ def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
                 case Signal(flag) if flag.index < BLOCK_FLAGS:
                     done.relaxed_signals.add(flag)
                 case Signal(flag) if not _is_loaded(flag, world_size):
-                    assert cell == {_cell_of(flag)}, "a cell has the flag that it is stored with"
+                    assert cell == {_cell_of(flag, world_size)}, "a cell has the flag that it is stored with"
                 case Wait(flag):
                     done.relaxed_waits.add(flag)
     for command in (command for queue in queues if not block_of(queue)[1] for command in queue.commands):
@@ -182,7 +182,7 @@ def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
             case Wait(flag) if _is_loaded(flag, world_size):
                 done.add(BARRIER)
             case Wait(flag):
-                done.add(WAIT, frozenset([_cell_of(flag)]))
+                done.add(WAIT, frozenset([_cell_of(flag, world_size)]))
             case Copy(dst, src):
                 _say_moved(done, (src,), dst, world_size)
             case Reduce(dst, srcs):
@@ -265,12 +265,17 @@ def bytes_of(span: Span) -> frozenset[Byte]:
     return frozenset((span.rank, str(span.buffer), offset) for offset in range(span.offset, span.end))
 
 
-def _cell_of(flag: Flag) -> Byte:
-    return flag.rank, CELL, flag.index - FIRST_CELL
+def _cell_of(flag: Flag, world_size: int) -> Byte:
+    first = once_flag(0, 0, 0, world_size, 0).index
+    if flag.index < first:
+        return flag.rank, CELL, flag.index - FIRST_CELL
+    place, cell = divmod(flag.index - first, CELLS_OF_A_SLOT)
+    sender, slot = once_slot(place % world_size, world_size)
+    return sender, CELL, (place // world_size * world_size + slot) * CELLS_OF_A_SLOT + cell
 
 
 def _is_loaded(flag: Flag, world_size: int) -> bool:
-    return flag.index >= loaded_flag(0, 0, world_size, 0).index
+    return loaded_flag(0, 0, world_size, 0).index <= flag.index < once_flag(0, 0, 0, world_size, 0).index
 
 
 def _some(differs: set[object] | frozenset[object]) -> list[object]:

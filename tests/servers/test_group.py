@@ -224,6 +224,20 @@ def test_captured_calls_keep_the_memory(group: dist.ProcessGroup) -> None:
             assert torch.equal(found, torch.full_like(found, value * group.size()))
 
 
+@on_ranks(gpu=True)
+def test_a_norm_of_a_new_shape_in_a_capture_is_the_servers(group: dist.ProcessGroup) -> None:
+    """The capture goes on without it, and so does the communicator."""
+    with made(group) as served:
+        x, weight, graph = torch.ones(4, 512).bfloat16(), torch.ones(512).bfloat16(), torch.cuda.CUDAGraph()
+        served.custom_all_reduce(x)
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            assert served.all_reduce_rms_norm(x, x, weight, 1e-6) is None
+            found = served.custom_all_reduce(x)
+        graph.replay()
+        assert found is not None and torch.equal(found, torch.full_like(found, group.size()))
+        assert served.all_reduce_rms_norm(x, x, weight, 1e-6) is not None
+
+
 def dies(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
     with made(group) as served:
         served.custom_all_reduce(torch.ones(4))

@@ -49,10 +49,9 @@ def test_what_gpus_share_holds_them_all() -> None:
     assert us(split, gather(4), "chunked") < us(machine.with_value("host.root_gbps", 60), gather(4), "chunked")
 
 
-def test_copies_between_gpus_pass_both_links() -> None:
+def test_copies_between_gpus_pass_host_memory_where_there_are_no_peers() -> None:
     pushed: Program = build(gather(2), "b2b", Transport.PUSH)
-    machine = named("4090x2")
-    assert machine.host is not None
-    assert simulate(pushed, machine).time_us > NBYTES / machine.host.memory_gbps / 1e3
+    machine = named("4090x2").with_value("host.memory_gbps", 20)
     with_peers = machine.with_value("host.peers", 1)
-    assert not with_peers.through_host and simulate(pushed, with_peers).time_us != simulate(pushed, machine).time_us
+    assert not with_peers.through_host
+    assert simulate(pushed, machine).time_us > 1.5 * simulate(pushed, with_peers).time_us

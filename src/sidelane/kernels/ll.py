@@ -31,6 +31,11 @@ Equivalent, on rank r, where part r of an input is all of it unless each rank ge
 
 In place is allowed: a block sends all bytes that it overwrites before it writes.
 
+``ONCE``: arenas are in host memory, where a store costs the sender's link and a load the reader's. So a rank stores
+words that all peers need once, into the slot for the next rank in its own arena, and all peers wait for them there. The
+argument above holds for that slot as well: whoever stores there in generation g + 2 has received data of g + 1 from
+every rank that may have read it in g.
+
 Legend: N ranks; PEERS the power of two from N - 1 on; DISTINCT if each rank gets its own part; WORDS a tile; ONE if no
 block has more tiles; WHOLE if all tiles are full; OP is empty where bytes only move; UNIT and ALIGNED as in ``memory``.
 """
@@ -66,7 +71,14 @@ between two GPUs a single one, which decides without others whether all words ar
 
 
 def arrange(
-    site: LaunchSite, output: int, input: int, part_bytes: int, reduction: Reduction | None, *, distinct: bool
+    site: LaunchSite,
+    output: int,
+    input: int,
+    part_bytes: int,
+    reduction: Reduction | None,
+    *,
+    distinct: bool,
+    once: bool = False,
 ) -> Launch:
     """Make the launch that moves or reduces one part for each pair of ranks.
 
@@ -77,12 +89,13 @@ def arrange(
         part_bytes: 1 to ``LL_PAYLOAD_BYTES``, whole elements.
         reduction: operation and dtype; None where bytes only move.
         distinct: each peer gets its own part (all_to_all, reduce_scatter), else all get the same.
+        once: peers read one copy, in the arena of the sender.
 
     Raises:
         ValueError: a part is too large or empty.
     """
     blocks, warps, constants = _tiles(site, part_bytes, unit_bytes(output, input, part_bytes))
-    constants |= {"DISTINCT": distinct, **reduction_constants(reduction)}
+    constants |= {"DISTINCT": distinct, "ONCE": once, **reduction_constants(reduction)}
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.status, site.counters)
     return Launch(_ll, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
@@ -172,9 +185,9 @@ def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
 def _ll(
     output, input, part_bytes, stride, rank, status, counters,
     p0, p1, p2, p3, p4, p5, p6, p7,
-    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, WORDS: tl.constexpr, ONE: tl.constexpr,
-    WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
+    N: tl.constexpr, PEERS: tl.constexpr, DISTINCT: tl.constexpr, ONCE: tl.constexpr, WORDS: tl.constexpr,
+    ONE: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr,
+    DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(counters)
@@ -192,7 +205,9 @@ def _ll(
             words = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
             if OP == "":
                 own = words
-        for turn in tl.static_range(1, N):
+        if ONCE:
+            _put(ll_slot(p0, generation, (rank + 1) % N, N), index, words, generation, there)
+        for turn in tl.static_range(1, 1 if ONCE else N):
             if DISTINCT:
                 peer = (rank + turn) % N
                 words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED, WHOLE)
@@ -204,6 +219,13 @@ def _ll(
     end_generation(counters, generation)
     turns = tl.arange(0, PEERS)[:, None]
     senders = (rank + 1 + turns) % N
+    slots = ll_slot(p0, generation, 0, N)
+    offsets = senders.to(tl.int64) * (LL_SLOT_BYTES // 8)
+    if ONCE:
+        for turn in tl.static_range(1, N):
+            slot = ll_slot(peers[turn], generation, (rank + turn + 1) % N, N)
+            offsets = tl.where(turns == turn - 1, (slot - slots) // 8, offsets)
+        offsets = tl.multiple_of(offsets, (16, 16))
     spent = tl.full((), 0, tl.int32)
     for tile in range(tiles):
         index = first + tile * step + lanes
@@ -211,7 +233,7 @@ def _ll(
         mask = there[None, :] if PEERS == N - 1 else (turns < N - 1) & there[None, :]
         if OP != "":
             own = load_words(own_input, index, part_bytes, UNIT, ALIGNED, WHOLE)
-        words, spent = _wait(ll_slot(p0, generation, 0, N), senders, index[None, :], mask, generation, status, spent)
+        words, spent = _wait(slots, offsets, senders, index[None, :], mask, generation, status, spent)
         if OP == "":
             store_words(
                 output + senders * part_bytes, index[None, :], words, part_bytes, mask, UNIT, False, WHOLE
@@ -251,10 +273,11 @@ def _ll_broadcast(
             start += step
     else:
         sender = tl.zeros([1, 1], tl.int64) + root
+        slots, offsets = ll_slot(p0, generation, 0, N), sender * (LL_SLOT_BYTES // 8)
         while start < count:
             index = start + tl.arange(0, WORDS)[None, :]
             there = words_there(index, count, WHOLE)
-            words, spent = _wait(ll_slot(p0, generation, 0, N), sender, index, there, generation, status, spent)
+            words, spent = _wait(slots, offsets, sender, index, there, generation, status, spent)
             store_words(data, index, words, nbytes, there, UNIT, ALIGNED, WHOLE)
             start += step
     relaxed_wait(p0, generation, status, spent, 0, N)
@@ -268,8 +291,10 @@ def _put(slot_address, index, words, generation, mask):
 
 
 @triton.jit
-def _wait(slot_address, ranks, index, mask, generation, status, spent):
+def _wait(slot_address, offsets, ranks, index, mask, generation, status, spent):
     """Wait for flagged words ``index`` (int[1, W]) from ``ranks`` (int[R, 1]), and return their data, int32[R, W].
+
+    ``offsets``, int64[R, 1]: cells from ``slot_address`` to the slot with the words of each of these ranks.
 
     Relaxed: other memory is not ordered. Elements outside of ``mask`` are undefined, and all are undefined if the host
     has told the kernel to give up.
@@ -277,7 +302,7 @@ def _wait(slot_address, ranks, index, mask, generation, status, spent):
     Returns:
         The data, and ``spent`` (see ``flags``).
     """
-    places = pointer(slot_address, tl.int64, True) + ranks.to(tl.int64) * (LL_SLOT_BYTES // 8) + index
+    places = pointer(slot_address, tl.int64, True) + offsets + index
     cells = tl.load(places, mask=mask, other=0, volatile=True)
     late = late_flags(cells, mask, generation)
     polls = 0

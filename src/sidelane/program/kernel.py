@@ -73,15 +73,17 @@ COPIES_OWN = "copies own parts, too (value=copy_own_part=False)"
 class Protocol(StrEnum):
     """Way in which the bytes travel (docs/internals/protocols.md).
 
-    ``ll``: into slots, every 4 bytes with a flag of their own. ``block_flags``: unchanged, into slots of their own, a
-    flag for each block. ``relay``: as ``block_flags``, another part to each peer, from which all other peers get it,
-    for broadcasts. ``push``: into the peers' outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out
-    of the peers' staging. ``reduce``: as ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of
-    the peers' inputs, and in two shots into their outputs. ``send``: as ``direct`` in two shots, but into the peers'
-    staging. ``host``: as ``pull`` and ``reduce``, by other blocks each way, for staging in host memory.
+    ``ll``: into slots, every 4 bytes with a flag of their own. ``ll_once``: likewise, into one slot in host memory that
+    all peers read. ``block_flags``: unchanged, into slots of their own, a flag for each block. ``relay``: as
+    ``block_flags``, another part to each peer, from which all other peers get it, for broadcasts. ``push``: into the
+    peers' outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``:
+    as ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of the peers' inputs, and in two shots
+    into their outputs. ``send``: as ``direct`` in two shots, but into the peers' staging. ``host``: as ``pull`` and
+    ``reduce``, by other blocks each way, for staging in host memory.
     """
 
     LL = "ll"
+    LL_ONCE = "ll_once"
     BLOCK_FLAGS = "block_flags"
     RELAY = "relay"
     PUSH = "push"
@@ -309,7 +311,9 @@ def _protocol_through_host(program: KernelProgram) -> Protocol:
     if program.two_shot:
         return Protocol.REDUCE
     is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
-    return Protocol.LL if is_small and not program.listed else Protocol.HOST
+    if program.listed or not is_small:
+        return Protocol.HOST
+    return Protocol.LL if program.distinct or program.world_size <= 2 else Protocol.LL_ONCE
 
 
 def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.errors import SidelaneError
+from sidelane.errors import UnavailableError
 from sidelane.ops.handle import INTERPRETED
 from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm
 from sidelane.session import Communicator
@@ -74,7 +74,7 @@ class ServerGroup:
         try:
             self.comm = Communicator(self._group, device=self._device, config=config)
             self.reason = ""
-        except (SidelaneError, ValueError) as error:
+        except Exception as error:  # whatever it is, the server goes on without Sidelane
             self.comm, self.reason = None, f"{type(error).__name__}: {error}"
 
     def __getattr__(self, name: str) -> Any:
@@ -165,7 +165,7 @@ class ServerGroup:
             sizes: number of rows of each rank, the same on all ranks.
             output: tensor for the result, [sum(sizes), ...]; None makes one.
         """
-        if self.comm is None or not sum(sizes) or 0 in input.shape[1:]:
+        if self.comm is None or input.device != self.comm.device or not sum(sizes) or 0 in input.shape[1:]:
             return None
         if len(set(sizes)) == 1:
             return self.all_gather(input.contiguous(), output)
@@ -270,6 +270,8 @@ class ServerGroup:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ``rms_norm(total) * weight`` and ``total = sum of everyone's x + residual``, both [tokens, hidden].
 
+        A capture takes shapes that a call has had before it; others are the server's there.
+
         Args:
             x: this rank's part of the sum, [tokens, hidden]; it stays as it is.
             residual: tensor [tokens, hidden], the same on all ranks; None for none.
@@ -279,7 +281,12 @@ class ServerGroup:
         """
         if not self.normalises(x, weight):
             return None
-        return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
+        comm = self._counted("all_reduce_rms_norm")
+        try:
+            return all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **tensors)
+        except UnavailableError:  # on all ranks, before anything has moved
+            self.counts["all_reduce_rms_norm"] -= 1
+            return None
 
     def fuses(self) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""

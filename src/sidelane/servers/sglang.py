@@ -157,11 +157,10 @@ def _all_gather(original: Callable[..., Any], group: Any, output: torch.Tensor, 
     return original(group, output, input)
 
 
-def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> torch.Tensor:
-    served = None if group.world_size == 1 else _of(group)
-    if served is not None and served.takes(input_):
-        return served.all_reduce(input_, input_)
-    return original(group, input_)
+def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> Any:
+    served = _of(group)
+    found = None if served is None else served.all_reduce(input_, input_)
+    return original(group, input_) if found is None else found
 
 
 def _groups() -> tuple[Any, Any]:

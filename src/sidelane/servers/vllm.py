@@ -138,7 +138,10 @@ def device_communicator(base: Any) -> Any:
 
         def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
             found = None if self.sidelane is None else self.sidelane.all_reduce(input_)
-            return super().all_reduce(input_) if found is None else found
+            if found is not None:
+                return found
+            own = input_ if input_.is_cuda else input_.clone()  # vLLM's for CPUs adds in place, operators must not
+            return super().all_reduce(own)
 
         def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
             dim %= max(input_.dim(), 1)
@@ -183,7 +186,7 @@ def device_communicator(base: Any) -> Any:
         ) -> torch.Tensor | None:
             if self.sidelane is None:
                 return None
-            rows = input_.movedim(0, dim).contiguous()
+            rows = input_.movedim(dim, 0).contiguous()
             if sizes is None and rows.shape[0] % self.world_size:
                 return None
             parts = [rows.shape[0] // self.world_size] * self.world_size if sizes is None else sizes

@@ -69,11 +69,11 @@ def _normalised(
 
     communicator = _groups[group]().device_communicator
     sidelane = getattr(communicator, "sidelane", None)
-    rows = x.view(-1, x.shape[-1])
-    if sidelane is not None and sidelane.normalises(rows, weight):
-        added = None if residual is None else residual.view(rows.shape)
-        y, total = sidelane.all_reduce_rms_norm(rows, added, weight, eps, **quantized)
-        return y.view(x.shape), total.view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape)
+    found = None if sidelane is None else sidelane.all_reduce_rms_norm(rows, added, weight, eps, **quantized)
+    if found is not None:
+        return found[0].view(x.shape), found[1].view(x.shape)
     from vllm import ir
 
     quantized.clear()

@@ -37,6 +37,7 @@ CALLERS = "stream 0 (of the caller)"
 HOW: Mapping[Protocol, str] = MappingProxyType(
     {
         Protocol.LL: "every 4 bytes with a flag of their own, into the peers' slots",
+        Protocol.LL_ONCE: "every 4 bytes with a flag of their own, into a slot in host memory that all peers read",
         Protocol.BLOCK_FLAGS: "a part behind one flag, into a place of each peer that is for this rank alone",
         Protocol.RELAY: "another part to each peer, which passes it on to all others",
         Protocol.PUSH: "into the peers' outputs",

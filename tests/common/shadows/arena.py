@@ -47,9 +47,19 @@ def loaded_flag(rank: int, peer: int, world_size: int, cell: int) -> Flag:
     return Flag(rank, BLOCK_FLAGS + (2 * world_size + peer) * _CELLS + cell)
 
 
+def once_flag(rank: int, sender: int, parity: int, world_size: int, cell: int) -> Flag:
+    """That of a cell which all peers read where its sender has it: one for each of them, as flags have one reader."""
+    return Flag(rank, BLOCK_FLAGS + ((3 + parity) * world_size + sender) * _CELLS + cell)
+
+
+def once_slot(sender: int, world_size: int) -> tuple[int, int]:
+    """Rank and number of the slot that all peers read."""
+    return sender, (sender + 1) % world_size
+
+
 def cell_flags(world_size: int) -> int:
     """Flags of a rank with these."""
-    return BLOCK_FLAGS + 3 * world_size * _CELLS
+    return BLOCK_FLAGS + 5 * world_size * _CELLS
 
 
 def _cells(world_size: int) -> int:

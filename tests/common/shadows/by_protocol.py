@@ -28,6 +28,7 @@ def _alike(shadow: Callable[[KernelProgram, int, int], Program]) -> Shadow:
 
 SHADOWS: Mapping[Protocol, Shadow] = {
     Protocol.LL: ll,
+    Protocol.LL_ONCE: ll,
     Protocol.BLOCK_FLAGS: block_flags,
     Protocol.RELAY: relay,
     Protocol.PUSH: _alike(push),

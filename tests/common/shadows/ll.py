@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, ll_slot, loaded_flag
+from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, ll_slot, loaded_flag, once_flag, once_slot
 from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced
 from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signal, Wait
-from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel import KernelProgram, Protocol
 
 
 def ll(program: KernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
@@ -30,26 +30,34 @@ def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Pr
     root = tensors.root
     reduces = tensors.reduction is not None
 
-    def data(rank: int, sender: int, tile: Tile) -> Span:
-        return ll_slot(rank, sender, parity, n, tile.place, tile.nbytes)
+    once = program.protocol is Protocol.LL_ONCE
+    flag_of = once_flag if once else cell_flag
 
-    def put(rank: int, peer: int, tile: Tile) -> Iterator[Apart]:
+    def data(rank: int, sender: int, tile: Tile) -> Span:
+        slot = once_slot(sender, n) if once and rank != sender else (rank, sender)
+        return ll_slot(*slot, parity, n, tile.place, tile.nbytes)
+
+    def put(rank: int, peers: list[int], tile: Tile) -> Iterator[Apart]:
+        """Send words, to several peers in one slot that all of them read."""
         for cell in tile.cut(CELL_BYTES):
             number = cell.place // CELL_BYTES
-            copy = Copy(data(peer, rank, cell), cell.input(rank, peer if tensors.shards > 1 else 0))
-            there = Signal(cell_flag(peer, rank, parity, n, number), EPOCH)
-            loaded = Signal(loaded_flag(rank, peer, n, number), EPOCH)
-            yield Apart((copy, there, loaded) if root is None else (copy, there))
+            copy = Copy(data(peers[0], rank, cell), cell.input(rank, peers[0] if tensors.shards > 1 else 0))
+            there = (Signal(flag_of(peer, rank, parity, n, number), EPOCH) for peer in peers)
+            loaded = Signal(loaded_flag(rank, peers[0], n, number), EPOCH)
+            yield Apart((copy, *there, loaded) if root is None else (copy, *there))
+
+    def receivers(rank: int) -> list[list[int]]:
+        return [others(rank, n)] if once else [[peer] for peer in others(rank, n)]
 
     def send(rank: int, tile: Tile) -> Iterator[Command | Apart]:
         if root is None and not reduces:
             yield from copied(tile.output(rank, rank), tile.input(rank, rank if tensors.shards > 1 else 0))
-        for peer in others(rank, n):
-            yield from put(rank, peer, tile)
+        for peers in receivers(rank):
+            yield from put(rank, peers, tile)
 
     def barrier(rank: int, block: int) -> Iterator[Command]:
         for tile in tensors.tiles(block):
-            for peer in others(rank, n):
+            for peer, *_ in receivers(rank):
                 for cell in tile.cut(CELL_BYTES):
                     yield Wait(loaded_flag(rank, peer, n, cell.place // CELL_BYTES), EPOCH)
 
@@ -59,7 +67,7 @@ def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Pr
             yield from copied(data(rank, rank, tile), tile.input(rank, rank if tensors.shards > 1 else 0))
         for sender in senders:
             for cell in tile.cut(CELL_BYTES):
-                flag = cell_flag(rank, sender, parity, n, cell.place // CELL_BYTES)
+                flag = flag_of(rank, sender, parity, n, cell.place // CELL_BYTES)
                 yield Wait(flag, EPOCH, Comparison.EQ)
         if reduces:
             yield from reduced(tile.output(rank), tuple(data(rank, s, tile) for s in range(n)), tensors.reduction)

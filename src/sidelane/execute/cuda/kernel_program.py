@@ -263,7 +263,7 @@ class _Kernel:
 def _ll(kernel: _Kernel) -> Launch:
     (piece,), program = kernel.pieces(), kernel.program
     given = (piece.output, piece.input, piece.nbytes, program.reduction)
-    return ll.arrange(kernel.site, *given, distinct=program.distinct)
+    return ll.arrange(kernel.site, *given, distinct=program.distinct, once=program.protocol is Protocol.LL_ONCE)
 
 
 def _ll_broadcast(kernel: _Kernel) -> Launch:
@@ -359,6 +359,7 @@ ARRANGE: Mapping[tuple[Protocol, bool], Callable[[_Kernel], Launch]] = MappingPr
     {
         (Protocol.LL, False): _ll,
         (Protocol.LL, True): _ll_broadcast,
+        (Protocol.LL_ONCE, False): _ll,
         (Protocol.BLOCK_FLAGS, False): _block_flags,
         (Protocol.BLOCK_FLAGS, True): _block_flags_broadcast,
         (Protocol.RELAY, True): _relay,
