@@ -127,7 +127,7 @@ def test_a_computation_takes_time(us: float):
     [
         (Kind.ALL_REDUCE, 2, (64 << 20) - 1, 64 << 20),
         (Kind.ALL_REDUCE, 4, 7 << 20, 8 << 20),
-        (Kind.ALL_GATHER, 2, 1024, 16 << 20),
+        (Kind.ALL_GATHER, 2, 1024, 8 << 20),
         (Kind.REDUCE_SCATTER, 8, 63 << 20, 1 << 30),
     ],
 )

@@ -57,17 +57,17 @@ probes, in results/notes/performance.md. Broadcasts among more than two ranks: s
 
 HOST_KERNEL_BYTES: Mapping[Kind, int] = MappingProxyType(
     {
-        Kind.ALL_GATHER: 16 * MB,
-        Kind.ALL_TO_ALL: 16 * MB,
-        Kind.BROADCAST: 16 * MB,
+        Kind.ALL_GATHER: 8 * MB,
+        Kind.ALL_TO_ALL: 8 * MB,
+        Kind.BROADCAST: 8 * MB,
         Kind.REDUCE_SCATTER: 64 * MB,
         Kind.ALL_REDUCE: 64 * MB,
     }
 )
-"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Kernels store 44 GB/s over
-PCIe and load 43, in a few microseconds; copy engines move 28 GB/s in 4 MiB and 39 in 16, and take no compute units.
-Measured with two ranks on one H200 (results/notes/kernels.md); more ranks are predicted. A kernel's all_reduce loads
-the inputs of all other ranks, so that its bytes are divided by the square of their number."""
+"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Between two H200s it takes
+282 us for an all_gather of 16 MiB, 30 GB/s each way, and copy engines move 30 GB/s in 4 MiB and 39 in 16, without
+compute units; an all_reduce of 16 MiB takes it 507 us (results/notes/kernels.md). More ranks are predicted: a kernel's
+all_reduce loads the inputs of all other ranks, so that its bytes are divided by the square of their number."""
 
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""

@@ -51,13 +51,14 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
             for chunk, tiles in enumerate(chunks(number) if root in (None, rank) else ()):
                 for tile in tiles:
                     yield from store(rank, tile)
-                yield from grid.tell(rank, number, 1 + chunk, but=root)
+                for loader in range(number, senders * kernel.LOADERS, senders):
+                    yield from grid.tell(rank, loader, 1 + chunk, but=root)
             return
         for chunk, tiles in enumerate(chunks(number) if root != rank else ()):
             if root is None:
-                yield from grid.hear(rank, number, 1 + chunk)
+                yield from grid.hear(rank, block - senders, 1 + chunk)
             else:
-                yield grid.hear_from(root, rank, number, 1 + chunk)
+                yield grid.hear_from(root, rank, block - senders, 1 + chunk)
             for tile in tiles[turn - 1 :: kernel.LOADERS]:
                 yield from load(rank, tile)
         yield from grid.meet(rank, block - senders, DONE)
