@@ -154,7 +154,7 @@ def _store(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     staging, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr, ROOTED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Stage a tile of each part for peers; where bytes only move, write the part that stays here to its place."""
+    """Stage a tile for all peers, and write it to its place here where bytes only move, or a tile for each peer."""
     input, output, sent_offset, stride, output_stride, _, _ = part
     if SHARDS == 1:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
@@ -166,9 +166,6 @@ def _store(
             peer = (rank + turn) % N
             values = get(input + peer * stride, tile, nbytes, UNIT, TILE, WHOLE)
             put(staging + peer * staged + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
-        if MOVES:
-            values = get(input + rank * stride, tile, nbytes, UNIT, TILE, WHOLE)
-            put(output + rank * output_stride, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -176,12 +173,15 @@ def _fetch(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     stagings, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of every peer."""
-    _, output, sent_offset, _, stride, _, _ = part
+    """Read a tile of every peer, and copy that of a part which stays here."""
+    input, output, sent_offset, input_stride, stride, _, _ = part
     place = sent_offset + (rank * staged if SHARDS > 1 else rank * 0)
     for turn in tl.static_range(1, N):
         values = get(stagings[turn] + place, tile, nbytes, UNIT, TILE, WHOLE)
         put(output + (rank + turn) % N * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
+    if SHARDS > 1:
+        values = get(input + rank * input_stride, tile, nbytes, UNIT, TILE, WHOLE)
+        put(output + rank * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
